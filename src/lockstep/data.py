@@ -1,0 +1,149 @@
+"""One rank's share of each global batch, delivered to its device.
+
+The plan is global and every rank computes it alike: the epoch's permutation, cut into global batches, cut into
+`accumulate` micro-batches, cut into one share per rank. A rank's number changes which share it takes and nothing else,
+and a run that stopped after any number of samples goes on from there at any world size.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.datasets import InMemory
+from lockstep.refusal import Refusal
+
+log = logging.getLogger(__name__)
+
+
+class Batch(NamedTuple):
+    """One optimizer step's work for one rank: `count` samples in the whole world, `micros` = [(inputs, targets), ...] here."""
+
+    count: int
+    micros: list
+
+
+def draw(*place):
+    """A CPU generator that is a function of its place (seed, epoch, step, ...) alone: no state to save or to lose."""
+    seed = 0
+    for number in place:
+        seed = (seed * 6364136223846793005 + 1442695040888963407 + number) % 2**63  # Knuth's MMIX constants
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random shifts by up to `pad` pixels and, with `flip`, mirror images, over a whole batch at once.
+
+    Drawn for the global batch and cut like it, so a sample is augmented alike at any world size.
+    """
+
+    pad: int = 0
+    flip: bool = False
+
+    def plan(self, count, generator):
+        """(count, 3) int64: vertical shift, horizontal shift, mirrored or not, per sample."""
+        shifts = torch.randint(0, 2 * self.pad + 1, (count, 2), generator=generator)
+        flips = torch.randint(0, 2, (count, 1), generator=generator) * int(self.flip)
+        return torch.cat([shifts, flips], dim=1)
+
+    def __call__(self, images, plan):
+        """images: (N, C, H, W); plan: (N, 3). Pixels from beyond the edge are 0."""
+        if not (self.pad or self.flip) or not len(images):
+            return images
+        _, _, height, width = images.shape
+        plan = plan.to(images.device)
+        rows = plan[:, 0, None] + torch.arange(height, device=images.device)
+        columns = plan[:, 1, None] + torch.arange(width, device=images.device)
+        columns = torch.where(plan[:, 2, None].bool(), columns.flip(1), columns)
+        padded = torch.nn.functional.pad(images, [self.pad] * 4)
+        each = torch.arange(len(images), device=images.device)
+        return padded[each[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+class Loader:
+    """Feeds one rank from a data set: `epoch` for training, `once` for evaluation.
+
+    mean, std: per channel, of images scaled to 0..1, or None for samples that go to the model as they are.
+    workers: DataLoader processes for a data set that must decode its samples; one in memory needs none.
+    """
+
+    def __init__(self, dataset, world, seed, mean, std, augment=Augment(), workers=0, channels_last=False):
+        self.dataset, self.world, self.seed, self.augment, self.workers = dataset, world, seed, augment, workers
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.normalise = mean is not None
+        if self.normalise:
+            mean, std = (torch.tensor(values, device=world.device).view(-1, 1, 1) for values in (mean, std))
+            self.scale, self.shift = 1 / (255 * std), -mean / std
+        if world.device.type != "cpu" and isinstance(dataset, InMemory):
+            self.dataset = InMemory(*(tensor.to(world.device) for tensor in dataset))
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def epoch(self, epoch, batch_size, accumulate=1, skip=0):
+        """This rank's batches of one epoch, every sample of the data set once over all ranks.
+
+        batch_size counts the whole world's samples; `skip` is the number of samples an earlier life has used.
+        """
+        order = torch.randperm(len(self), generator=draw(self.seed, epoch))
+        starts = range(skip, len(self), batch_size)
+        whole = [order[start : start + batch_size] for start in starts]
+        shares = [self._shares(batch, accumulate) for batch in whole]
+        plans = [
+            self._shares(self.augment.plan(len(batch), draw(self.seed, epoch, start)), accumulate)
+            if self.augment.pad or self.augment.flip else [None] * accumulate
+            for start, batch in zip(starts, whole, strict=True)
+        ]  # fmt: skip
+        samples = self._read([share for batch in shares for share in batch])
+        for batch, plan in zip(whole, plans, strict=True):
+            yield Batch(len(batch), [self._deliver(*next(samples), micro_plan) for micro_plan in plan])
+
+    def _shares(self, batch, accumulate):
+        return [micro.tensor_split(self.world.size)[self.world.rank] for micro in batch.tensor_split(accumulate)]
+
+    def once(self, batch_size):
+        """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs."""
+        mine = torch.arange(self.world.rank, len(self), self.world.size)
+        for samples, targets in self._read(list(mine.split(batch_size)) if len(mine) else []):
+            yield self._deliver(samples, targets, None)
+
+    def _read(self, shares):
+        """The raw samples of each share of indices, in order."""
+        if isinstance(self.dataset, InMemory):
+            for share in shares:
+                yield self.dataset.samples[share], self.dataset.targets[share]
+        else:
+            # An empty share has nothing to collate: any one sample tells the shape, and none of it is kept.
+            loader = DataLoader(
+                self.dataset, batch_sampler=[share.tolist() or [0] for share in shares], num_workers=self.workers,
+                pin_memory=self.world.device.type == "cuda",
+            )  # fmt: skip
+            for share, (samples, targets) in zip(shares, loader, strict=True):
+                yield samples[: len(share)], targets[: len(share)]
+
+    def _deliver(self, samples, targets, plan):
+        samples = samples.to(self.world.device, non_blocking=True)
+        targets = targets.to(self.world.device, non_blocking=True)
+        if plan is not None:
+            samples = self.augment(samples, plan)
+        if self.normalise:
+            samples = samples.float().mul_(self.scale).add_(self.shift)
+        if samples.dim() == 4:
+            samples = samples.contiguous(memory_format=self.layout)
+        return samples, targets
+
+
+def global_batch(world_size, batch_size, batch_size_per_rank, accumulate):
+    """The number of samples an optimizer step sees over all ranks.
+
+    Raises Refusal where a rank would have no sample in an ordinary step.
+    """
+    if batch_size_per_rank is not None:
+        batch_size = batch_size_per_rank * world_size
+    if batch_size < world_size * accumulate:
+        parts = f"{world_size} ranks" + (f" and {accumulate} micro-batches each" if accumulate > 1 else "")
+        raise Refusal(f"trainer.batch_size={batch_size} cannot be shared by {parts}; try trainer.batch_size={world_size * accumulate} or more")
+    return batch_size

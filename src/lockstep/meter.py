@@ -1,0 +1,33 @@
+"""Sums on the device, one reduction, means at the end."""
+
+import torch
+
+
+class Meter:
+    """Adds up named sums and a sample count in float64 on the device; a mean over all ranks costs one all-reduce.
+
+    Counts stay exact up to 2**53 samples, so an accuracy is the integer count of one process divided once.
+    """
+
+    def __init__(self, names, world):
+        self.names, self.world = list(names), world
+        self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
+
+    def add(self, sums, count):
+        """sums: {name: 0-d tensor summed over this rank's `count` samples}. Never waits for the device."""
+        self.sums[:-1] += torch.stack([sums[name].detach().double() for name in self.names])
+        self.sums[-1] += count
+
+    def totals(self):
+        """The sums over all ranks and, last, the number of samples, as a tensor; this rank's own sums stay as they are."""
+        return self.world.total(self.sums.clone())
+
+    def means(self):
+        """{name: mean over every sample of every rank}."""
+        *sums, count = self.totals().tolist()
+        return {name: value / max(count, 1) for name, value in zip(self.names, sums, strict=True)}
+
+    def restore(self, totals):
+        """Go on from `totals` of an earlier life, perhaps of another world size: the leader carries them all."""
+        if self.world.leads:
+            self.sums += totals.to(self.sums.device)

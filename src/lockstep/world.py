@@ -1,0 +1,152 @@
+"""The world of ranks: join it, speak in it, leave it. A world of one is still a world."""
+
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep import rendezvous
+from lockstep.refusal import Refusal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the ranks that train together, and the few things ranks say to each other.
+
+    `control` is a gloo group beside the backend's own: small words between CPUs (votes, comparisons), which never
+    make an accelerator wait.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def leads(self):
+        return self.rank == 0
+
+    def total(self, tensor):
+        """Sum `tensor` over all ranks, in place; returns it."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value):
+        """Every rank's `value` (picklable), by rank, on every rank."""
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_leader(self, value):
+        """Rank 0's `value` (picklable) on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def barrier(self):
+        dist.barrier(group=self.control)
+
+    @contextmanager
+    def leader_first(self):
+        """The first rank of each node goes through the block before the others of its node: one download a machine."""
+        if self.local_rank != 0:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.local_rank == 0:
+                self.barrier()
+
+    def same_on_all(self, config, hint):
+        """Refuse a run whose ranks hold different `config` (a flat dict), naming the first key that differs."""
+        configs = self.gather(config)
+        for rank, other in enumerate(configs):
+            for key in sorted({*configs[0], *other}):
+                ours, theirs = configs[0].get(key, "missing"), other.get(key, "missing")
+                if ours != theirs:
+                    raise Refusal(f"{key} differs between ranks: {ours!r} on rank 0 and {theirs!r} on rank {rank}; {hint}")
+
+
+class Vote:
+    """All ranks agree on a few flags once per step, one step late, so that nobody waits for the answer.
+
+    `cast` starts a MAX over the ranks' flags and returns the outcome of the previous `cast`: what any rank wished
+    then, every rank knows now, at the same step.
+    """
+
+    def __init__(self, world, flags):
+        self.group, self.pending = world.control, None
+        self.outcome = (False,) * flags
+
+    def cast(self, *wishes):
+        if self.pending is not None:
+            work, votes = self.pending
+            work.wait()
+            self.outcome = tuple(votes.bool().tolist())
+        votes = torch.tensor(wishes, dtype=torch.uint8)
+        self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
+        return self.outcome
+
+
+def choose_backend(name, local_size=1):
+    """`auto` -> nccl where there are GPUs, else gloo; and refuse what this machine or this torch cannot do.
+
+    Raises Refusal for nccl without a GPU, for more ranks on a node than GPUs, and for mpi where torch lacks it.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":  # more ranks than GPUs can still train together, on the CPU
+        name = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
+    if name == "mpi" and not dist.is_mpi_available():
+        raise Refusal("backend=mpi wants a torch built with MPI and this one is not; mpirun also starts gloo ranks: try backend=gloo")
+    if name == "nccl" and not gpus:
+        raise Refusal("backend=nccl wants a GPU and this machine shows none; try backend=gloo")
+    if name == "nccl" and local_size > gpus:
+        raise Refusal(
+            f"backend=nccl wants one GPU a rank: {local_size} ranks on this machine but {gpus} GPUs; "
+            f"try {gpus} ranks (--nproc_per_node={gpus} or launch.nproc_per_node={gpus}), or backend=gloo"
+        )
+    return name
+
+
+@contextmanager
+def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_disable=None):
+    """Meet the other ranks, and part from them however the block ends.
+
+    name: auto, gloo, nccl or mpi; timeout: seconds a collective may wait for a rank; the rest becomes gloo's and
+    NCCL's environment variables, only where set. Yields a World. Raises Refusal as `choose_backend` does.
+    """
+    ranks = rendezvous.read()
+    name = choose_backend(name, ranks.local_size)
+    knobs = {"GLOO_SOCKET_IFNAME": socket_ifname, "NCCL_SOCKET_IFNAME": socket_ifname, "NCCL_DEBUG": debug,
+             "NCCL_P2P_DISABLE": p2p_disable, "NCCL_IB_DISABLE": ib_disable}  # fmt: skip
+    os.environ.update({key: str(int(value) if isinstance(value, bool) else value) for key, value in knobs.items() if value is not None})
+    if ranks.size > 1:
+        rendezvous.export(ranks)
+
+    device = torch.device("cpu")
+    if name == "nccl":
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    # Twice as many threads as cores halve the speed, and no launcher counts them right for every number of ranks.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
+
+    wait = timedelta(seconds=timeout)
+    try:
+        dist.init_process_group(
+            name, store=rendezvous.meet(ranks, wait), rank=ranks.rank, world_size=ranks.size, timeout=wait,
+            device_id=device if name == "nccl" else None,
+        )  # fmt: skip
+        control = dist.new_group(backend="gloo", timeout=wait) if name != "gloo" else dist.group.WORLD
+        log.info("rank %d of %d: %s on %s, started by %s", ranks.rank, ranks.size, name, device, ranks.starter)
+        yield World(ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, device, control)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # a peer still waiting for this rank learns of its end at once
