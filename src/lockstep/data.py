@@ -66,17 +66,18 @@ class Augment:
 class Loader:
     """Feeds one rank from a data set: `epoch` for training, `once` for evaluation.
 
-    mean, std: per channel, of images scaled to 0..1, or None for samples that go to the model as they are.
+    mean, std: per channel, of images scaled to 0..1; samples that are no uint8 images go to the model as they are.
+    like: a parameter of the model, whose type and memory layout the delivered batches take.
     workers: DataLoader processes for a data set that must decode its samples; one in memory needs none.
     """
 
-    def __init__(self, dataset, world, seed, mean, std, augment=Augment(), workers=0, channels_last=False):
+    def __init__(self, dataset, world, seed, mean, std, like, augment=Augment(), workers=0):
         self.dataset, self.world, self.seed, self.augment, self.workers = dataset, world, seed, augment, workers
+        self.dtype = like.dtype
+        channels_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.normalise = mean is not None
-        if self.normalise:
-            mean, std = (torch.tensor(values, device=world.device).view(-1, 1, 1) for values in (mean, std))
-            self.scale, self.shift = 1 / (255 * std), -mean / std
+        mean, std = (torch.tensor(list(values), dtype=self.dtype, device=world.device).view(-1, 1, 1) for values in (mean, std))
+        self.scale, self.shift = 1 / (255 * std), -mean / std
         if world.device.type != "cpu" and isinstance(dataset, InMemory):
             self.dataset = InMemory(*(tensor.to(world.device) for tensor in dataset))
 
@@ -92,14 +93,10 @@ class Loader:
         starts = range(skip, len(self), batch_size)
         whole = [order[start : start + batch_size] for start in starts]
         shares = [self._shares(batch, accumulate) for batch in whole]
-        plans = [
-            self._shares(self.augment.plan(len(batch), draw(self.seed, epoch, start)), accumulate)
-            if self.augment.pad or self.augment.flip else [None] * accumulate
-            for start, batch in zip(starts, whole, strict=True)
-        ]  # fmt: skip
-        samples = self._read([share for batch in shares for share in batch])
-        for batch, plan in zip(whole, plans, strict=True):
-            yield Batch(len(batch), [self._deliver(*next(samples), micro_plan) for micro_plan in plan])
+        samples = self._read([micro for batch in shares for micro in batch])
+        for start, batch in zip(starts, whole, strict=True):
+            plan = self._shares(self.augment.plan(len(batch), draw(self.seed, epoch, start)), accumulate)
+            yield Batch(len(batch), [self._deliver(*next(samples), part) for part in plan])
 
     def _shares(self, batch, accumulate):
         return [micro.tensor_split(self.world.size)[self.world.rank] for micro in batch.tensor_split(accumulate)]
@@ -108,7 +105,7 @@ class Loader:
         """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs."""
         mine = torch.arange(self.world.rank, len(self), self.world.size)
         for samples, targets in self._read(list(mine.split(batch_size)) if len(mine) else []):
-            yield self._deliver(samples, targets, None)
+            yield self._deliver(samples, targets)
 
     def _read(self, shares):
         """The raw samples of each share of indices, in order."""
@@ -124,13 +121,15 @@ class Loader:
             for share, (samples, targets) in zip(shares, loader, strict=True):
                 yield samples[: len(share)], targets[: len(share)]
 
-    def _deliver(self, samples, targets, plan):
+    def _deliver(self, samples, targets, plan=None):
         samples = samples.to(self.world.device, non_blocking=True)
         targets = targets.to(self.world.device, non_blocking=True)
         if plan is not None:
             samples = self.augment(samples, plan)
-        if self.normalise:
-            samples = samples.float().mul_(self.scale).add_(self.shift)
+        if samples.dtype == torch.uint8:
+            samples = samples.to(self.dtype).mul_(self.scale).add_(self.shift)
+        elif samples.is_floating_point():
+            samples, targets = samples.to(self.dtype), targets.to(self.dtype)
         if samples.dim() == 4:
             samples = samples.contiguous(memory_format=self.layout)
         return samples, targets

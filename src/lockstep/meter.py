@@ -12,6 +12,11 @@ class Meter:
     def __init__(self, names, world):
         self.names, self.world = list(names), world
         self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
+        self.told = torch.zeros_like(self.sums)
+
+    def clear(self):
+        self.sums.zero_()
+        self.told.zero_()
 
     def add(self, sums, count):
         """sums: {name: 0-d tensor summed over this rank's `count` samples}. Never waits for the device."""
@@ -24,10 +29,19 @@ class Meter:
 
     def means(self):
         """{name: mean over every sample of every rank}."""
-        *sums, count = self.totals().tolist()
+        return self._means(self.totals())
+
+    def means_since_last(self):
+        """The means over what was added since this was last asked, over all ranks."""
+        now = self.totals()
+        recent, self.told = now - self.told, now
+        return self._means(recent)
+
+    def _means(self, totals):
+        *sums, count = totals.tolist()
         return {name: value / max(count, 1) for name, value in zip(self.names, sums, strict=True)}
 
     def restore(self, totals):
         """Go on from `totals` of an earlier life, perhaps of another world size: the leader carries them all."""
-        if self.world.leads:
-            self.sums += totals.to(self.sums.device)
+        self.told = totals.to(self.sums.device)
+        self.sums = self.told.clone() if self.world.leads else torch.zeros_like(self.told)

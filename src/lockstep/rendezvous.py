@@ -6,6 +6,7 @@ torch is imported inside the functions that need a store, never at the top: `--h
 import json
 import os
 import re
+import socket
 import time
 import uuid
 import zlib
@@ -131,6 +132,13 @@ def _mpi(env, rank, size, local_rank, local_size, job):
 def _port_of(job):
     """A port that all ranks of one job compute alike and two jobs on one machine rarely share."""
     return 15000 + zlib.crc32(job.encode()) % 15000
+
+
+def free_port():
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def export(ranks):

@@ -87,13 +87,17 @@ class Vote:
         self.outcome = (False,) * flags
 
     def cast(self, *wishes):
-        if self.pending is not None:
-            work, votes = self.pending
-            work.wait()
-            self.outcome = tuple(votes.bool().tolist())
+        self.close()
         votes = torch.tensor(wishes, dtype=torch.uint8)
         self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
         return self.outcome
+
+    def close(self):
+        """Count the votes still under way."""
+        if self.pending is not None:
+            work, votes = self.pending
+            work.wait()
+            self.outcome, self.pending = tuple(votes.bool().tolist()), None
 
 
 def choose_backend(name, local_size=1):

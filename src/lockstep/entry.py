@@ -1,0 +1,151 @@
+"""Hydra's side of the door: what the configs may ask us, what their errors say, how the process ends.
+
+No torch here: `--help` and `--cfg job` pass through this room.
+"""
+
+import difflib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep import rendezvous, signals
+from lockstep.refusal import Refusal
+
+CONF = Path(__file__).parents[2] / "conf"
+FLAGS = {"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
+
+
+def register():
+    """The two questions a config asks: ${started:format} and ${leader:value}, alike on every rank of one run."""
+    OmegaConf.register_new_resolver(
+        "started", lambda pattern, _root_: rendezvous.started(composers(_root_.launch)).strftime(pattern), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "leader", lambda mine, others=None, *, _root_: mine if composers(_root_.launch).leads else others, replace=True
+    )
+
+
+def composers(launch):
+    """Who composes this run's config beside us: the ranks an outer starter describes, or each node's parent of launch=spawn."""
+    if launch.get("nnodes", 1) > 1:
+        from lockstep.launch import spawn_node
+
+        return spawn_node(launch.nnodes, launch.node_rank, launch.master_addr, launch.master_port)
+    return rendezvous.read()
+
+
+def resolved(cfg):
+    """cfg with every interpolation answered, for processes that have no Hydra. Raises Refusal for a value still missing."""
+    try:
+        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise Refusal(f"{error.full_key} has no value; type {error.full_key}=<value> ({str(error).splitlines()[0]})") from None
+
+
+def flat(cfg, but=()):
+    """{"trainer.epochs": 5, ...} without the top-level keys in `but`."""
+
+    def walk(node, prefix):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                yield from walk(value, f"{prefix}.{key}" if prefix else str(key))
+        else:
+            yield prefix, node
+
+    return {key: value for key, value in walk(OmegaConf.to_container(cfg), "") if key.split(".")[0] not in but}
+
+
+def enter(main):
+    """Run a hydra.main function as a rank should end: a refusal as one sentence, a failure with its traceback, no teardown.
+
+    Never returns. Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped early and resumable.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors over whole, and we say them
+    sys.argv = [argument for argument in sys.argv if not argument.startswith(("--local-rank", "--local_rank"))]
+    try:
+        register()
+        _refuse_a_sampling_sweep(sys.argv[1:])
+        main()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except signals.Stopped as stopped:
+        print(f"{stopped}; the same command goes on in the same folder with hydra.run.dir=<run folder>, a new run with resume=<run folder>")
+        code = signals.RESUMABLE
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        code = _say(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads now and then abort the interpreter's teardown, and the launcher would call a finished run failed.
+    os._exit(code)
+
+
+def _say(error):
+    refusal = as_refusal(error)
+    if refusal is None:
+        _tell_torchrun(error)
+        traceback.print_exception(error)
+        return 1
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this machine were refused for the same reason
+        print(f"lockstep: {refusal}", file=sys.stderr)
+    return 2
+
+
+def _tell_torchrun(error):
+    """Leave the exception where torchrun looks for the root cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def as_refusal(error):
+    """The sentence for an error of the user's input, or None for an error of ours."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return Refusal(f"{group}={option} is not an option; type {group}={_closest(option, error.options)} (there are: {', '.join(error.options)})")
+    if isinstance(error, OverrideParseException):
+        return Refusal(f"cannot read {error.override!r} ({error.message.splitlines()[0]}); type key=value, with quotes around special characters")
+    if isinstance(error, (ConfigCompositionException, OmegaConfBaseException)):
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        unknown = getattr(cause, "full_key", None)
+        typed = str(error).split("'")[1].split("=")[0] if "'" in str(error) else unknown
+        if "not in struct" in str(cause) or "Could not override" in str(error):
+            return Refusal(f"{typed} is no key of this config; type {_closest(typed, _keys())}=... (python src/train.py --cfg job shows all keys)")
+        return Refusal(" ".join(str(error).split()))
+    return None
+
+
+def _closest(word, words):
+    """The word somebody probably meant: by its last part first, so that `epochs` finds `trainer.epochs`."""
+    ends = {candidate.rpartition(".")[2]: candidate for candidate in words}
+    match = difflib.get_close_matches(str(word), words, 1, 0.7) or [
+        ends[end] for end in difflib.get_close_matches(str(word).rpartition(".")[2], list(ends), 1, 0.5)
+    ]
+    return match[0] if match else list(words)[0]
+
+
+def _keys():
+    """Every key of the default config, for suggestions."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return list(flat(compose("config", overrides=["run_dir=."])))
+
+
+def _refuse_a_sampling_sweep(arguments):
+    """A sweeper that draws at random draws differently on each rank; torchrun's ranks would train different jobs."""
+    sweeper = next((word.partition("=")[2] for word in arguments if word.startswith("hydra/sweeper=")), "basic")
+    if {"-m", "--multirun"} & set(arguments) and sweeper != "basic" and rendezvous.read().size > 1:
+        raise Refusal(f"hydra/sweeper={sweeper} would draw other values on every rank; type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ...")

@@ -1,0 +1,129 @@
+"""Starters: each ends in work(cfg) running in ranks whose environment says RANK, WORLD_SIZE and LOCAL_RANK.
+
+A launch carries `work` and `cfg` unopened and returns what rank 0's work returned.
+"""
+
+import atexit
+import os
+import sys
+
+from lockstep import rendezvous, signals
+from lockstep.refusal import Refusal
+
+
+def env(work, cfg):
+    """Join what torchrun, srun or mpirun describe; alone if nobody describes anything."""
+    if rendezvous.read().starter != "nobody":
+        signals.end_with_parent()
+    return work(cfg)
+
+
+def torchrun(work, cfg, nproc_per_node, max_restarts):
+    """Start torch's elastic agent in this process and `nproc_per_node` ranks under it, on one machine.
+
+    Workers that die are restarted together up to `max_restarts` times, and go on from the latest snapshot.
+    """
+    _refuse_nesting("torchrun")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=max_restarts, monitor_interval=0.1,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="127.0.0.1",
+    )  # fmt: skip
+    try:
+        return elastic_launch(config, _rank)(work, cfg)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
+        raise _failure(rank, failure.exitcode, message) from None
+
+
+def _rank(work, cfg):
+    """A worker of the in-process agent; what it returns reaches the agent."""
+    signals.end_with_parent()
+    try:
+        value = work(cfg)
+    except signals.Stopped:
+        _flush()
+        os._exit(signals.RESUMABLE)  # a worker that returns early keeps its agent waiting for 30 s
+    _leave_at_exit()
+    return value
+
+
+def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port):
+    """torch.multiprocessing on this node, and the same command on each of `nnodes` nodes with its own `node_rank`.
+
+    master_addr:master_port: where node 0 listens; port 0 picks a free one and is for one node only.
+    """
+    _refuse_nesting("spawn")
+    import torch.multiprocessing as mp
+
+    node = spawn_node(nnodes, node_rank, master_addr, master_port)
+    port = rendezvous.store(node).port
+    results = mp.get_context("spawn").SimpleQueue()
+    described = dict(
+        WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
+        MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True,
+    )  # fmt: skip
+    try:
+        mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, results), nprocs=nproc_per_node)
+    except mp.ProcessExitedException as error:
+        raise _failure(node_rank * nproc_per_node + error.error_index, error.exit_code, str(error)) from None
+    except mp.ProcessRaisedException as error:
+        raise _failure(node_rank * nproc_per_node + error.error_index, 1, str(error).strip()) from None
+    return None if results.empty() else results.get()
+
+
+def spawn_node(nnodes, node_rank, master_addr, master_port):
+    """A parent's place among the nodes' parents, who share the clock and whose first hosts the ranks' store.
+
+    Raises Refusal where several nodes are given no port to meet at.
+    """
+    if nnodes > 1 and not master_port:
+        raise Refusal("launch=spawn on several nodes needs a port that all know; type launch.master_port=29500 on each")
+    if not 0 <= node_rank < nnodes:
+        raise Refusal(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type launch.node_rank=0 to {nnodes - 1}")
+    port = master_port or rendezvous.free_port()
+    return rendezvous.Ranks(rank=node_rank, size=nnodes, starter="spawn", master_addr=master_addr, master_port=port)
+
+
+def _spawned_rank(index, work, cfg, first_rank, described, results):
+    os.environ.update({key: str(value) for key, value in described.items()}, RANK=str(first_rank + index), LOCAL_RANK=str(index))
+    value = _rank(work, cfg)
+    if first_rank + index == 0:
+        results.put(value)
+
+
+def _leave_at_exit():
+    """Skip the interpreter's teardown after success: gloo's threads abort it now and then, and a finished run would fail."""
+    _flush()
+    atexit.register(os._exit, 0)
+
+
+def _flush():
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _refuse_nesting(name):
+    starter = rendezvous.read().starter
+    if starter != "nobody":
+        raise Refusal(f"launch={name} inside {starter} would start every rank several times; type launch=env, or leave {starter} out")
+
+
+class RankFailed(Exception):
+    """A rank this process started has failed. `code` is its exit status."""
+
+    def __init__(self, rank, code, message):
+        super().__init__(message)
+        self.rank, self.code = rank, code
+
+
+def _failure(rank, code, message):
+    """The exception a parent raises for a rank's: a refusal stays a refusal, whoever said it."""
+    if code == signals.RESUMABLE:
+        return signals.Stopped(f"rank {rank} stopped early with a snapshot")
+    if "Refusal: " in message:
+        return Refusal(message.rsplit("Refusal: ", 1)[1].splitlines()[0])
+    return RankFailed(rank, code, f"rank {rank} failed first (exit {code}): {message}")

@@ -1,0 +1,39 @@
+"""What can be known to fail before a process is started, said in a sentence that ends in what to type."""
+
+from lockstep.refusal import Refusal
+
+WHOLE = (lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
+MAYBE_WHOLE = (lambda value: value is None or WHOLE[0](value), "a whole number of 1 or more, or null")
+SWITCH = (lambda value: type(value) is bool, "true or false")
+
+TRAINER = {
+    "epochs": (*WHOLE, 5),
+    "max_steps": (*MAYBE_WHOLE, 100),
+    "batch_size": (*WHOLE, 128),
+    "batch_size_per_rank": (*MAYBE_WHOLE, 64),
+    "eval_batch_size": (*WHOLE, 512),
+    "accumulate": (*WHOLE, 2),
+    "clip_norm": (lambda value: value is None or (type(value) in (int, float) and value > 0), "a number above 0, or null", 1.0),
+    "precision": (lambda value: value in ("fp32", "bf16", "fp16", "fp64"), "fp32, bf16, fp16 or fp64", "fp32"),
+    "compile": (*SWITCH, "false"),
+    "channels_last": (lambda value: value == "auto" or type(value) is bool, "auto, true or false", "auto"),
+    "deterministic": (*SWITCH, "true"),
+    "eval_every": (*WHOLE, 1),
+    "log_every": (*WHOLE, 10),
+    "save_every": (lambda value: isinstance(value, str), "epochs, steps or minutes", "1epochs"),
+    "keep": (*WHOLE, 3),
+}
+
+
+def trainer(values):
+    """Refuse trainer values of the wrong kind."""
+    for key, (fits, wish, example) in TRAINER.items():
+        if not fits(values[key]):
+            raise Refusal(f"trainer.{key}={values[key]} wants {wish}; try trainer.{key}={example}")
+
+
+def numbers(group, values):
+    """Refuse words where an optimizer's, a scheduler's or a model's options want numbers."""
+    for key, value in values.items():
+        if isinstance(value, str) and key not in ("_target_", "name"):
+            raise Refusal(f"{group}.{key}={value} wants a number; type {group}.{key}=<number>, as in conf/{group}/")

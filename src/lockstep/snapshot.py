@@ -1,0 +1,196 @@
+"""Atomic save, verified load, resume at any world size.
+
+A snapshot is `step_00000123.pt` and, written last, `step_00000123.json` with its SHA-256 and position: without that
+companion it is half-written and nobody reads it. It holds tensors and plain values only, loadable with weights_only.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lockstep import schedules
+from lockstep.loop import Progress
+from lockstep.refusal import Refusal
+from lockstep.strategy import bare
+
+log = logging.getLogger(__name__)
+
+
+class Cadence:
+    """When a snapshot is due: "1epochs", "50steps" or "10min" (a bare unit means 1)."""
+
+    def __init__(self, every):
+        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", str(every))
+        if not match or match[1] == "0":
+            raise Refusal(f"trainer.save_every={every} is no interval; try trainer.save_every=1epochs, 50steps or 10min")
+        self.count, self.unit, self.last = int(match[1] or 1), match[2], time.monotonic()
+
+    def after_step(self, step):
+        return self.unit == "step" and step % self.count == 0
+
+    def after_epoch(self, epoch):
+        return self.unit == "epoch" and epoch % self.count == 0
+
+    def by_the_clock(self):
+        """True once an interval. Clocks differ between ranks, so this is a wish to vote on, not a decision."""
+        due = self.unit == "min" and time.monotonic() - self.last >= 60 * self.count
+        if due:
+            self.last = time.monotonic()
+        return due
+
+
+def keep(run, run_dir, last, world):
+    """Save `run` in run_dir/snapshots and keep the `last` newest. Every rank calls this; rank 0 writes.
+
+    A full disk costs a warning, not the training: the snapshots before it stay whole.
+    """
+    totals = run.meter.totals()
+    if not world.leads:
+        return
+    progress = asdict(run.progress)
+    state = {
+        "model": bare(run.model).state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scheduler": run.scheduler.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "progress": progress,
+        "meter": totals,
+    }
+    try:
+        save(Path(run_dir) / "snapshots", f"step_{run.progress.step:08d}", state, last, **progress, world_size=world.size)
+    except OSError as error:
+        log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
+
+
+def resume(run, paths, world):
+    """Bring `run`, whose model is not wrapped yet, to the best of `paths`; leave it as it is where there are none.
+
+    Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `load` and for weights that
+    do not fit the model.
+    """
+    saved, path = load(paths) if world.leads else (None, None)
+    path = world.from_leader(path)
+    if path is None:
+        return
+    saved = saved or load([path])[0]
+    refuse_misfit(path, saved["model"], run.model)
+    run.model.load_state_dict(saved["model"])
+    run.optimizer.load_state_dict(saved["optimizer"])
+    schedules.restore(run.scheduler, saved["scheduler"])
+    run.scaler.load_state_dict(saved["scaler"])
+    run.meter.restore(saved["meter"])
+    run.progress = Progress(**saved["progress"])
+    log.info("resumed from %s", path)
+
+
+def export(run, run_dir, world):
+    """The trained net as a plain state dict in run_dir/model.pt, under the names the model gave its parameters."""
+    if world.leads:
+        write(Path(run_dir) / "model.pt", {name: value.cpu().contiguous() for name, value in bare(run.model).state_dict().items()})
+
+
+def save(folder, name, state, last, **position):
+    """Write `state` to folder/name.pt so that a crash at any moment leaves this snapshot or the one before, whole.
+
+    position: what to write beside it for a reader's eyes. Only the `last` newest snapshots stay. Raises OSError where
+    the disk is full, with the older snapshots untouched.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.pt"
+    sha256 = write(path, state)
+    _replace(path.with_suffix(".json"), lambda file: file.write(json.dumps({"sha256": sha256, **position}).encode()))
+    for old in complete(folder)[last:]:
+        old.with_suffix(".json").unlink()
+        old.unlink()
+    return path
+
+
+def write(path, state):
+    """torch.save by way of a temporary file in the same folder; returns the file's SHA-256."""
+    _replace(path, lambda file: torch.save(state, file))
+    return _sha256(path)
+
+
+def _replace(path, fill):
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # else a power cut may forget the new name
+    os.close(folder)
+
+
+def _sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def complete(folder):
+    """The finished snapshots in `folder`, newest first."""
+    return sorted((path for path in Path(folder).glob("step_*.pt") if path.with_suffix(".json").exists()), reverse=True)
+
+
+def locate(resume, run_dir):
+    """The snapshots to try for this run, best first: its own, else those that `resume` names; none means a fresh start.
+
+    resume: a run folder, a snapshot file, or None. Raises Refusal where it names nothing to resume from.
+    """
+    own = complete(Path(run_dir) / "snapshots")
+    if own or resume is None:
+        return own
+    path = Path(resume)
+    if path.is_file():
+        return [path]
+    found = complete(path / "snapshots") or complete(path)
+    if not found:
+        what = "holds no finished snapshot" if path.is_dir() else "does not exist"
+        raise Refusal(f"resume={resume} {what}; type resume=<run folder or one of its snapshots/step_*.pt>, or leave it out to start afresh")
+    return found
+
+
+def load(paths):
+    """(state, path) of the first of `paths` that is whole, on the CPU; (None, None) where there are none.
+
+    A damaged one is passed over with a warning. Raises Refusal if none of several loads: never a silent fresh start.
+    """
+    for path in paths:
+        try:
+            companion = path.with_suffix(".json")
+            if companion.exists() and json.loads(companion.read_text())["sha256"] != _sha256(path):
+                raise ValueError("its checksum does not match")
+            return torch.load(path, map_location="cpu", weights_only=True), path
+        except Exception as error:  # torch.load has many ways to say "damaged"
+            log.warning("snapshot %s is damaged (%s); trying the one before it", path, str(error).splitlines()[0])
+    if paths:
+        raise Refusal(
+            f"none of the {len(paths)} snapshots in {paths[0].parent} can be read; "
+            f"move that folder away to start afresh, or type resume=<another snapshot>"
+        )
+    return None, None
+
+
+def refuse_misfit(path, saved, model):
+    """Refuse a snapshot whose weights are not those of `model`, naming what differs."""
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    theirs = {name: tuple(value.shape) for name, value in saved.items()}
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise Refusal(
+                f"{path} does not fit the model: {name} is {theirs.get(name, 'missing')} in the snapshot and "
+                f"{ours.get(name, 'missing')} in the model; type the model= and dataset= it was made with, or leave resume= out"
+            )
