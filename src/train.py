@@ -86,7 +86,7 @@ def work(cfg):
             tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
         snapshot.export(run, cfg.run_dir, ranks)
         panel.farewell(tested)
-        return tested[cfg.objective]
+        return tested[cfg.objective.removeprefix("test/")]
 
 
 def refuse(cfg):
@@ -96,6 +96,7 @@ def refuse(cfg):
     preflight.trainer(cfg.trainer)
     for group in ("optimizer", "scheduler", "model"):
         preflight.numbers(group, cfg[group])
+    preflight.objective(cfg.objective, make(cfg.dataset.loss).names)
     snapshot.Cadence(cfg.trainer.save_every)
     snapshot.locate(cfg.resume, cfg.run_dir)
     here, starts = rendezvous.read(), cfg.launch.get("nproc_per_node")

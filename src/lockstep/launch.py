@@ -6,6 +6,7 @@ A launch carries `work` and `cfg` unopened and returns what rank 0's work return
 import atexit
 import os
 import sys
+import uuid
 
 from lockstep import rendezvous, signals
 from lockstep.refusal import Refusal
@@ -28,7 +29,7 @@ def torchrun(work, cfg, nproc_per_node, max_restarts):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=max_restarts, monitor_interval=0.1,
+        run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=max_restarts, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="127.0.0.1",
     )  # fmt: skip
     try:
@@ -64,7 +65,7 @@ def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port
     results = mp.get_context("spawn").SimpleQueue()
     described = dict(
         WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
-        MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True,
+        MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
     )  # fmt: skip
     try:
         mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, results), nprocs=nproc_per_node)

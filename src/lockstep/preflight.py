@@ -37,3 +37,9 @@ def numbers(group, values):
     for key, value in values.items():
         if isinstance(value, str) and key not in ("_target_", "name"):
             raise Refusal(f"{group}.{key}={value} wants a number; type {group}.{key}=<number>, as in conf/{group}/")
+
+
+def objective(name, measured):
+    """Refuse an objective that no evaluation will measure."""
+    if name not in [f"test/{measure}" for measure in measured]:
+        raise Refusal(f"objective={name} is not measured; type objective={' or objective='.join(f'test/{measure}' for measure in measured)}")

@@ -49,7 +49,7 @@ def read(env=None):
     """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
-        return _torchrun(env)
+        return _standard(env)
     if "SLURM_STEP_NUM_TASKS" in env:  # set by srun for a step's tasks, and not in the batch script around it
         return _slurm(env)
     if "OMPI_COMM_WORLD_SIZE" in env:
@@ -60,7 +60,7 @@ def read(env=None):
     return Ranks()
 
 
-def _torchrun(env):
+def _standard(env):
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
     if missing:
         present = "RANK" if "RANK" in env else "WORLD_SIZE"
@@ -76,7 +76,7 @@ def _torchrun(env):
         size=size,
         local_rank=int(env.get("LOCAL_RANK", 0 if "LOCAL_WORLD_SIZE" in env else rank)),
         local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
-        starter="torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
+        starter=env.get("LOCKSTEP_STARTER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", 29500)),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

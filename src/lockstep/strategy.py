@@ -17,7 +17,7 @@ def ddp(module, world, gradient_as_bucket_view, static_graph, bucket_cap_mb, fin
     if world.size == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(
-        module, device_ids=[world.device.index] if world.device.type == "cuda" else None, broadcast_buffers=False,
+        module, device_ids=[world.device.index] if world.device.type == "cuda" else None, forward_sync_buffers=False,
         gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph, bucket_cap_mb=bucket_cap_mb,
         find_unused_parameters=find_unused_parameters,
     )  # fmt: skip
