@@ -1,8 +1,8 @@
 """The door of Lockstep, and one rank's whole life.
 
-    python src/train.py
-    torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epochs=10
-    python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
+python src/train.py
+torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epochs=10
+python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
 """
 
 import hydra
@@ -28,9 +28,8 @@ def work(cfg):
     from lockstep import board, data, loop, snapshot, strategy, world
 
     trainer = cfg.trainer
-    board.log_to(cfg.run_dir, rendezvous.read().rank)
     signals.listen()
-    with world.join(**cfg.backend) as ranks:
+    with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks:
         ranks.same_on_all(entry.flat(cfg, but=["launch"]), hint="start every rank with the same command")
         loop.settle(cfg.seed, trainer.deterministic)
 

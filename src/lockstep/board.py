@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -10,23 +11,33 @@ log = logging.getLogger(__name__)
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
-def log_to(folder, rank):
-    """Every rank's log in folder/logs/rank<N>.log; rank 0's also in folder/train.log and, bare, on the console."""
-    root = logging.getLogger()
-    for old in root.handlers[:]:
-        root.removeHandler(old)
-        old.close()
-    root.setLevel(logging.INFO)
-    (Path(folder) / "logs").mkdir(parents=True, exist_ok=True)
-    files = [Path(folder) / "logs" / f"rank{rank}.log"] + [Path(folder) / "train.log"] * (rank == 0)
-    for file in files:
-        handler = logging.FileHandler(file)
-        handler.setFormatter(logging.Formatter(FORMAT))
-        root.addHandler(handler)
+@contextmanager
+def logs(folder, rank):
+    """Every rank's log in folder/logs/rank<N>.log; rank 0's also in folder/train.log and, bare, on the console.
+
+    An exception that ends the block is written to the rank's own log, whoever shows it on the console.
+    """
+    root, folder = logging.getLogger(), Path(folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    handlers = [logging.FileHandler(folder / "logs" / f"rank{rank}.log")]
     if rank == 0:
-        console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(logging.Formatter("%(message)s"))
-        root.addHandler(console)
+        handlers += [logging.FileHandler(folder / "train.log"), logging.StreamHandler(sys.stdout)]
+    for handler in handlers:
+        is_file = isinstance(handler, logging.FileHandler)
+        handler.setFormatter(logging.Formatter(FORMAT if is_file else "%(message)s"))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    except Exception as error:
+        if rank == 0:
+            root.removeHandler(handlers[-1])
+        log.error("%s", error, exc_info=True)
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def open_board(world, folder, step, config):

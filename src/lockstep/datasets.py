@@ -68,7 +68,9 @@ def download(data_dir, name):
 
     Raises Refusal where it is neither there nor to be had.
     """
-    expected = Path(data_dir) / name / "raw" / "t10k-labels-idx1-ubyte" if name != "CIFAR10" else Path(data_dir) / "cifar-10-batches-py" / "test_batch"
+    expected = (
+        Path(data_dir) / name / "raw" / "t10k-labels-idx1-ubyte" if name != "CIFAR10" else Path(data_dir) / "cifar-10-batches-py" / "test_batch"
+    )
     if expected.exists():
         return
     import torchvision

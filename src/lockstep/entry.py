@@ -22,12 +22,8 @@ FLAGS = {"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--versi
 
 def register():
     """The two questions a config asks: ${started:format} and ${leader:value}, alike on every rank of one run."""
-    OmegaConf.register_new_resolver(
-        "started", lambda pattern, _root_: rendezvous.started(composers(_root_.launch)).strftime(pattern), replace=True
-    )
-    OmegaConf.register_new_resolver(
-        "leader", lambda mine, others=None, *, _root_: mine if composers(_root_.launch).leads else others, replace=True
-    )
+    OmegaConf.register_new_resolver("started", lambda pattern, _root_: rendezvous.started(composers(_root_.launch)).strftime(pattern), replace=True)
+    OmegaConf.register_new_resolver("leader", lambda mine, others=None, *, _root_: mine if composers(_root_.launch).leads else others, replace=True)
 
 
 def composers(launch):
@@ -148,4 +144,6 @@ def _refuse_a_sampling_sweep(arguments):
     """A sweeper that draws at random draws differently on each rank; torchrun's ranks would train different jobs."""
     sweeper = next((word.partition("=")[2] for word in arguments if word.startswith("hydra/sweeper=")), "basic")
     if {"-m", "--multirun"} & set(arguments) and sweeper != "basic" and rendezvous.read().size > 1:
-        raise Refusal(f"hydra/sweeper={sweeper} would draw other values on every rank; type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ...")
+        raise Refusal(
+            f"hydra/sweeper={sweeper} would draw other values on every rank; type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ..."
+        )
