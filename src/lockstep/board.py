@@ -6,6 +6,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.refusal import Refusal
+
 log = logging.getLogger(__name__)
 
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
@@ -25,18 +27,17 @@ def logs(folder, rank):
     for handler in handlers:
         is_file = isinstance(handler, logging.FileHandler)
         handler.setFormatter(logging.Formatter(FORMAT if is_file else "%(message)s"))
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    before = root.handlers, root.level
+    root.handlers, root.level = handlers, logging.INFO
     try:
         yield
     except Exception as error:
-        if rank == 0:
-            root.removeHandler(handlers[-1])
-        log.error("%s", error, exc_info=True)
+        root.handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
+        log.error("%s", error, exc_info=not isinstance(error, Refusal))
         raise
     finally:
+        root.handlers, root.level = before
         for handler in handlers:
-            root.removeHandler(handler)
             handler.close()
 
 

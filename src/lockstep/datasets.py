@@ -79,8 +79,9 @@ def download(data_dir, name):
         getattr(torchvision.datasets, name)(data_dir, train=False, download=True)
     except Exception as error:  # urllib, sockets, hashes, disks: whatever it was, the data is not there
         raise Refusal(
-            f"{name} is not in data_dir={data_dir} (searched {expected.parent.absolute()}) and cannot be downloaded "
-            f"({error or type(error).__name__}); type data_dir=<folder that holds {name}>, or dataset=digits, which needs no download"
+            f"{name} is not in data_dir={data_dir} (searched {expected.parent.absolute()}) and cannot "
+            f"be downloaded ({str(error).splitlines()[0] or type(error).__name__}); type data_dir=<folder that holds {name}>, "
+            f"or dataset=digits, which needs no download"
         ) from None
 
 

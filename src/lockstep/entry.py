@@ -5,7 +5,9 @@ No torch here: `--help` and `--cfg job` pass through this room.
 
 import difflib
 import os
+import re
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -40,7 +42,9 @@ def resolved(cfg):
     try:
         return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
-        raise Refusal(f"{error.full_key} has no value; type {error.full_key}=<value> ({str(error).splitlines()[0]})") from None
+        key = re.search(r"Missing mandatory value: (\S+)", str(error))
+        key = key[1] if key else error.full_key
+        raise Refusal(f"{key} has no usable value ({str(error).splitlines()[0]}); type {key}=<value>") from None
 
 
 def flat(cfg, but=()):
@@ -89,8 +93,9 @@ def _say(error):
         _tell_torchrun(error)
         traceback.print_exception(error)
         return 1
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this machine were refused for the same reason
-        print(f"lockstep: {refusal}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)  # rank 0 says it; who still lives then (its launcher ends it otherwise) was refused alone
+    print(f"lockstep: {refusal}", file=sys.stderr)
     return 2
 
 
@@ -108,7 +113,8 @@ def as_refusal(error):
         return error
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return Refusal(f"{group}={option} is not an option; type {group}={_closest(option, error.options)} (there are: {', '.join(error.options)})")
+        meant = _closest(option, error.options) or "|".join(error.options)
+        return Refusal(f"{group}={option} is not an option (there are: {', '.join(error.options)}); type {group}={meant}")
     if isinstance(error, OverrideParseException):
         return Refusal(f"cannot read {error.override!r} ({error.message.splitlines()[0]}); type key=value, with quotes around special characters")
     if isinstance(error, (ConfigCompositionException, OmegaConfBaseException)):
@@ -116,18 +122,17 @@ def as_refusal(error):
         unknown = getattr(cause, "full_key", None)
         typed = str(error).split("'")[1].split("=")[0] if "'" in str(error) else unknown
         if "not in struct" in str(cause) or "Could not override" in str(error):
-            return Refusal(f"{typed} is no key of this config; type {_closest(typed, _keys())}=... (python src/train.py --cfg job shows all keys)")
+            meant = _closest(typed, _keys())
+            return Refusal(f"{typed} is no key of this config; type {f'{meant}=...' if meant else 'python src/train.py --cfg job to see all keys'}")
         return Refusal(" ".join(str(error).split()))
     return None
 
 
 def _closest(word, words):
-    """The word somebody probably meant: by its last part first, so that `epochs` finds `trainer.epochs`."""
+    """The one of `words` that somebody probably meant, or None; by the last part too: `epochs` finds `trainer.epochs`."""
     ends = {candidate.rpartition(".")[2]: candidate for candidate in words}
-    match = difflib.get_close_matches(str(word), words, 1, 0.7) or [
-        ends[end] for end in difflib.get_close_matches(str(word).rpartition(".")[2], list(ends), 1, 0.5)
-    ]
-    return match[0] if match else list(words)[0]
+    match = difflib.get_close_matches(word, words, 1, 0.7) or difflib.get_close_matches(word.rpartition(".")[2], ends, 1, 0.5)
+    return ends.get(match[0], match[0]) if match else None
 
 
 def _keys():

@@ -213,9 +213,8 @@ def meet(ranks, timeout):
             if nonce != acknowledged:
                 acknowledged = nonce
                 shared.set(f"meet/{nonce}/ack/{ranks.rank}", me)
-            if shared.check([f"meet/{nonce}/go"]):
-                if json.loads(shared.get(f"meet/{nonce}/go"))[ranks.rank : ranks.rank + 1] == [me]:
-                    break
+            if shared.check([f"meet/{nonce}/go"]) and me in json.loads(shared.get(f"meet/{nonce}/go")):
+                break
             _give_up_after(deadline, f"rank {ranks.rank} found no meeting to join")
             time.sleep(0.01)
     return dist.PrefixStore(f"meeting/{nonce}", shared)
