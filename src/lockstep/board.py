@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.refusal import Refusal
+from lockstep.signals import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ def logs(folder, rank):
     root.handlers, root.level = handlers, logging.INFO
     try:
         yield
+    except Stopped as stopped:
+        log.info("%s", stopped)
+        raise
     except Exception as error:
         root.handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
         log.error("%s", error, exc_info=not isinstance(error, Refusal))

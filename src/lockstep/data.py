@@ -103,7 +103,7 @@ class Loader:
 
     def once(self, batch_size):
         """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs."""
-        mine = torch.arange(self.world.rank, len(self), self.world.size)
+        mine = torch.arange(len(self))[self.world.rank :: self.world.size]
         for samples, targets in self._read(list(mine.split(batch_size)) if len(mine) else []):
             yield self._deliver(samples, targets)
 

@@ -74,8 +74,7 @@ def enter(main):
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except signals.Stopped as stopped:
-        print(f"{stopped}; the same command goes on in the same folder with hydra.run.dir=<run folder>, a new run with resume=<run folder>")
+    except signals.Stopped:
         code = signals.RESUMABLE
     except KeyboardInterrupt:
         code = 130

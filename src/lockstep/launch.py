@@ -62,18 +62,18 @@ def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port
 
     node = spawn_node(nnodes, node_rank, master_addr, master_port)
     port = rendezvous.store(node).port
-    results = mp.get_context("spawn").SimpleQueue()
+    answer, answers = mp.get_context("spawn").Pipe(duplex=False)
     described = dict(
         WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
         MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
     )  # fmt: skip
     try:
-        mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, results), nprocs=nproc_per_node)
+        mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nprocs=nproc_per_node)
     except mp.ProcessExitedException as error:
         raise _failure(node_rank * nproc_per_node + error.error_index, error.exit_code, str(error)) from None
     except mp.ProcessRaisedException as error:
         raise _failure(node_rank * nproc_per_node + error.error_index, 1, str(error).strip()) from None
-    return None if results.empty() else results.get()
+    return answer.recv() if answer.poll() else None
 
 
 def spawn_node(nnodes, node_rank, master_addr, master_port):
@@ -89,11 +89,11 @@ def spawn_node(nnodes, node_rank, master_addr, master_port):
     return rendezvous.Ranks(rank=node_rank, size=nnodes, starter="spawn", master_addr=master_addr, master_port=port)
 
 
-def _spawned_rank(index, work, cfg, first_rank, described, results):
+def _spawned_rank(index, work, cfg, first_rank, described, answers):
     os.environ.update({key: str(value) for key, value in described.items()}, RANK=str(first_rank + index), LOCAL_RANK=str(index))
     value = _rank(work, cfg)
     if first_rank + index == 0:
-        results.put(value)
+        answers.send(value)
 
 
 def _leave_at_exit():
@@ -124,7 +124,7 @@ class RankFailed(Exception):
 def _failure(rank, code, message):
     """The exception a parent raises for a rank's: a refusal stays a refusal, whoever said it."""
     if code == signals.RESUMABLE:
-        return signals.Stopped(f"rank {rank} stopped early with a snapshot")
+        return signals.Stopped(f"rank {rank} stopped early")
     if "Refusal: " in message:
         return Refusal(message.rsplit("Refusal: ", 1)[1].splitlines()[0])
     return RankFailed(rank, code, f"rank {rank} failed first (exit {code}): {message}")
