@@ -64,9 +64,7 @@ def work(cfg):
             if stop or due or cadence.after_step(progress.step):
                 snapshot.keep(run, cfg.run_dir, trainer.keep, ranks)
             if stop:
-                raise signals.Stopped(
-                    f"stopped early at step {progress.step}; go on in the same folder with hydra.run.dir={cfg.run_dir}, or in a new one with resume={cfg.run_dir}"
-                )
+                raise signals.Stopped(f"stopped early at step {progress.step}; go on there with hydra.run.dir={cfg.run_dir}")
 
         while progress.epoch < trainer.epochs and progress.step != trainer.max_steps:
             panel.start_epoch(progress.epoch + 1, trainer.epochs, len(train_data), progress.samples)
