@@ -50,6 +50,36 @@ def test_every_sample_is_evaluated_once_for_any_size_and_world():
             assert sorted(seen) == list(range(count))
 
 
+def _count_right():
+    """Accuracies of a fixed net over the first 1..40 digits, in this world."""
+    from lockstep import loop, world
+
+    digits, torch_losses = datasets.digits(train=False), losses.Classification()
+    with world.join("gloo", 60) as ranks:
+        net = _fixed_net()
+        run = loop.Run(net, None, None, None, None)
+        accuracies = []
+        for count in range(1, 41):
+            part = datasets.InMemory(digits.samples[:count], digits.targets[:count])
+            loader = data.Loader(part, ranks, 0, [0.0], [1.0], next(net.parameters()))
+            accuracies.append(loop.evaluate(run, loader, torch_losses, 7, "fp32")["accuracy"])
+        return accuracies
+
+
+def _fixed_net():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+
+def test_accuracy_is_the_integer_count_of_one_process():
+    digits = datasets.digits(train=False)
+    with torch.no_grad():
+        right = (_fixed_net()(digits.samples[:40].float() / 255).argmax(1) == digits.targets[:40]).cumsum(0).tolist()
+    counted = [correct / count for count, correct in enumerate(right, start=1)]
+    for size in (1, 2, 3, 4):
+        assert in_world(size, _count_right) == [counted] * size
+
+
 def test_augmentation_is_a_function_of_the_sample_not_of_the_rank():
     images = datasets.InMemory(torch.randint(0, 256, (12, 3, 8, 8), dtype=torch.uint8), torch.arange(12))
 
