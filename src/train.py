@@ -25,12 +25,12 @@ def make(node, **more):
 def work(cfg):
     """One rank's whole life. Returns the last value of cfg.objective, which is what a sweep optimises."""
     # Imported here, not above: `--help` and `--cfg job` answer without torch.
-    from lockstep import board, data, loop, snapshot, strategy, world
+    from lockstep import board, data, lock, loop, snapshot, strategy, world
 
     trainer = cfg.trainer
     signals.listen()
-    with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks:
-        ranks.same_on_all(entry.flat(cfg, but=["launch"]), hint="start every rank with the same command")
+    with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks, lock.hold(cfg.run_dir, ranks):
+        ranks.same_on_all(entry.flat({key: value for key, value in cfg.items() if key != "launch"}), hint="start every rank with the same command")
         loop.settle(cfg.seed, trainer.deterministic)
 
         with ranks.leader_first():
@@ -48,7 +48,8 @@ def work(cfg):
         optimizer = make(cfg.optimizer)(net.parameters())
         scheduler = make(cfg.scheduler)(optimizer, epoch_steps, total_steps)
         run = loop.Run(net, optimizer, scheduler, loop.scaler(ranks, trainer.precision), loop.Meter(loss.names, ranks))
-        snapshot.resume(run, snapshot.locate(cfg.resume, cfg.run_dir), ranks)
+        identity = entry.flat(cfg.model, "model") | {"optimizer": cfg.optimizer._target_, "training samples": len(train_data)}
+        snapshot.resume(run, snapshot.locate(cfg.resume, cfg.run_dir), identity, ranks)
         run.model = make(cfg.strategy)(net, ranks)
 
         progress, tested = run.progress, {}
@@ -62,7 +63,7 @@ def work(cfg):
                 panel.running(progress.step, run.meter.means_since_last(), scheduler.get_last_lr()[0])
             stop, due = vote.cast(signals.stop_asked(), cadence.by_the_clock())
             if stop or due or cadence.after_step(progress.step):
-                snapshot.keep(run, cfg.run_dir, trainer.keep, ranks)
+                snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks)
             if stop:
                 raise signals.Stopped(f"stopped early at step {progress.step}; go on there with hydra.run.dir={cfg.run_dir}")
 
@@ -78,7 +79,7 @@ def work(cfg):
                 tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
             panel.end_epoch(progress.step, {"train": learned, "test": tested})
             if finished or cadence.after_epoch(progress.epoch):
-                snapshot.keep(run, cfg.run_dir, trainer.keep, ranks)
+                snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks)
         vote.close()
 
         if not tested:  # resumed after its last step

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def start(tmp_path):
 def train(start):
     """train(overrides, **environment) -> a finished `python src/train.py`."""
     return lambda *overrides, code=0, **env: start(sys.executable, TRAIN, *overrides, **env).finish(code)
+
+
+def wait_for(condition, what, limit=60):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {limit} s"
+        time.sleep(0.02)
 
 
 def free_port():

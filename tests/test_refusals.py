@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from conftest import TORCHRUN, TRAIN
+from conftest import TORCHRUN, TRAIN, wait_for
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,20 @@ def test_a_sampling_sweeper_under_torchrun(start):
     assert "type python src/train.py -m launch=torchrun" in run.output
 
 
-def test_a_snapshot_of_another_model(train):
+def test_a_snapshot_of_another_model_or_optimizer(train):
     made = train("trainer.epochs=1")
-    run = train("model=mlp", f"resume={made.folder}", code=2)
-    assert "does not fit the model" in run.output
+    run = train("model=mlp", "optimizer=adamw", f"resume={made.folder}", code=2)
+    assert "does not fit this run" in run.output
+    for key in ("model._target_", "model.width", "optimizer"):
+        assert f"{key} (" in run.output
     assert "Traceback" not in run.output
+
+
+def test_a_second_run_on_one_folder(start):
+    first = start(sys.executable, TRAIN, "hydra.run.dir=shared", "trainer.epochs=300")
+    lock = first.cwd / "shared" / ".lock"
+    wait_for(lambda: lock.exists() and lock.read_text(), "lock")
+    second = start(sys.executable, TRAIN, "hydra.run.dir=shared").finish(2)
+    assert f"another run holds {first.cwd}/shared (pid {first.process.pid} on " in second.output
+    first.process.kill()  # a dead holder holds nothing
+    start(sys.executable, TRAIN, "hydra.run.dir=shared", "trainer.epochs=1").finish()

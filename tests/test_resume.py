@@ -4,12 +4,11 @@ import json
 import os
 import signal
 import sys
-import time
 
 import pytest
 import torch
 
-from conftest import SHORT, TORCHRUN, TRAIN, events
+from conftest import SHORT, TORCHRUN, TRAIN, events, wait_for
 from lockstep import snapshot
 from lockstep.refusal import Refusal
 
@@ -22,13 +21,6 @@ def model(folder):
 
 def same_bits(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def wait_for(condition, what, limit=60):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {limit} s"
-        time.sleep(0.02)
 
 
 def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(train, tmp_path):

@@ -24,7 +24,7 @@ def alone(tmp_path_factory):
 def check_folder(run, ranks):
     folder = run.folder
     assert sorted(path.name for path in folder.iterdir() if not path.name.startswith("events")) == [
-        ".hydra", "logs", "model.pt", "snapshots", "train.log"]  # fmt: skip
+        ".hydra", ".lock", "logs", "model.pt", "snapshots", "train.log"]  # fmt: skip
     assert len(list(folder.glob("events*"))) == 1
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(ranks)]
     assert (folder / ".hydra" / "config.yaml").exists()

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import rendezvous, signals
@@ -47,17 +47,11 @@ def resolved(cfg):
         raise Refusal(f"{key} has no usable value ({str(error).splitlines()[0]}); type {key}=<value>") from None
 
 
-def flat(cfg, but=()):
-    """{"trainer.epochs": 5, ...} without the top-level keys in `but`."""
-
-    def walk(node, prefix):
-        if isinstance(node, dict):
-            for key, value in node.items():
-                yield from walk(value, f"{prefix}.{key}" if prefix else str(key))
-        else:
-            yield prefix, node
-
-    return {key: value for key, value in walk(OmegaConf.to_container(cfg), "") if key.split(".")[0] not in but}
+def flat(node, prefix=""):
+    """{"trainer.epochs": 5, ...}: the leaves of a config by their full keys."""
+    if not isinstance(node, (dict, DictConfig)):
+        return {prefix: list(node) if isinstance(node, ListConfig) else node}
+    return {key: value for name, child in node.items() for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()}
 
 
 def enter(main):
@@ -141,7 +135,7 @@ def _keys():
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return list(flat(compose("config", overrides=["run_dir=."])))
+        return list(flat(OmegaConf.to_container(compose("config", overrides=["run_dir=."]))))
 
 
 def _refuse_a_sampling_sweep(arguments):

@@ -46,10 +46,11 @@ class Cadence:
         return due
 
 
-def keep(run, run_dir, last, world):
+def keep(run, identity, run_dir, last, world):
     """Save `run` in run_dir/snapshots and keep the `last` newest. Every rank calls this; rank 0 writes.
 
-    A full disk costs a warning, not the training: the snapshots before it stay whole.
+    identity: what a run must share with this one to resume from it. A full disk costs a warning, not the training:
+    the snapshots before it stay whole.
     """
     totals = run.meter.totals()
     if not world.leads:
@@ -62,6 +63,7 @@ def keep(run, run_dir, last, world):
         "scaler": run.scaler.state_dict(),
         "progress": progress,
         "meter": totals,
+        "identity": identity,
     }
     try:
         save(Path(run_dir) / "snapshots", f"step_{run.progress.step:08d}", state, last, **progress, world_size=world.size)
@@ -69,18 +71,18 @@ def keep(run, run_dir, last, world):
         log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
 
 
-def resume(run, paths, world):
+def resume(run, paths, identity, world):
     """Bring `run`, whose model is not wrapped yet, to the best of `paths`; leave it as it is where there are none.
 
-    Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `load` and for weights that
-    do not fit the model.
+    Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `load` does, and for a
+    snapshot of another identity.
     """
     saved, path = load(paths) if world.leads else (None, None)
     path = world.from_leader(path)
     if path is None:
         return
     saved = saved or load([path])[0]
-    refuse_misfit(path, saved["model"], run.model)
+    refuse_misfit(path, saved["identity"], identity)
     run.model.load_state_dict(saved["model"])
     run.optimizer.load_state_dict(saved["optimizer"])
     schedules.restore(run.scheduler, saved["scheduler"])
@@ -184,13 +186,9 @@ def load(paths):
     return None, None
 
 
-def refuse_misfit(path, saved, model):
-    """Refuse a snapshot whose weights are not those of `model`, naming what differs."""
-    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {name: tuple(value.shape) for name, value in saved.items()}
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            raise Refusal(
-                f"{path} does not fit the model: {name} is {theirs.get(name, 'missing')} in the snapshot and "
-                f"{ours.get(name, 'missing')} in the model; type the model= and dataset= it was made with, or leave resume= out"
-            )
+def refuse_misfit(path, saved, ours):
+    """Refuse a snapshot of another model, optimizer or data set, naming every key that differs."""
+    keys = [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
+    differing = "; ".join(f"{key} ({saved.get(key)} in the snapshot, {ours.get(key)} here)" for key in keys)
+    if differing:
+        raise Refusal(f"{path} does not fit this run: {differing}; type the overrides it was made with, or leave resume= out")
