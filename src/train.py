@@ -48,11 +48,12 @@ def work(cfg):
         optimizer = make(cfg.optimizer)(net.parameters())
         scheduler = make(cfg.scheduler)(optimizer, epoch_steps, total_steps)
         run = loop.Run(net, optimizer, scheduler, loop.scaler(ranks, trainer.precision), loop.Meter(loss.names, ranks))
+        run.average = loop.average(net, trainer.ema)
         identity = entry.flat(cfg.model, "model") | {"optimizer": cfg.optimizer._target_, "training samples": len(train_data)}
         snapshot.resume(run, snapshot.locate(cfg.resume, cfg.run_dir), identity, ranks)
         run.model = make(cfg.strategy)(net, ranks)
 
-        progress, tested = run.progress, {}
+        progress, tested, measure = run.progress, {}, cfg.objective.removeprefix("test/")
         cadence, vote = snapshot.Cadence(trainer.save_every), world.Vote(ranks, flags=2)
         panel = board.open_board(ranks, cfg.run_dir, progress.step, OmegaConf.to_yaml(cfg))
         panel.welcome(ranks.size, len(train_data), len(test_data), batch_size)
@@ -67,16 +68,21 @@ def work(cfg):
             if stop:
                 raise signals.Stopped(f"stopped early at step {progress.step}; go on there with hydra.run.dir={cfg.run_dir}")
 
-        while progress.epoch < trainer.epochs and progress.step != trainer.max_steps:
+        finished = trainer.patience == progress.stale or progress.epoch >= trainer.epochs or progress.step == trainer.max_steps
+        while not finished:
             panel.start_epoch(progress.epoch + 1, trainer.epochs, len(train_data), progress.samples)
             loop.train(run, train_data, loss, batch_size, trainer.accumulate, trainer.clip_norm, trainer.precision,
                        trainer.max_steps, after_step)  # fmt: skip
             learned = run.meter.means()
             panel.end_training()
-            finished = progress.epoch == trainer.epochs or progress.step == trainer.max_steps
+            finished = progress.epoch >= trainer.epochs or progress.step == trainer.max_steps
             if finished or progress.epoch % trainer.eval_every == 0:
-                strategy.agree_on_buffers(run.model, ranks)
+                strategy.agree_on_buffers(run.judged, ranks)
                 tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
+                at_an_epochs_end = progress.samples == 0  # where a run stopped in mid-epoch and resumed judges too
+                if at_an_epochs_end and progress.judge(tested[measure], lower_is_better=measure == "loss"):
+                    snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks, name="best")
+                finished = finished or progress.stale == trainer.patience
             panel.end_epoch(progress.step, {"train": learned, "test": tested})
             if finished or cadence.after_epoch(progress.epoch):
                 snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks)
@@ -86,7 +92,7 @@ def work(cfg):
             tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
         snapshot.export(run, cfg.run_dir, ranks)
         panel.farewell(tested)
-        return tested[cfg.objective.removeprefix("test/")]
+        return tested[measure]
 
 
 def refuse(cfg):

@@ -125,3 +125,17 @@ def test_the_toy_preset_saves_every_ten_epochs(train):
     run = train("experiment=toy_regression")
     assert [path.stem for path in snapshot.complete(run.folder / "snapshots")] == ["step_00000640", "step_00000320"]
     assert run.epochs[-1].split("test loss ")[1].startswith("0.0")
+
+
+def test_average_best_and_patience_survive_a_restart(train, tmp_path):
+    judged = ["model=mlp", "scheduler=constant", "trainer.ema=0.9", "trainer.epochs=40", "trainer.patience=2", "trainer.keep=1", "optimizer.lr=0.5"]
+    whole = train(*judged, "hydra.run.dir=whole")
+    train(*judged, "hydra.run.dir=parts", "trainer.max_steps=30")
+    parts = train(*judged, "hydra.run.dir=parts")
+    assert parts.epochs[-1].split("step")[1] == whole.epochs[-1].split("step")[1]
+    assert len(whole.epochs) < 40
+    assert same_bits(model(tmp_path / "whole"), model(tmp_path / "parts"))
+    curve = events(tmp_path / "whole")["test/accuracy"]
+    best = torch.load(tmp_path / "parts" / "snapshots" / "best.pt", weights_only=True)["progress"]
+    assert best["best"] == pytest.approx(max(value for _, value in curve), abs=1e-6)
+    assert best["step"] == curve[-3][0]

@@ -1,9 +1,11 @@
 """Train and evaluate. Nothing here knows how many processes there are."""
 
+import math
 import os
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.data import draw
 from lockstep.meter import Meter
@@ -12,17 +14,31 @@ from lockstep.strategy import accumulating, bare
 
 @dataclass
 class Progress:
-    """How far a run is: whole epochs done, samples of the current epoch used, optimizer steps done."""
+    """How far a run is: whole epochs done, samples of the current epoch used, optimizer steps done; and how good it was.
+
+    best: the best evaluation so far; stale: how many evaluations have passed since.
+    """
 
     epoch: int = 0
     samples: int = 0
     step: int = 0
+    best: float | None = None
+    stale: int = 0
 
     def advance(self, samples):
         self.samples, self.step = self.samples + samples, self.step + 1
 
     def finish_epoch(self):
         self.epoch, self.samples = self.epoch + 1, 0
+
+    def judge(self, value, lower_is_better):
+        """Note an evaluation, the same number on every rank; True if it is the best so far. NaN never is."""
+        better = value < self.best if lower_is_better and self.best is not None else self.best is None or value > self.best
+        if better and not math.isnan(value):
+            self.best, self.stale = value, 0
+        else:
+            self.stale += 1
+        return self.stale == 0
 
 
 @dataclass
@@ -34,7 +50,18 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     meter: Meter
+    average: AveragedModel | None = None
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def judged(self):
+        """The net that is evaluated and exported: the average of the weights where there is one."""
+        return bare(self.model) if self.average is None else self.average.module
+
+
+def average(net, decay):
+    """An exponential moving average of the weights (Polyak and Juditsky 1992), or None for no decay; buffers are the latest."""
+    return None if decay is None else AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
 def settle(seed, deterministic):
@@ -102,6 +129,8 @@ def train(run, loader, loss, batch_size, accumulate, clip_norm, precision, max_s
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         run.scheduler.step()
+        if run.average is not None:
+            run.average.update_parameters(bare(model))
         progress.advance(batch.count)
         after_step(batch.count)
         if progress.step == max_steps:
@@ -113,7 +142,7 @@ def train(run, loader, loss, batch_size, accumulate, clip_norm, precision, max_s
 @torch.inference_mode()
 def evaluate(run, loader, loss, batch_size, precision):
     """{name: mean over every sample of the data set, each counted once}."""
-    net, meter = bare(run.model).eval(), Meter(loss.names, loader.world)
+    net, meter = run.judged.eval(), Meter(loss.names, loader.world)
     for inputs, targets in loader.once(batch_size):
         with precise(loader.world.device, precision):
             outputs = net(inputs)

@@ -19,6 +19,8 @@ TRAINER = {
     "channels_last": (lambda value: value == "auto" or type(value) is bool, "auto, true or false", "auto"),
     "deterministic": (*SWITCH, "true"),
     "eval_every": (*WHOLE, 1),
+    "patience": (*MAYBE_WHOLE, 3),
+    "ema": (lambda value: value is None or (type(value) is float and 0 < value < 1), "a number between 0 and 1, or null", 0.999),
     "log_every": (*WHOLE, 10),
     "save_every": (lambda value: isinstance(value, str), "epochs, steps or minutes", "1epochs"),
     "keep": (*WHOLE, 3),

@@ -46,9 +46,10 @@ class Cadence:
         return due
 
 
-def keep(run, identity, run_dir, last, world):
+def keep(run, identity, run_dir, last, world, name=None):
     """Save `run` in run_dir/snapshots and keep the `last` newest. Every rank calls this; rank 0 writes.
 
+    name: another file name than the step's, for one that no newer snapshot pushes out.
     identity: what a run must share with this one to resume from it. A full disk costs a warning, not the training:
     the snapshots before it stay whole.
     """
@@ -61,12 +62,13 @@ def keep(run, identity, run_dir, last, world):
         "optimizer": run.optimizer.state_dict(),
         "scheduler": run.scheduler.state_dict(),
         "scaler": run.scaler.state_dict(),
+        "average": None if run.average is None else run.average.state_dict(),
         "progress": progress,
         "meter": totals,
         "identity": identity,
     }
     try:
-        save(Path(run_dir) / "snapshots", f"step_{run.progress.step:08d}", state, last, **progress, world_size=world.size)
+        save(Path(run_dir) / "snapshots", name or f"step_{run.progress.step:08d}", state, last, **progress, world_size=world.size)
     except OSError as error:
         log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
 
@@ -87,6 +89,8 @@ def resume(run, paths, identity, world):
     run.optimizer.load_state_dict(saved["optimizer"])
     schedules.restore(run.scheduler, saved["scheduler"])
     run.scaler.load_state_dict(saved["scaler"])
+    if run.average is not None:
+        run.average.load_state_dict(saved["average"] or {"n_averaged": torch.tensor(0)} | {f"module.{k}": v for k, v in saved["model"].items()})
     run.meter.restore(saved["meter"])
     run.progress = Progress(**saved["progress"])
     log.info("resumed from %s", path)
@@ -95,7 +99,7 @@ def resume(run, paths, identity, world):
 def export(run, run_dir, world):
     """The trained net as a plain state dict in run_dir/model.pt, under the names the model gave its parameters."""
     if world.leads:
-        write(Path(run_dir) / "model.pt", {name: value.cpu().contiguous() for name, value in bare(run.model).state_dict().items()})
+        write(Path(run_dir) / "model.pt", {name: value.cpu().contiguous() for name, value in run.judged.state_dict().items()})
 
 
 def save(folder, name, state, last, **position):

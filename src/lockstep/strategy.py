@@ -36,5 +36,5 @@ def accumulating(module, last):
 @torch.no_grad()
 def agree_on_buffers(module, world):
     """Rank 0's buffers on every rank, as DDP has it: running statistics differ between ranks with sync_bn=off."""
-    for buffer in bare(module).buffers():
+    for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
