@@ -25,74 +25,69 @@ def make(node, **more):
 def work(cfg):
     """One rank's whole life. Returns the last value of cfg.objective, which is what a sweep optimises."""
     # Imported here, not above: `--help` and `--cfg job` answer without torch.
-    from lockstep import board, data, lock, loop, snapshot, strategy, world
+    from lockstep import board, lock, loop, snapshot, world
 
-    trainer = cfg.trainer
     signals.listen()
     with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks, lock.hold(cfg.run_dir, ranks):
         ranks.same_on_all(entry.flat({key: value for key, value in cfg.items() if key != "launch"}), hint="start every rank with the same command")
-        loop.settle(cfg.seed, trainer.deterministic)
-
+        loop.settle(cfg.seed, cfg.trainer.deterministic)
         with ranks.leader_first():
             make(cfg.dataset.prepare)
-        loss = make(cfg.dataset.loss)
-        net = loop.place(make(cfg.model), ranks, trainer.precision, trainer.channels_last, trainer.compile)
-        net = make(cfg.sync_bn)(net, ranks)
-        feed = {"world": ranks, "seed": cfg.seed, "workers": cfg.dataset.workers, "mean": cfg.dataset.mean,
-                "std": cfg.dataset.std, "like": next(net.parameters())}  # fmt: skip
-        train_data = data.Loader(make(cfg.dataset.train), augment=data.Augment(**cfg.dataset.augment), **feed)
-        test_data = data.Loader(make(cfg.dataset.test), **feed)
-        batch_size = data.global_batch(ranks.size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
+        net = make(cfg.sync_bn)(loop.place(make(cfg.model), ranks, cfg.trainer.precision, cfg.trainer.channels_last, cfg.trainer.compile), ranks)
+        train_data, test_data = feed(cfg, ranks, like=next(net.parameters()))
+        run = assemble(cfg, ranks, net, len(train_data))
 
-        epoch_steps, total_steps = loop.steps(len(train_data), batch_size, trainer.epochs, trainer.max_steps)
-        optimizer = make(cfg.optimizer)(net.parameters())
-        scheduler = make(cfg.scheduler)(optimizer, epoch_steps, total_steps)
-        run = loop.Run(net, optimizer, scheduler, loop.scaler(ranks, trainer.precision), loop.Meter(loss.names, ranks))
-        run.average = loop.average(net, trainer.ema)
-        identity = entry.flat(cfg.model, "model") | {"optimizer": cfg.optimizer._target_, "training samples": len(train_data)}
-        snapshot.resume(run, snapshot.locate(cfg.resume, cfg.run_dir), identity, ranks)
+        keeper = snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep)
+        keeper.resume(cfg.resume)
         run.model = make(cfg.strategy)(net, ranks)
 
-        progress, tested, measure = run.progress, {}, cfg.objective.removeprefix("test/")
-        cadence, vote = snapshot.Cadence(trainer.save_every), world.Vote(ranks, flags=2)
-        panel = board.open_board(ranks, cfg.run_dir, progress.step, OmegaConf.to_yaml(cfg))
-        panel.welcome(ranks.size, len(train_data), len(test_data), batch_size)
+        panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
+        panel.welcome(ranks.size, len(train_data), len(test_data))
+        tested = {}
+        while not run.finished:
+            panel.start_epoch(len(train_data))
+            loop.train(run, train_data, after_step=[panel.after_step, keeper.after_step])
+            panel.end_training(run.meter.means())
+            if run.evaluation_due:
+                tested = loop.evaluate(run, test_data)
+                panel.end_evaluation(tested)
+                if run.judge(tested[cfg.objective.removeprefix("test/")], lower_is_better=cfg.objective == "test/loss"):
+                    keeper.save("best")
+            panel.end_epoch()
+            keeper.after_epoch()
+        keeper.close()
 
-        def after_step(samples):
-            panel.advance(samples)
-            if progress.step % trainer.log_every == 0:
-                panel.running(progress.step, run.meter.means_since_last(), scheduler.get_last_lr()[0])
-            stop, due = vote.cast(signals.stop_asked(), cadence.by_the_clock())
-            if stop or due or cadence.after_step(progress.step):
-                snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks)
-            if stop:
-                raise signals.Stopped(f"stopped early at step {progress.step}; go on there with hydra.run.dir={cfg.run_dir}")
-
-        finished = trainer.patience == progress.stale or progress.epoch >= trainer.epochs or progress.step == trainer.max_steps
-        while not finished:
-            panel.start_epoch(progress.epoch + 1, trainer.epochs, len(train_data), progress.samples)
-            loop.train(run, train_data, loss, batch_size, trainer.accumulate, trainer.clip_norm, trainer.precision,
-                       trainer.max_steps, after_step)  # fmt: skip
-            learned = run.meter.means()
-            panel.end_training()
-            finished = progress.epoch >= trainer.epochs or progress.step == trainer.max_steps
-            if finished or progress.epoch % trainer.eval_every == 0:
-                strategy.agree_on_buffers(run.judged, ranks)
-                tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
-                at_an_epochs_end = progress.samples == 0  # where a run stopped in mid-epoch and resumed judges too
-                if at_an_epochs_end and progress.judge(tested[measure], lower_is_better=measure == "loss"):
-                    snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks, name="best")
-                finished = finished or progress.stale == trainer.patience
-            panel.end_epoch(progress.step, {"train": learned, "test": tested})
-            if finished or cadence.after_epoch(progress.epoch):
-                snapshot.keep(run, identity, cfg.run_dir, trainer.keep, ranks)
-        vote.close()
-
-        if not tested:  # resumed after its last step
-            tested = loop.evaluate(run, test_data, loss, trainer.eval_batch_size, trainer.precision)
-        snapshot.export(run, cfg.run_dir, ranks)
+        tested = tested or loop.evaluate(run, test_data)  # a finished run, started again
+        keeper.export()
         panel.farewell(tested)
-        return tested[measure]
+        return tested[cfg.objective.removeprefix("test/")]
+
+
+def feed(cfg, ranks, like):
+    """This rank's training and test data, delivered in the type and layout of the parameter `like`."""
+    from lockstep import data
+
+    how = {"world": ranks, "seed": cfg.seed, "mean": cfg.dataset.mean, "std": cfg.dataset.std, "like": like, "workers": cfg.dataset.workers}
+    return data.Loader(make(cfg.dataset.train), augment=data.Augment(**cfg.dataset.augment), **how), data.Loader(make(cfg.dataset.test), **how)
+
+
+def assemble(cfg, ranks, net, samples):
+    """The run that trains `net` on `samples` samples: its recipe, and everything that changes as it goes."""
+    from lockstep import data, loop, meter
+
+    trainer, loss = cfg.trainer, make(cfg.dataset.loss)
+    same = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "eval_batch_size", "eval_every", "patience")
+    batch_size = data.global_batch(ranks.size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
+    recipe = loop.Recipe(loss=loss, batch_size=batch_size, **{key: trainer[key] for key in same})
+    optimizer = make(cfg.optimizer)(net.parameters())
+    scheduler = make(cfg.scheduler)(optimizer, *recipe.steps(samples))
+    scaler, average = loop.scaler(ranks, trainer.precision), loop.average(net, trainer.ema)
+    return loop.Run(recipe, net, optimizer, scheduler, scaler, meter.Meter(loss.names, ranks), average)
+
+
+def identity(cfg, train_data):
+    """What a snapshot must share with a run that resumes from it."""
+    return entry.flat(cfg.model, "model") | {"optimizer": cfg.optimizer._target_, "training samples": len(train_data)}
 
 
 def refuse(cfg):

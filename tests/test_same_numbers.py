@@ -54,15 +54,16 @@ def _count_right():
     """Accuracies of a fixed net over the first 1..40 digits, in this world."""
     from lockstep import loop, world
 
-    digits, torch_losses = datasets.digits(train=False), losses.Classification()
+    digits = datasets.digits(train=False)
     with world.join("gloo", 60) as ranks:
         net = _fixed_net()
-        run = loop.Run(net, None, None, None, None)
+        recipe = loop.Recipe(losses.Classification(), 64, 1, None, 1, None, "fp32", eval_batch_size=7, eval_every=1, patience=None)
+        run = loop.Run(recipe, net, None, None, None, None, None)
         accuracies = []
         for count in range(1, 41):
             part = datasets.InMemory(digits.samples[:count], digits.targets[:count])
             loader = data.Loader(part, ranks, 0, [0.0], [1.0], next(net.parameters()))
-            accuracies.append(loop.evaluate(run, loader, torch_losses, 7, "fp32")["accuracy"])
+            accuracies.append(loop.evaluate(run, loader)["accuracy"])
         return accuracies
 
 

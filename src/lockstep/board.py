@@ -45,76 +45,84 @@ def logs(folder, rank):
             handler.close()
 
 
-def open_board(world, folder, step, config):
-    """Rank 0's Board, or a follower's silence with the same methods. step: where the curves go on; config: YAML text."""
-    return Board(folder, step, config) if world.leads else Silence()
+def open_board(world, folder, run, config, log_every):
+    """Rank 0's Board, or a follower's silence with the same methods. config: the composed YAML text."""
+    return Board(folder, run, config, log_every) if world.leads else Follower(run, log_every)
 
 
-class Silence:
-    """A board nobody looks at."""
+class Follower:
+    """A board nobody looks at: it only takes part in the sums that rank 0 shows."""
+
+    def __init__(self, run, log_every):
+        self.run, self.log_every = run, log_every
+
+    def after_step(self, samples):
+        if self.run.progress.step % self.log_every == 0:
+            self.run.meter.means_since_last()
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+        return lambda *args: None
 
 
 class Board:
     """Writes TensorBoard events to the run folder. The x-axis is always the number of optimizer steps done."""
 
-    def __init__(self, folder, step, config):
+    def __init__(self, folder, run, config, log_every):
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
-        self.folder, self.tqdm, self.bar = Path(folder), tqdm, None
+        self.folder, self.run, self.log_every, self.tqdm = Path(folder), run, log_every, tqdm
         # Points a killed life wrote after the snapshot it left are taken back: one curve, no step twice.
-        self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
-        if not step:
+        self.writer = SummaryWriter(folder, purge_step=run.progress.step + 1 if run.progress.step else None)
+        if not run.progress.step:
             self.writer.add_text("config", f"```yaml\n{config}```", 0)
 
-    def welcome(self, ranks, train_samples, test_samples, batch_size):
-        log.info("%d training and %d test samples; batches of %d samples over %d rank%s, %s a rank", train_samples,
-                 test_samples, batch_size, ranks, "s" * (ranks > 1), f"{batch_size / ranks:g}")  # fmt: skip
+    def welcome(self, ranks, train_samples, test_samples):
+        log.info("%d training and %d test samples; batches of %d samples over %d rank%s, %g a rank", train_samples, test_samples,
+                 self.run.recipe.batch_size, ranks, "s" * (ranks > 1), self.run.recipe.batch_size / ranks)  # fmt: skip
 
-    def start_epoch(self, epoch, epochs, samples, done):
+    def start_epoch(self, samples):
         """A progress bar over the epoch's samples, where a terminal watches."""
-        self.title = f"epoch {epoch}/{epochs}"
-        self.bar = self.tqdm(total=samples, initial=done, desc=self.title, unit=" samples", leave=False, disable=None)
+        progress = self.run.progress
+        self.title, self.line = f"epoch {progress.epoch + 1}/{self.run.recipe.epochs}", ""
+        self.bar = self.tqdm(total=samples, initial=progress.samples, desc=self.title, unit=" samples", leave=False, disable=None)
         self.clock, self.counted = time.perf_counter(), 0
 
-    def advance(self, samples):
+    def after_step(self, samples):
+        """Every `log_every` steps: the loss since the last such step, over all ranks, and the learning rate."""
         self.bar.update(samples)
         self.counted += samples
+        if self.run.progress.step % self.log_every == 0:
+            loss = self.run.meter.means_since_last()["loss"]
+            self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            self.post({"train/running_loss": loss, "train/lr": self.run.scheduler.get_last_lr()[0]})
 
-    def running(self, step, means, lr):
-        """Within the epoch: the loss since this was last called, and the learning rate."""
-        self.bar.set_postfix(loss=f"{means['loss']:.4f}", refresh=False)
-        self.post(step, {"train/running_loss": means["loss"], "train/lr": lr})
-
-    def end_training(self):
+    def end_training(self, means):
         self.speed = self.counted / (time.perf_counter() - self.clock)
         self.bar.close()
+        self.post({"speed/samples_per_s": self.speed})
+        self._show("train", means)
 
-    def end_epoch(self, step, means):
-        """means: {"train": {"loss": ...}, "test": {...}}, each over all ranks; an empty group was not measured."""
-        self.post(step, {f"{group}/{name}": value for group, values in means.items() for name, value in values.items()})
-        self.post(step, {"speed/samples_per_s": self.speed})
+    def end_evaluation(self, means):
+        self._show("test", means)
+
+    def _show(self, group, means):
+        self.post({f"{group}/{name}": value for name, value in means.items()})
+        self.line += "   " + " ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())])
+
+    def end_epoch(self):
         self._guarded(self.writer.flush)
-        line = "   ".join(" ".join([group, *(f"{name} {value:.4f}" for name, value in values.items())]) for group, values in means.items() if values)
-        log.info("%s   step %d   %s   %.0f samples/s", self.title, step, line, self.speed)
+        log.info("%s   step %d%s   %.0f samples/s", self.title, self.run.progress.step, self.line, self.speed)
 
-    def post(self, step, values):
-        """values: {tag: number}."""
-        self._guarded(lambda: [self.writer.add_scalar(tag, value, step) for tag, value in values.items()])
+    def post(self, values):
+        """values: {tag: number}, at the present step."""
+        self._guarded(lambda: [self.writer.add_scalar(tag, value, self.run.progress.step) for tag, value in values.items()])
 
     def farewell(self, tested):
-        self.close()
+        self._guarded(self.writer.close)
         log.info("finished: test %s", ", ".join(f"{name} {value:.4f}" for name, value in tested.items()))
         log.info("run folder: %s", self.folder)
         log.info("curves:     tensorboard --logdir %s", self.folder)
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
-        self._guarded(self.writer.close)
 
     def _guarded(self, write):
         """A full disk must not end a training: what TensorBoard cannot write is lost, and said."""

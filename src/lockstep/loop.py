@@ -9,7 +9,28 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.data import draw
 from lockstep.meter import Meter
-from lockstep.strategy import accumulating, bare
+from lockstep.strategy import accumulating, agree_on_buffers, bare
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run does, the same from its first step to its last. batch_size counts the samples of all ranks."""
+
+    loss: object
+    batch_size: int
+    epochs: int
+    max_steps: int | None
+    accumulate: int
+    clip_norm: float | None
+    precision: str
+    eval_batch_size: int
+    eval_every: int
+    patience: int | None
+
+    def steps(self, samples):
+        """(optimizer steps in an epoch of `samples`, optimizer steps in the run)."""
+        epoch = -(-samples // self.batch_size)
+        return epoch, min(self.epochs * epoch, self.max_steps or self.epochs * epoch)
 
 
 @dataclass
@@ -25,38 +46,47 @@ class Progress:
     best: float | None = None
     stale: int = 0
 
-    def advance(self, samples):
-        self.samples, self.step = self.samples + samples, self.step + 1
-
-    def finish_epoch(self):
-        self.epoch, self.samples = self.epoch + 1, 0
-
-    def judge(self, value, lower_is_better):
-        """Note an evaluation, the same number on every rank; True if it is the best so far. NaN never is."""
-        better = value < self.best if lower_is_better and self.best is not None else self.best is None or value > self.best
-        if better and not math.isnan(value):
-            self.best, self.stale = value, 0
-        else:
-            self.stale += 1
-        return self.stale == 0
-
 
 @dataclass
 class Run:
-    """What a training changes as it goes, and therefore what a snapshot holds."""
+    """A recipe, and everything that changes as it is followed: what a snapshot holds."""
 
+    recipe: Recipe
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     meter: Meter
-    average: AveragedModel | None = None
+    average: AveragedModel | None
     progress: Progress = field(default_factory=Progress)
 
     @property
     def judged(self):
         """The net that is evaluated and exported: the average of the weights where there is one."""
         return bare(self.model) if self.average is None else self.average.module
+
+    @property
+    def finished(self):
+        recipe, progress = self.recipe, self.progress
+        return progress.epoch >= recipe.epochs or progress.step == recipe.max_steps or progress.stale == recipe.patience
+
+    @property
+    def evaluation_due(self):
+        return self.finished or self.progress.epoch % self.recipe.eval_every == 0
+
+    def judge(self, value, lower_is_better):
+        """Note an evaluation, the same number on every rank; True if it is the best so far. NaN never is.
+
+        In mid-epoch, where max_steps ends a run, nothing is noted: the same run without that end would not have looked.
+        """
+        progress = self.progress
+        if progress.samples or math.isnan(value):
+            return False
+        if progress.best is None or (value < progress.best if lower_is_better else value > progress.best):
+            progress.best, progress.stale = value, 0
+        else:
+            progress.stale += 1
+        return progress.stale == 0
 
 
 def average(net, decay):
@@ -86,12 +116,6 @@ def place(net, world, precision, channels_last, compile):
     return net
 
 
-def steps(samples, batch_size, epochs, max_steps):
-    """(optimizer steps in an epoch, optimizer steps in the run)."""
-    epoch_steps = -(-samples // batch_size)
-    return epoch_steps, min(epochs * epoch_steps, max_steps or epochs * epoch_steps)
-
-
 def scaler(world, precision):
     """Loss scaling for fp16 (Micikevicius et al. 2018); a pass-through for the other precisions."""
     return torch.amp.GradScaler(world.device.type, enabled=precision == "fp16")
@@ -103,48 +127,57 @@ def precise(device, precision):
     return torch.autocast(device.type, types.get(precision), enabled=precision in types)
 
 
-def train(run, loader, loss, batch_size, accumulate, clip_norm, precision, max_steps, after_step):
+def train(run, loader, after_step):
     """The rest of one epoch: from run.progress.samples to its end, or to max_steps.
 
     The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
     global count, times the world size that gradient averaging divides by. Means of ranks' means would be wrong
-    wherever shares are unequal. `after_step(samples)` is called after each step; it may raise to end the training.
+    wherever shares are unequal. Each of `after_step` is called with the step's global count; it may raise to stop.
     """
-    model, optimizer, scaler, progress, world = run.model.train(), run.optimizer, run.scaler, run.progress, loader.world
+    recipe, progress, world = run.recipe, run.progress, loader.world
+    model = run.model.train()
     if progress.samples == 0:
         run.meter.clear()
-    for batch in loader.epoch(progress.epoch, batch_size, accumulate, skip=progress.samples):
+    for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.accumulate, skip=progress.samples):
         torch.manual_seed(draw(loader.seed, progress.step, world.rank).initial_seed())  # dropout, with no state to save
         for number, (inputs, targets) in enumerate(batch.micros, start=1):
-            with accumulating(model, last=number == accumulate):
-                with precise(world.device, precision):
+            with accumulating(model, last=number == recipe.accumulate):
+                with precise(world.device, recipe.precision):
                     outputs = model(inputs)
-                total, sums = loss(outputs, targets)
-                scaler.scale(total * (world.size / batch.count)).backward()
+                total, sums = recipe.loss(outputs, targets)
+                run.scaler.scale(total * (world.size / batch.count)).backward()
             run.meter.add(sums, len(targets))
-        if clip_norm is not None:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        run.scheduler.step()
-        if run.average is not None:
-            run.average.update_parameters(bare(model))
-        progress.advance(batch.count)
-        after_step(batch.count)
-        if progress.step == max_steps:
+        update(run)
+        progress.samples, progress.step = progress.samples + batch.count, progress.step + 1
+        for call in after_step:
+            call(batch.count)
+        if progress.step == recipe.max_steps:
             break
     if progress.samples >= len(loader):
-        progress.finish_epoch()
+        progress.epoch, progress.samples = progress.epoch + 1, 0
+
+
+def update(run):
+    """One optimizer step from the gradients at hand."""
+    if run.recipe.clip_norm is not None:
+        run.scaler.unscale_(run.optimizer)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.recipe.clip_norm)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.scheduler.step()
+    if run.average is not None:
+        run.average.update_parameters(bare(run.model))
 
 
 @torch.inference_mode()
-def evaluate(run, loader, loss, batch_size, precision):
-    """{name: mean over every sample of the data set, each counted once}."""
-    net, meter = run.judged.eval(), Meter(loss.names, loader.world)
-    for inputs, targets in loader.once(batch_size):
-        with precise(loader.world.device, precision):
+def evaluate(run, loader):
+    """{name: mean over every sample of the data set, each counted once}, by the net that is to be judged."""
+    net, recipe = run.judged.eval(), run.recipe
+    agree_on_buffers(net, loader.world)
+    meter = Meter(recipe.loss.names, loader.world)
+    for inputs, targets in loader.once(recipe.eval_batch_size):
+        with precise(loader.world.device, recipe.precision):
             outputs = net(inputs)
-        meter.add(loss(outputs, targets)[1], len(targets))
+        meter.add(recipe.loss(outputs, targets)[1], len(targets))
     return meter.means()

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep import schedules
+from lockstep import schedules, signals
 from lockstep.loop import Progress
 from lockstep.refusal import Refusal
 from lockstep.strategy import bare
+from lockstep.world import Vote
 
 log = logging.getLogger(__name__)
 
@@ -46,60 +47,82 @@ class Cadence:
         return due
 
 
-def keep(run, identity, run_dir, last, world, name=None):
-    """Save `run` in run_dir/snapshots and keep the `last` newest. Every rank calls this; rank 0 writes.
+class Keeper:
+    """Keeps a run's snapshots, and brings a run back from them. Every rank calls every method; rank 0 writes.
 
-    name: another file name than the step's, for one that no newer snapshot pushes out.
-    identity: what a run must share with this one to resume from it. A full disk costs a warning, not the training:
-    the snapshots before it stay whole.
+    identity: what a run must share with a snapshot to resume from it, as a flat dict of plain values.
+    every: as Cadence reads it; last: how many of the newest snapshots stay.
     """
-    totals = run.meter.totals()
-    if not world.leads:
-        return
-    progress = asdict(run.progress)
-    state = {
-        "model": bare(run.model).state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scheduler": run.scheduler.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "average": None if run.average is None else run.average.state_dict(),
-        "progress": progress,
-        "meter": totals,
-        "identity": identity,
-    }
-    try:
-        save(Path(run_dir) / "snapshots", name or f"step_{run.progress.step:08d}", state, last, **progress, world_size=world.size)
-    except OSError as error:
-        log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
 
+    def __init__(self, run, world, run_dir, identity, every, last):
+        self.run, self.world, self.run_dir, self.identity, self.last = run, world, Path(run_dir), identity, last
+        self.cadence, self.vote = Cadence(every), Vote(world, flags=2)
 
-def resume(run, paths, identity, world):
-    """Bring `run`, whose model is not wrapped yet, to the best of `paths`; leave it as it is where there are none.
+    def resume(self, where):
+        """Bring the run, whose model is not wrapped yet, to its own newest snapshot, else to `where`, else leave it as it is.
 
-    Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `load` does, and for a
-    snapshot of another identity.
-    """
-    saved, path = load(paths) if world.leads else (None, None)
-    path = world.from_leader(path)
-    if path is None:
-        return
-    saved = saved or load([path])[0]
-    refuse_misfit(path, saved["identity"], identity)
-    run.model.load_state_dict(saved["model"])
-    run.optimizer.load_state_dict(saved["optimizer"])
-    schedules.restore(run.scheduler, saved["scheduler"])
-    run.scaler.load_state_dict(saved["scaler"])
-    if run.average is not None:
-        run.average.load_state_dict(saved["average"] or {"n_averaged": torch.tensor(0)} | {f"module.{k}": v for k, v in saved["model"].items()})
-    run.meter.restore(saved["meter"])
-    run.progress = Progress(**saved["progress"])
-    log.info("resumed from %s", path)
+        Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `locate` and `load` do,
+        and for a snapshot of another identity.
+        """
+        saved, path = load(locate(where, self.run_dir)) if self.world.leads else (None, None)
+        path = self.world.from_leader(path)
+        if path is None:
+            return
+        run, saved = self.run, saved or load([path])[0]
+        refuse_misfit(path, saved["identity"], self.identity)
+        run.model.load_state_dict(saved["model"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        schedules.restore(run.scheduler, saved["scheduler"])
+        run.scaler.load_state_dict(saved["scaler"])
+        run.meter.restore(saved["meter"])
+        run.progress = Progress(**saved["progress"])
+        if run.average is not None and saved["average"] is not None:
+            run.average.load_state_dict(saved["average"])
+        elif run.average is not None:
+            run.average.module.load_state_dict(saved["model"])
+        log.info("resumed from %s", path)
 
+    def after_step(self, samples):
+        """Save where it is due. Raises Stopped, with a snapshot of this very step, once any rank was asked to stop."""
+        step = self.run.progress.step
+        stop, due = self.vote.cast(signals.stop_asked(), self.cadence.by_the_clock())
+        if stop or due or self.cadence.after_step(step):
+            self.save()
+        if stop:
+            raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
 
-def export(run, run_dir, world):
-    """The trained net as a plain state dict in run_dir/model.pt, under the names the model gave its parameters."""
-    if world.leads:
-        write(Path(run_dir) / "model.pt", {name: value.cpu().contiguous() for name, value in run.judged.state_dict().items()})
+    def after_epoch(self):
+        if self.run.finished or self.cadence.after_epoch(self.run.progress.epoch):
+            self.save()
+
+    def save(self, name=None):
+        """Save the run under `name`, or under its step's number. A full disk costs a warning, not the training."""
+        totals = self.run.meter.totals()
+        if not self.world.leads:
+            return
+        run, progress = self.run, asdict(self.run.progress)
+        state = {
+            "identity": self.identity,
+            "model": bare(run.model).state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scheduler": run.scheduler.state_dict(),
+            "scaler": run.scaler.state_dict(),
+            "average": None if run.average is None else run.average.state_dict(),
+            "progress": progress,
+            "meter": totals,
+        }
+        try:
+            save(self.run_dir / "snapshots", name or f"step_{run.progress.step:08d}", state, self.last, **progress, world_size=self.world.size)
+        except OSError as error:
+            log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
+
+    def close(self):
+        self.vote.close()
+
+    def export(self):
+        """The trained net as a plain state dict in model.pt, under the names the model gave its parameters."""
+        if self.world.leads:
+            write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in self.run.judged.state_dict().items()})
 
 
 def save(folder, name, state, last, **position):
