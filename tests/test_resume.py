@@ -66,15 +66,35 @@ def cmdline(pid):
     return open(f"/proc/{pid}/cmdline", "rb").read()
 
 
-@pytest.mark.parametrize("launch", ["env", "spawn"])
-def test_asked_to_stop_it_saves_the_step_and_says_so(start, tmp_path, launch):
+@pytest.mark.parametrize(
+    ("launch", "who", "number"),
+    [
+        ("env", "parent", signal.SIGTERM),
+        ("spawn", "parent", signal.SIGINT),
+        ("spawn", "rank", signal.SIGTERM),
+        ("torchrun", "parent", signal.SIGUSR1),
+    ],
+)
+def test_asked_to_stop_all_ranks_save_the_step_and_leave_together(start, tmp_path, launch, who, number):
     run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
     wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.json")), "snapshot")
-    target = run.process.pid if launch == "env" else next(pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid))
-    os.kill(target, signal.SIGTERM)
+    ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
+    os.kill(run.process.pid if who == "parent" else ranks[-1], number)
     run.finish(75)
     newest = snapshot.complete(tmp_path / "run" / "snapshots")[0]
-    assert f"step {json.loads(newest.with_suffix('.json').read_text())['step']}" in run.output
+    step = json.loads(newest.with_suffix(".json").read_text())["step"]
+    assert f"stopped early at step {step}; go on there with hydra.run.dir={tmp_path}/run" in run.output
+    assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.parametrize("launch", ["spawn", "torchrun"])
+def test_killing_the_launcher_leaves_no_orphan(start, tmp_path, launch):
+    run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.json")), "snapshot")
+    ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
+    assert len(ranks) == 2
+    run.process.kill()
+    wait_for(lambda: not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")], "end of the ranks", limit=3)
 
 
 def test_only_whole_snapshots_count(tmp_path, caplog):

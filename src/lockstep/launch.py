@@ -25,15 +25,19 @@ def torchrun(work, cfg, nproc_per_node, max_restarts):
     Workers that die are restarted together up to `max_restarts` times, and go on from the latest snapshot.
     """
     _refuse_nesting("torchrun")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
         run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=max_restarts, monitor_interval=0.1,
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="127.0.0.1",
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )  # fmt: skip
     try:
         return elastic_launch(config, _rank)(work, cfg)[0]
+    except SignalException as asked:
+        raise signals.Stopped(f"asked to stop ({asked.sigval.name})") from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
@@ -67,8 +71,11 @@ def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port
         WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
         MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
     )  # fmt: skip
+    ranks = mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nprocs=nproc_per_node, join=False)
     try:
-        mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nprocs=nproc_per_node)
+        with signals.passed_on(ranks.pids()):
+            while not ranks.join():
+                pass
     except mp.ProcessExitedException as error:
         raise _failure(node_rank * nproc_per_node + error.error_index, error.exit_code, str(error)) from None
     except mp.ProcessRaisedException as error:

@@ -3,33 +3,58 @@
 import ctypes
 import os
 import signal
+import time
+from contextlib import contextmanager, suppress
 
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RESUMABLE = 75  # EX_TEMPFAIL: stopped early with a good snapshot; 0 is for finished runs alone, or Slurm never requeues
 
-_asked = False
+_asked = None  # when, by the monotonic clock
 
 
-class Stopped(Exception):
-    """The run was asked to stop early; its snapshot is written and it can be resumed."""
+class Stopped(BaseException):
+    """The run was asked to stop early; its snapshot is written and it can be resumed.
+
+    Like KeyboardInterrupt no Exception: it ends a whole sweep, not one job of it.
+    """
 
 
 def listen():
-    """Turn SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) into a wish to stop; a second one ends the process at once."""
+    """Turn SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) into a wish to stop; asked again, the process ends at once."""
     global _asked
-    _asked = False
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    _asked = None
+    for number in ASKING:
         signal.signal(number, _ask)
 
 
 def _ask(number, frame):
     global _asked
-    if _asked and number != signal.SIGUSR1:
+    now = time.monotonic()
+    if _asked is None:
+        _asked = now
+    elif number != signal.SIGUSR1 and now - _asked > 2:  # one Ctrl-C can arrive twice, by the terminal and by the launcher
         os._exit(128 + number)
-    _asked = True
 
 
 def stop_asked():
-    return _asked
+    return _asked is not None
+
+
+@contextmanager
+def passed_on(pids):
+    """While the block runs, hand the signals that ask to stop to the processes `pids`, who know how."""
+
+    def hand_on(number, frame):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in ASKING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_with_parent():

@@ -89,6 +89,7 @@ class Keeper:
         if stop or due or self.cadence.after_step(step):
             self.save()
         if stop:
+            self.world.barrier()  # a launcher ends the others when the first leaves: not before the snapshot is whole
             raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
 
     def after_epoch(self):
