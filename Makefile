@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep board test lint clean
+.PHONY: help train ddp sweep board test drill lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,9 @@ lint: $(READY) ## ruff: style and format
 
 test: $(READY) lint ## lint, then every test
 	$(PYTHON) -m pytest -q $(ARGS)
+
+drill: $(READY) ## the long drills: kills, elastic worlds, clusters on this machine
+	$(PYTHON) -m pytest -q -m drill $(ARGS)
 
 clean: ## remove the virtual environment and the caches; runs in outputs/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

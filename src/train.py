@@ -76,9 +76,10 @@ def assemble(cfg, ranks, net, samples):
     from lockstep import data, loop, meter
 
     trainer, loss = cfg.trainer, make(cfg.dataset.loss)
-    same = ("epochs", "max_steps", "accumulate", "clip_norm", "precision", "eval_batch_size", "eval_every", "patience")
+    same = ("epochs", "max_steps", "clip_norm", "precision", "eval_batch_size", "eval_every", "patience")
     batch_size = data.global_batch(ranks.size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
-    recipe = loop.Recipe(loss=loss, batch_size=batch_size, **{key: trainer[key] for key in same})
+    cut = data.virtual_ranks(trainer.shards) if trainer.shards else data.micro_batches(trainer.accumulate)
+    recipe = loop.Recipe(loss=loss, batch_size=batch_size, cut=cut, **{key: trainer[key] for key in same})
     optimizer = make(cfg.optimizer)(net.parameters())
     scheduler = make(cfg.scheduler)(optimizer, *recipe.steps(samples))
     scaler, average = loop.scaler(ranks, trainer.precision), loop.average(net, trainer.ema)
@@ -102,6 +103,7 @@ def refuse(cfg):
     snapshot.locate(cfg.resume, cfg.run_dir)
     here, starts = rendezvous.read(), cfg.launch.get("nproc_per_node")
     world.choose_backend(cfg.backend.name, starts or here.local_size)
+    preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:

@@ -30,6 +30,8 @@ from conftest import TORCHRUN, TRAIN, wait_for
         (["dataset=random"], "try model=mlp or model=linear"),
         (["objective=test/f1"], "type objective=test/loss"),
         (["launch=spawn", "launch.nnodes=2"], "type launch.master_port=29500"),
+        (["trainer.shards=4"], "type strategy=shards trainer.shards=4"),
+        (["strategy=shards", "trainer.shards=3", "launch=spawn"], "try trainer.shards=4"),
         (["trainer.epochs={"], "type key=value"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from conftest import ROOT, in_world
+from conftest import ROOT, TRAIN, in_world
 from lockstep import data, datasets, losses, sync_bn
 from test_configs import composed
 
@@ -31,9 +31,9 @@ def _loader(count, rank, size, **more):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_shares_make_up_the_same_global_batches(size, accumulate):
     def batches(size, skip=0):
-        each = [list(_loader(23, rank, size).epoch(4, 10, accumulate, skip)) for rank in range(size)]
+        each = [list(_loader(23, rank, size).epoch(4, 10, data.micro_batches(accumulate), skip)) for rank in range(size)]
         return [
-            (ranks[0].count, [sum((ranks[r].micros[m][1].tolist() for r in range(size)), []) for m in range(accumulate)])
+            (ranks[0].count, [sum((ranks[r].parts[m][2].tolist() for r in range(size)), []) for m in range(accumulate)])
             for ranks in zip(*each, strict=True)
         ]
 
@@ -57,7 +57,7 @@ def _count_right():
     digits = datasets.digits(train=False)
     with world.join("gloo", 60) as ranks:
         net = _fixed_net()
-        recipe = loop.Recipe(losses.Classification(), 64, 1, None, 1, None, "fp32", eval_batch_size=7, eval_every=1, patience=None)
+        recipe = loop.Recipe(losses.Classification(), 64, 1, None, None, None, "fp32", eval_batch_size=7, eval_every=1, patience=None)
         run = loop.Run(recipe, net, None, None, None, None, None)
         accuracies = []
         for count in range(1, 41):
@@ -86,7 +86,7 @@ def test_augmentation_is_a_function_of_the_sample_not_of_the_rank():
 
     def batch(size):
         loaders = [data.Loader(images, Place(r, size), 0, [0.5] * 3, [0.5] * 3, torch.zeros(1), data.Augment(2, True)) for r in range(size)]
-        shares = [next(loader.epoch(0, 10)).micros[0][0] for loader in loaders]
+        shares = [next(loader.epoch(0, 10, data.micro_batches(1))).parts[0][1] for loader in loaders]
         return torch.cat(shares)
 
     assert torch.equal(batch(1), batch(3))
@@ -185,3 +185,36 @@ def _differ(cfg):
         train.work(cfg)
     except Refusal as refusal:
         return str(refusal)
+
+
+BITWISE = ["strategy=shards", "trainer.shards=4", "optimizer=adamw", "trainer.epochs=2", "trainer.batch_size=61"]
+
+
+def fingerprint(folder):
+    """SHA-256 of weights, buffers and optimizer state of a run's last snapshot."""
+    import hashlib
+
+    from lockstep import snapshot
+
+    saved = torch.load(snapshot.complete(folder / "snapshots")[0], weights_only=True)
+    states = [value for state in saved["optimizer"]["state"].values() for value in state.values()]
+    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in [*saved["model"].values(), *states])).hexdigest()
+
+
+@pytest.mark.parametrize("net", [["model=convnet"], ["model=mlp", "model.dropout=0.3"]], ids=["batch norm", "dropout"])
+def test_shards_end_in_identical_bits_at_any_world_size(tmp_path, net):
+    prints = set()
+    for size in (1, 2, 4):
+        weights(size, tmp_path / str(size), *BITWISE, *net)
+        prints.add(fingerprint(tmp_path / str(size)))
+    assert len(prints) == 1
+
+
+def test_shards_end_in_identical_bits_from_other_starters_and_after_stops_at_other_sizes(tmp_path, start):
+    folder = f"hydra.run.dir={tmp_path}/parts"
+    for number, (starter, size) in enumerate([("spawn", 4), ("torchrun", 2), ("spawn", 1)], start=1):
+        ranks = f"launch.nproc_per_node={size}"
+        last = [f"trainer.max_steps={13 * number}"] * (number < 3)  # each stop in mid-epoch
+        start(sys.executable, TRAIN, *BITWISE, "scheduler=constant", f"launch={starter}", ranks, folder, *last).finish()
+    weights(1, tmp_path / "alone", *BITWISE, "scheduler=constant")
+    assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "alone")

@@ -19,10 +19,33 @@ log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """One optimizer step's work for one rank: `count` samples in the whole world, `micros` = [(inputs, targets), ...] here."""
+    """One optimizer step's work for one rank: `count` samples in the whole world, and this rank's parts of it.
+
+    parts: [(place, inputs, targets), ...]; `place` is the part's number among all parts of the global batch.
+    """
 
     count: int
-    micros: list
+    parts: list
+
+
+def micro_batches(accumulate):
+    """A cut of the global batch into `accumulate` micro-batches, and of each into one share per rank."""
+
+    def cut(batch, world):
+        micros = enumerate(batch.tensor_split(accumulate))
+        return [(number * world.size + world.rank, micro.tensor_split(world.size)[world.rank]) for number, micro in micros]
+
+    return cut
+
+
+def virtual_ranks(shards):
+    """A cut of the global batch into the same `shards` parts at any world size, neighbours on one rank."""
+
+    def cut(batch, world):
+        here = shards // world.size
+        return list(enumerate(batch.tensor_split(shards)))[world.rank * here : (world.rank + 1) * here]
+
+    return cut
 
 
 def draw(*place):
@@ -84,22 +107,19 @@ class Loader:
     def __len__(self):
         return len(self.dataset)
 
-    def epoch(self, epoch, batch_size, accumulate=1, skip=0):
+    def epoch(self, epoch, batch_size, cut, skip=0):
         """This rank's batches of one epoch, every sample of the data set once over all ranks.
 
-        batch_size counts the whole world's samples; `skip` is the number of samples an earlier life has used.
+        batch_size counts the whole world's samples; cut: which parts of it are this rank's (`micro_batches`,
+        `virtual_ranks`); skip: the number of samples an earlier life has used.
         """
         order = torch.randperm(len(self), generator=draw(self.seed, epoch))
         starts = range(skip, len(self), batch_size)
         whole = [order[start : start + batch_size] for start in starts]
-        shares = [self._shares(batch, accumulate) for batch in whole]
-        samples = self._read([micro for batch in shares for micro in batch])
+        samples = self._read([share for batch in whole for _, share in cut(batch, self.world)])
         for start, batch in zip(starts, whole, strict=True):
-            plan = self._shares(self.augment.plan(len(batch), draw(self.seed, epoch, start)), accumulate)
-            yield Batch(len(batch), [self._deliver(*next(samples), part) for part in plan])
-
-    def _shares(self, batch, accumulate):
-        return [micro.tensor_split(self.world.size)[self.world.rank] for micro in batch.tensor_split(accumulate)]
+            plan = cut(self.augment.plan(len(batch), draw(self.seed, epoch, start)), self.world)
+            yield Batch(len(batch), [(place, *self._deliver(*next(samples), part)) for place, part in plan])
 
     def once(self, batch_size):
         """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs."""

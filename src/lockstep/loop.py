@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,18 +10,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.data import draw
 from lockstep.meter import Meter
-from lockstep.strategy import accumulating, agree_on_buffers, bare
+from lockstep.strategy import agree_on_buffers, bare, divisor, part
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run does, the same from its first step to its last. batch_size counts the samples of all ranks."""
+    """What a run does, the same from its first step to its last. batch_size counts the samples of all ranks;
+    cut: which parts of a global batch are this rank's, see lockstep.data."""
 
     loss: object
     batch_size: int
     epochs: int
     max_steps: int | None
-    accumulate: int
+    cut: Callable
     clip_norm: float | None
     precision: str
     eval_batch_size: int
@@ -131,21 +133,21 @@ def train(run, loader, after_step):
     """The rest of one epoch: from run.progress.samples to its end, or to max_steps.
 
     The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
-    global count, times the world size that gradient averaging divides by. Means of ranks' means would be wrong
+    global count, times what gradient averaging divides by. Means of ranks' means would be wrong
     wherever shares are unequal. Each of `after_step` is called with the step's global count; it may raise to stop.
     """
     recipe, progress, world = run.recipe, run.progress, loader.world
     model = run.model.train()
     if progress.samples == 0:
         run.meter.clear()
-    for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.accumulate, skip=progress.samples):
-        torch.manual_seed(draw(loader.seed, progress.step, world.rank).initial_seed())  # dropout, with no state to save
-        for number, (inputs, targets) in enumerate(batch.micros, start=1):
-            with accumulating(model, last=number == recipe.accumulate):
+    for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.cut, skip=progress.samples):
+        for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
+            torch.manual_seed(draw(loader.seed, progress.step, place).initial_seed())  # dropout, with no state to save
+            with part(model, last=number == len(batch.parts)):
                 with precise(world.device, recipe.precision):
                     outputs = model(inputs)
                 total, sums = recipe.loss(outputs, targets)
-                run.scaler.scale(total * (world.size / batch.count)).backward()
+                run.scaler.scale(total * (divisor(model, world) / batch.count)).backward()
             run.meter.add(sums, len(targets))
         update(run)
         progress.samples, progress.step = progress.samples + batch.count, progress.step + 1

@@ -13,6 +13,7 @@ TRAINER = {
     "batch_size_per_rank": (*MAYBE_WHOLE, 64),
     "eval_batch_size": (*WHOLE, 512),
     "accumulate": (*WHOLE, 2),
+    "shards": (*MAYBE_WHOLE, 4),
     "clip_norm": (lambda value: value is None or (type(value) in (int, float) and value > 0), "a number above 0, or null", 1.0),
     "precision": (lambda value: value in ("fp32", "bf16", "fp16", "fp64"), "fp32, bf16, fp16 or fp64", "fp32"),
     "compile": (*SWITCH, "false"),
@@ -45,3 +46,12 @@ def objective(name, measured):
     """Refuse an objective that no evaluation will measure."""
     if name not in [f"test/{measure}" for measure in measured]:
         raise Refusal(f"objective={name} is not measured; type objective={' or objective='.join(f'test/{measure}' for measure in measured)}")
+
+
+def shards(count, strategy, accumulate, sync_bn):
+    """Refuse trainer.shards without its strategy, or the reverse, and what would undo it."""
+    chosen = strategy.endswith(".shards")
+    if bool(count) != chosen:
+        raise Refusal("trainer.shards and strategy=shards go together; type strategy=shards trainer.shards=4, or neither")
+    if chosen and (accumulate > 1 or sync_bn.endswith(".on")):
+        raise Refusal("strategy=shards keeps statistics per shard and already computes a step in parts; type trainer.accumulate=1 sync_bn=off")

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.shards import Shards
+
 
 def ddp(module, world, gradient_as_bucket_view, static_graph, bucket_cap_mb, find_unused_parameters):
     """One replica a rank, gradients averaged while the backward pass runs (Li et al. 2020).
@@ -25,12 +27,19 @@ def ddp(module, world, gradient_as_bucket_view, static_graph, bucket_cap_mb, fin
 
 def bare(module):
     """The net inside a strategy's wrapper: its parameters carry the names the model gave them."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    return module.module if isinstance(module, (DistributedDataParallel, Shards)) else module
 
 
-def accumulating(module, last):
-    """Hold the gradient averaging back until the last micro-batch of a step."""
+def part(module, last):
+    """Around the forward and backward pass of one part of a step: DDP averages in the `last` one only."""
+    if isinstance(module, Shards):
+        return module.shard()
     return module.no_sync() if isinstance(module, DistributedDataParallel) and not last else nullcontext()
+
+
+def divisor(module, world):
+    """What a strategy divides the sum of the ranks' gradients by: DDP averages, the others add up."""
+    return world.size if isinstance(module, DistributedDataParallel) else 1
 
 
 @torch.no_grad()
