@@ -37,30 +37,29 @@ def work(cfg):
         train_data, test_data = feed(cfg, ranks, like=next(net.parameters()))
         run = assemble(cfg, ranks, net, len(train_data))
 
-        keeper = snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep)
-        keeper.resume(cfg.resume)
-        run.model = make(cfg.strategy)(net, ranks)
+        with snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep) as keeper:
+            keeper.resume(cfg.resume)
+            run.model = make(cfg.strategy)(net, ranks)
 
-        panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
-        panel.welcome(ranks.size, len(train_data), len(test_data))
-        tested = {}
-        while not run.finished:
-            panel.start_epoch(len(train_data))
-            loop.train(run, train_data, after_step=[panel.after_step, keeper.after_step])
-            panel.end_training(run.meter.means())
-            if run.evaluation_due:
-                tested = loop.evaluate(run, test_data)
-                panel.end_evaluation(tested)
-                if run.judge(tested[cfg.objective.removeprefix("test/")], lower_is_better=cfg.objective == "test/loss"):
-                    keeper.save("best")
-            panel.end_epoch()
-            keeper.after_epoch()
-        keeper.close()
+            panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
+            panel.welcome(ranks.size, len(train_data), len(test_data))
+            tested = {}
+            while not run.finished:
+                panel.start_epoch(len(train_data))
+                loop.train(run, train_data, after_step=[panel.after_step, keeper.after_step])
+                panel.end_training(run.meter.means())
+                if run.evaluation_due:
+                    tested = loop.evaluate(run, test_data)
+                    panel.end_evaluation(tested)
+                    if run.judge(tested[cfg.objective.removeprefix("test/")], lower_is_better=cfg.objective == "test/loss"):
+                        keeper.save("best")
+                panel.end_epoch()
+                keeper.after_epoch()
 
-        tested = tested or loop.evaluate(run, test_data)  # a finished run, started again
-        keeper.export()
-        panel.farewell(tested)
-        return tested[cfg.objective.removeprefix("test/")]
+            tested = tested or loop.evaluate(run, test_data)  # a finished run, started again
+            keeper.export()
+            panel.farewell(tested)
+            return tested[cfg.objective.removeprefix("test/")]
 
 
 def feed(cfg, ranks, like):

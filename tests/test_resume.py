@@ -1,9 +1,15 @@
 """Stop anywhere, go on anywhere: what a run leaves, and that a resumed one ends where the unbroken one ends."""
 
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import signal
+import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -106,13 +112,65 @@ def test_only_whole_snapshots_count(tmp_path, caplog):
     flipped = bytearray(second.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     second.write_bytes(flipped)
-    third.with_suffix(".json").unlink()  # half-written
+    third.with_suffix(".json").unlink()
     state, path = snapshot.load(snapshot.complete(tmp_path))
     assert (state["step"], path) == (2, fourth)
-    assert caplog.text.count("damaged") == 2
+    assert caplog.text.count("damaged") == 3
     fourth.write_bytes(b"")
-    with pytest.raises(Refusal, match="none of the 3 snapshots"):
+    with pytest.raises(Refusal, match="none of the 4 snapshots"):
         snapshot.load(snapshot.complete(tmp_path))
+
+
+def _save_for_ever(folder):
+    for step in itertools.count(1):
+        snapshot.save(folder, f"step_{step:08d}", {"step": step, "weights": torch.zeros(200_000)}, last=2, step=step)
+
+
+def test_killed_while_it_writes_a_run_leaves_a_whole_snapshot(tmp_path, caplog):
+    for number in range(15):
+        process = multiprocessing.get_context("forkserver").Process(target=_save_for_ever, args=[tmp_path / str(number)])
+        process.start()
+        wait_for(lambda folder=tmp_path / str(number): snapshot.complete(folder), "snapshot")
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        newest = snapshot.complete(tmp_path / str(number))[0]
+        assert snapshot.load([newest])[0]["step"] == int(newest.stem[5:])
+    assert "damaged" not in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk wants root")
+def test_a_full_disk_costs_snapshots_and_curves_but_not_the_training(start, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], check=True)
+    try:
+        whole = ["model=mlp", "model.width=128", "trainer.epochs=2", f"hydra.run.dir={disk}"]
+        start(sys.executable, TRAIN, *whole, "trainer.max_steps=20").finish()
+        (disk / "ballast").write_bytes(bytes(2**21 - sum(path.stat().st_size for path in disk.rglob("*") if path.is_file()) - 2**17))
+        run = start(sys.executable, TRAIN, *whole, "trainer.save_every=5steps").finish(2)
+        assert f"free some space and type the command again with hydra.run.dir={disk}" in run.output
+        assert "No space left on device" in run.output
+        assert "epoch 2/2   step 46" in run.output
+        assert snapshot.load(snapshot.complete(disk / "snapshots"))[0]["progress"]["step"] >= 20
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_the_writer_is_never_far_behind():
+    writer, gate, written = snapshot.Writer(waiting=2), threading.Event(), []
+
+    def write(number):
+        gate.wait()
+        written.append(number)
+
+    writer.put(write, 0)
+    writer.put(write, 1)  # training goes on
+    threading.Timer(0.2, gate.set).start()
+    writer.put(write, 2)  # waits for the first
+    assert written[0] == 0
+    writer.drain()
+    assert written == [0, 1, 2]
 
 
 def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path):

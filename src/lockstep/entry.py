@@ -65,6 +65,7 @@ def enter(main):
         register()
         _refuse_a_sampling_sweep(sys.argv[1:])
         main()
+        rendezvous.forget(rendezvous.read())
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

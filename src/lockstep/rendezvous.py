@@ -13,6 +13,8 @@ import zlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
+from pathlib import Path
+from urllib.parse import quote
 
 from lockstep.refusal import Refusal
 
@@ -24,7 +26,8 @@ class Ranks:
     """One process's place in its world, as its starter described it.
 
     `starter` names who described it ("nobody" for a plain `python src/train.py`); `agent_store` is true where the
-    starter already listens at master_addr:master_port, so that rank 0 must not.
+    starter already listens at master_addr:master_port, so that rank 0 must not. `job` is the starter's name for this
+    job where a restart keeps nothing else: an elastic world that makes a new store each time, a job that Slurm requeues.
     """
 
     rank: int = 0
@@ -35,6 +38,7 @@ class Ranks:
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
+    job: str = ""
 
     @property
     def leads(self):
@@ -71,6 +75,8 @@ def _standard(env):
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < size:
         raise Refusal(f"RANK={rank} does not fit WORLD_SIZE={size}; ranks count from 0 to {size - 1}")
+    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no --rdzv-id
     return Ranks(
         rank=rank,
         size=size,
@@ -79,11 +85,13 @@ def _standard(env):
         starter=env.get("LOCKSTEP_STARTER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", 29500)),
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=agent_store,
+        job="" if agent_store or run_id == "none" else f"torchrun-{quote(run_id, safe='')}",
     )
 
 
 def _slurm(env):
+    step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', 0)}"
     return Ranks(
         rank=int(env["SLURM_PROCID"]),
         size=int(env["SLURM_STEP_NUM_TASKS"]),
@@ -91,7 +99,8 @@ def _slurm(env):
         local_size=_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))[int(env["SLURM_NODEID"])],
         starter="srun",
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))),
-        master_port=int(env.get("MASTER_PORT") or _port_of(f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', 0)}")),
+        master_port=int(env.get("MASTER_PORT") or _port_of(step)),
+        job=f"slurm-{step}",
     )
 
 
@@ -182,8 +191,28 @@ def started(ranks):
         return datetime.now()
     shared = store(ranks)
     if ranks.leads:
-        shared.compare_set("lockstep/started", "", datetime.now().isoformat())
+        shared.compare_set("lockstep/started", "", _remembered(ranks.job, datetime.now().isoformat()))
     return datetime.fromisoformat(shared.get("lockstep/started").decode())
+
+
+MEMORY = Path("outputs/.started")
+
+
+def _remembered(job, moment):
+    """When `job` first started: `moment`, unless an earlier life has left a note. A job without a name leaves none."""
+    if not job:
+        return moment
+    note = MEMORY / job
+    if not note.exists():
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(moment)
+    return note.read_text()
+
+
+def forget(ranks):
+    """A finished job's name may be given to another."""
+    if ranks.leads and ranks.job:
+        (MEMORY / ranks.job).unlink(missing_ok=True)
 
 
 def meet(ranks, timeout):

@@ -1,7 +1,7 @@
 """Atomic save, verified load, resume at any world size.
 
-A snapshot is `step_00000123.pt` and, written last, `step_00000123.json` with its SHA-256 and position: without that
-companion it is half-written and nobody reads it. It holds tensors and plain values only, loadable with weights_only.
+A snapshot is `step_00000123.pt` and, beside it, `step_00000123.json` with its SHA-256 and position. Both appear under
+their names only when they are whole. A snapshot holds tensors and plain values only, loadable with weights_only.
 """
 
 import hashlib
@@ -10,6 +10,9 @@ import logging
 import os
 import re
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,8 +50,28 @@ class Cadence:
         return due
 
 
+class Writer:
+    """Writes in a thread of its own while training goes on: in order, and never more than `waiting` files behind."""
+
+    def __init__(self, waiting):
+        self.thread, self.waiting, self.unfinished = ThreadPoolExecutor(1, "snapshots"), waiting, deque()
+
+    def put(self, write, *args):
+        """write(*args), later. Waits for the oldest where `waiting` are on their way: snapshots must not fill the memory."""
+        while len(self.unfinished) >= self.waiting:
+            self.unfinished.popleft().result()
+        self.unfinished.append(self.thread.submit(write, *args))
+
+    def drain(self):
+        """Wait until everything is written."""
+        while self.unfinished:
+            self.unfinished.popleft().result()
+
+
 class Keeper:
     """Keeps a run's snapshots, and brings a run back from them. Every rank calls every method; rank 0 writes.
+
+    A context manager: however the run ends, the snapshots on their way are written first.
 
     identity: what a run must share with a snapshot to resume from it, as a flat dict of plain values.
     every: as Cadence reads it; last: how many of the newest snapshots stay.
@@ -56,7 +79,18 @@ class Keeper:
 
     def __init__(self, run, world, run_dir, identity, every, last):
         self.run, self.world, self.run_dir, self.identity, self.last = run, world, Path(run_dir), identity, last
-        self.cadence, self.vote = Cadence(every), Vote(world, flags=2)
+        self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2), Writer(waiting=2)
+
+    def __enter__(self):
+        if self.world.leads:
+            for leftover in (self.run_dir / "snapshots").glob("*.tmp"):  # of a life that was killed while it wrote
+                leftover.unlink()
+        return self
+
+    def __exit__(self, error, *_):
+        self.writer.drain()
+        if error is None:
+            self.vote.close()
 
     def resume(self, where):
         """Bring the run, whose model is not wrapped yet, to its own newest snapshot, else to `where`, else leave it as it is.
@@ -89,6 +123,7 @@ class Keeper:
         if stop or due or self.cadence.after_step(step):
             self.save()
         if stop:
+            self.writer.drain()
             self.world.barrier()  # a launcher ends the others when the first leaves: not before the snapshot is whole
             raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
 
@@ -97,7 +132,7 @@ class Keeper:
             self.save()
 
     def save(self, name=None):
-        """Save the run under `name`, or under its step's number. A full disk costs a warning, not the training."""
+        """Save the run as it is now under `name`, or under its step's number; the writing itself is left to the writer."""
         totals = self.run.meter.totals()
         if not self.world.leads:
             return
@@ -112,18 +147,32 @@ class Keeper:
             "progress": progress,
             "meter": totals,
         }
-        try:
-            save(self.run_dir / "snapshots", name or f"step_{run.progress.step:08d}", state, self.last, **progress, world_size=self.world.size)
-        except OSError as error:
-            log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
+        name = name or f"step_{run.progress.step:08d}"
+        self.writer.put(self._write, name, frozen(state), dict(**progress, world_size=self.world.size))
 
-    def close(self):
-        self.vote.close()
+    def _write(self, name, state, position):
+        """A full disk costs a warning, not the training."""
+        try:
+            save(self.run_dir / "snapshots", name, state, self.last, **position)
+        except OSError as error:
+            log.warning("no snapshot at step %d: %s; free some space, training goes on", position["step"], error)
 
     def export(self):
         """The trained net as a plain state dict in model.pt, under the names the model gave its parameters."""
         if self.world.leads:
-            write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in self.run.judged.state_dict().items()})
+            try:
+                write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in self.run.judged.state_dict().items()})
+            except OSError as error:
+                raise Refusal(f"no model.pt: {error}; free some space and type the command again with hydra.run.dir={self.run_dir}") from None
+
+
+def frozen(value):
+    """A copy of a state of dicts, lists, tensors and plain values, its tensors on the CPU: training cannot change it any more."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    return type(value)(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def save(folder, name, state, last, **position):
@@ -135,29 +184,36 @@ def save(folder, name, state, last, **position):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"
-    sha256 = write(path, state)
-    _replace(path.with_suffix(".json"), lambda file: file.write(json.dumps({"sha256": sha256, **position}).encode()))
+    with _replacing(path) as file:
+        torch.save(state, file)
+        file.flush()
+        with _replacing(path.with_suffix(".json")) as companion:
+            companion.write(json.dumps({"sha256": _sha256(file.name), **position}).encode())
     for old in complete(folder)[last:]:
-        old.with_suffix(".json").unlink()
         old.unlink()
+        old.with_suffix(".json").unlink(missing_ok=True)
     return path
 
 
 def write(path, state):
-    """torch.save by way of a temporary file in the same folder; returns the file's SHA-256."""
-    _replace(path, lambda file: torch.save(state, file))
-    return _sha256(path)
+    """torch.save, whole or not at all. Raises OSError where the disk is full."""
+    with _replacing(path) as file:
+        torch.save(state, file)
 
 
-def _replace(path, fill):
+@contextmanager
+def _replacing(path):
+    """A temporary file in the same folder that takes the place of `path` once the block has filled it and the disk has it."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         with open(unfinished, "wb") as file:
-            fill(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error.__context__, OSError):  # torch.save on a full disk complains of a position; this is why
+            raise error.__context__ from None
         raise
     os.replace(unfinished, path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -171,8 +227,8 @@ def _sha256(path):
 
 
 def complete(folder):
-    """The finished snapshots in `folder`, newest first."""
-    return sorted((path for path in Path(folder).glob("step_*.pt") if path.with_suffix(".json").exists()), reverse=True)
+    """The snapshots in `folder`, newest first."""
+    return sorted(Path(folder).glob("step_*.pt"), reverse=True)
 
 
 def locate(resume, run_dir):
@@ -201,7 +257,9 @@ def load(paths):
     for path in paths:
         try:
             companion = path.with_suffix(".json")
-            if companion.exists() and json.loads(companion.read_text())["sha256"] != _sha256(path):
+            if not companion.exists():
+                raise ValueError(f"{companion.name} with its checksum is missing")
+            if json.loads(companion.read_text())["sha256"] != _sha256(path):
                 raise ValueError("its checksum does not match")
             return torch.load(path, map_location="cpu", weights_only=True), path
         except Exception as error:  # torch.load has many ways to say "damaged"
