@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep board test drill lint clean
+.PHONY: help train ddp sweep board test drill promise lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,6 +38,9 @@ test: $(READY) lint ## lint, then every test
 
 drill: $(READY) ## the long drills: kills, elastic worlds, clusters on this machine
 	$(PYTHON) -m pytest -q -m drill $(ARGS)
+
+promise: $(READY) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every starter
+	PYTHONPATH=src $(PYTHON) tests/promise.py
 
 clean: ## remove the virtual environment and the caches; runs in outputs/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache

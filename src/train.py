@@ -42,6 +42,7 @@ def work(cfg):
             run.model = make(cfg.strategy)(net, ranks)
 
             panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
+            keeper.before_save = panel.flush  # a killed run's curves reach as far as its snapshots
             panel.welcome(ranks.size, len(train_data), len(test_data))
             tested = {}
             while not run.finished:

@@ -211,10 +211,10 @@ def test_shards_end_in_identical_bits_at_any_world_size(tmp_path, net):
 
 
 def test_shards_end_in_identical_bits_from_other_starters_and_after_stops_at_other_sizes(tmp_path, start):
-    folder = f"hydra.run.dir={tmp_path}/parts"
-    for number, (starter, size) in enumerate([("spawn", 4), ("torchrun", 2), ("spawn", 1)], start=1):
+    twelve = [*BITWISE, "trainer.shards=12", "scheduler=constant"]
+    for number, (starter, size) in enumerate([("spawn", 4), ("torchrun", 2), ("spawn", 1), ("spawn", 3)], start=1):
         ranks = f"launch.nproc_per_node={size}"
-        last = [f"trainer.max_steps={13 * number}"] * (number < 3)  # each stop in mid-epoch
-        start(sys.executable, TRAIN, *BITWISE, "scheduler=constant", f"launch={starter}", ranks, folder, *last).finish()
-    weights(1, tmp_path / "alone", *BITWISE, "scheduler=constant")
+        last = [f"trainer.max_steps={11 * number}"] * (number < 4)  # each stop in mid-epoch
+        start(sys.executable, TRAIN, *twelve, f"launch={starter}", ranks, f"hydra.run.dir={tmp_path}/parts", *last).finish()
+    weights(1, tmp_path / "alone", *twelve)
     assert fingerprint(tmp_path / "parts") == fingerprint(tmp_path / "alone")

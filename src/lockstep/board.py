@@ -110,8 +110,11 @@ class Board:
         self.post({f"{group}/{name}": value for name, value in means.items()})
         self.line += "   " + " ".join([group, *(f"{name} {value:.4f}" for name, value in means.items())])
 
-    def end_epoch(self):
+    def flush(self):
         self._guarded(self.writer.flush)
+
+    def end_epoch(self):
+        self.flush()
         log.info("%s   step %d%s   %.0f samples/s", self.title, self.run.progress.step, self.line, self.speed)
 
     def post(self, values):

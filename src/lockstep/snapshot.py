@@ -74,12 +74,14 @@ class Keeper:
     A context manager: however the run ends, the snapshots on their way are written first.
 
     identity: what a run must share with a snapshot to resume from it, as a flat dict of plain values.
-    every: as Cadence reads it; last: how many of the newest snapshots stay.
+    every: as Cadence reads it; last: how many of the newest snapshots stay. Where something else must reach the disk
+    before a snapshot does, it is called as `before_save`.
     """
 
     def __init__(self, run, world, run_dir, identity, every, last):
         self.run, self.world, self.run_dir, self.identity, self.last = run, world, Path(run_dir), identity, last
         self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2), Writer(waiting=2)
+        self.before_save = lambda: None
 
     def __enter__(self):
         if self.world.leads:
@@ -136,6 +138,7 @@ class Keeper:
         totals = self.run.meter.totals()
         if not self.world.leads:
             return
+        self.before_save()
         run, progress = self.run, asdict(self.run.progress)
         state = {
             "identity": self.identity,
