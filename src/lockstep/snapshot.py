@@ -15,10 +15,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep import schedules, signals
+from lockstep import schedules, signals, state
 from lockstep.loop import Progress
 from lockstep.refusal import Refusal
-from lockstep.strategy import bare
 from lockstep.world import Vote
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Keeper:
         self.cadence, self.vote = Cadence(every), Vote(world, flags=2)
 
     def resume(self, where):
-        """Bring the run, whose model is not wrapped yet, to its own newest snapshot, else to `where`, else leave it as it is.
+        """Bring the run to its own newest snapshot, else to `where`, else leave it as it is.
 
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `locate` and `load` do,
         and for a snapshot of another identity.
@@ -70,16 +69,11 @@ class Keeper:
             return
         run, saved = self.run, saved or load([path])[0]
         refuse_misfit(path, saved["identity"], self.identity)
-        run.model.load_state_dict(saved["model"])
-        run.optimizer.load_state_dict(saved["optimizer"])
+        state.restore(run.model, run.optimizer, run.average, saved)
         schedules.restore(run.scheduler, saved["scheduler"])
         run.scaler.load_state_dict(saved["scaler"])
         run.meter.restore(saved["meter"])
         run.progress = Progress(**saved["progress"])
-        if run.average is not None and saved["average"] is not None:
-            run.average.load_state_dict(saved["average"])
-        elif run.average is not None:
-            run.average.module.load_state_dict(saved["model"])
         log.info("resumed from %s", path)
 
     def after_step(self, samples):
@@ -98,22 +92,20 @@ class Keeper:
 
     def save(self, name=None):
         """Save the run under `name`, or under its step's number. A full disk costs a warning, not the training."""
-        totals = self.run.meter.totals()
+        run, progress = self.run, asdict(self.run.progress)
+        totals, weights = run.meter.totals(), state.collect(run.model, run.optimizer, run.average)
         if not self.world.leads:
             return
-        run, progress = self.run, asdict(self.run.progress)
-        state = {
+        held = {
             "identity": self.identity,
-            "model": bare(run.model).state_dict(),
-            "optimizer": run.optimizer.state_dict(),
+            **weights,
             "scheduler": run.scheduler.state_dict(),
             "scaler": run.scaler.state_dict(),
-            "average": None if run.average is None else run.average.state_dict(),
             "progress": progress,
             "meter": totals,
         }
         try:
-            save(self.run_dir / "snapshots", name or f"step_{run.progress.step:08d}", state, self.last, **progress, world_size=self.world.size)
+            save(self.run_dir / "snapshots", name or f"step_{run.progress.step:08d}", held, self.last, **progress, world_size=self.world.size)
         except OSError as error:
             log.warning("no snapshot at step %d: %s; free some space, training goes on", run.progress.step, error)
 
@@ -122,8 +114,10 @@ class Keeper:
 
     def export(self):
         """The trained net as a plain state dict in model.pt, under the names the model gave its parameters."""
-        if self.world.leads:
-            write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in self.run.judged.state_dict().items()})
+        with self.run.judged():
+            weights = state.weights(self.run.model)
+            if self.world.leads:
+                write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in weights.items()})
 
 
 def save(folder, name, state, last, **position):
