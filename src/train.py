@@ -106,6 +106,7 @@ def refuse(cfg):
     world.choose_backend(cfg.backend.name, starts or here.local_size)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
+    preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:
         make(cfg.dataset.prepare)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from lockstep.strategy import own, part, whole
+from lockstep.strategy import examine, own, part, whole
 
 
 def fsdp(module, world, reshard_after_forward):
@@ -33,6 +33,13 @@ def fsdp(module, world, reshard_after_forward):
 def _(module: FSDPModule, last):
     module.set_requires_gradient_sync(last)
     return nullcontext()
+
+
+@examine.register
+def _(module: FSDPModule, *arguments):
+    examine.dispatch(torch.nn.Module)(module, *arguments)
+    for net in filter(lambda child: isinstance(child, FSDPModule), module.modules()):
+        net.reshard()  # no backward pass will let go of what the forward pass has gathered
 
 
 @whole.register

@@ -47,9 +47,7 @@ def mlp(shape, classes, width, depth, dropout):
 
 def toy_parallel(shape, classes, width):
     """The DDP tutorial's ToyMpModel, two linear layers made to lie on two devices: net1, ReLU, net2."""
-    return nn.Sequential(
-        OrderedDict(flatten=nn.Flatten(), net1=nn.Linear(math.prod(shape), width), relu=nn.ReLU(), net2=nn.Linear(width, classes))
-    )
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), net1=nn.Linear(math.prod(shape), width), relu=nn.ReLU(), net2=nn.Linear(width, classes)))
 
 
 def torchvision_net(name, shape, classes, **options):

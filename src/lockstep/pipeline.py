@@ -59,11 +59,11 @@ class Pipeline(nn.Module):
         self.stage.precise, self.loss = precise, loss
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
-        for inputs, targets in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):
-            if len(inputs):
-                schedule = self._schedule(-(-len(inputs) // rows), inputs[:rows], torch.is_grad_enabled())
+        for some, theirs in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):
+            if len(some):
+                schedule = self._schedule(-(-len(some) // rows), some[:rows], torch.is_grad_enabled())
                 step = schedule.step if torch.is_grad_enabled() else schedule.eval
-                step(*([inputs] if self.world.leads else []), target=targets if self.world.rank == self.world.size - 1 else None)
+                step(*([some] if self.world.leads else []), target=theirs if self.world.rank == self.world.size - 1 else None)
 
     def _schedule(self, count, inputs, learning):
         key = (count, len(inputs), learning)
