@@ -43,7 +43,7 @@ def work(cfg):
         keeper.resume(cfg.resume)
 
         panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
-        panel.welcome(ranks.size, len(train_data), len(test_data))
+        panel.welcome(ranks.size, train_data.world.size, len(train_data), len(test_data))
         tested = {}
         while not run.finished:
             panel.start_epoch(len(train_data))
