@@ -25,7 +25,7 @@ def make(node, **more):
 def work(cfg):
     """One rank's whole life. Returns the last value of cfg.objective, which is what a sweep optimises."""
     # Imported here, not above: `--help` and `--cfg job` answer without torch.
-    from lockstep import board, lock, loop, snapshot, world
+    from lockstep import board, lock, loop, snapshot, strategy, world
 
     signals.listen()
     with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks, lock.hold(cfg.run_dir, ranks):
@@ -34,16 +34,17 @@ def work(cfg):
         with ranks.leader_first():
             make(cfg.dataset.prepare)
         net = make(cfg.sync_bn)(loop.place(make(cfg.model), ranks, cfg.trainer.precision, cfg.trainer.channels_last, cfg.trainer.compile), ranks)
-        train_data, test_data = feed(cfg, ranks, like=next(net.parameters()))
-        run = assemble(cfg, ranks, net, len(train_data))
+        like = next(net.parameters()).detach()  # as it lies before a strategy may take it apart
+        model = make(cfg.strategy)(net, ranks)
+        train_data, test_data = feed(cfg, strategy.reader(model, ranks), like)
+        run = assemble(cfg, ranks, model, len(train_data))
 
         with snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep) as keeper:
             keeper.resume(cfg.resume)
-            run.model = make(cfg.strategy)(net, ranks)
 
             panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
             keeper.before_save = panel.flush  # a killed run's curves reach as far as its snapshots
-            panel.welcome(ranks.size, len(train_data), len(test_data))
+            panel.welcome(ranks.size, train_data.world.size, len(train_data), len(test_data))
             tested = {}
             while not run.finished:
                 panel.start_epoch(len(train_data))
@@ -63,27 +64,27 @@ def work(cfg):
             return tested[cfg.objective.removeprefix("test/")]
 
 
-def feed(cfg, ranks, like):
-    """This rank's training and test data, delivered in the type and layout of the parameter `like`."""
+def feed(cfg, reader, like):
+    """This reader's training and test data, delivered in the type and layout of the parameter `like`."""
     from lockstep import data
 
-    how = {"world": ranks, "seed": cfg.seed, "mean": cfg.dataset.mean, "std": cfg.dataset.std, "like": like, "workers": cfg.dataset.workers}
+    how = {"world": reader, "seed": cfg.seed, "mean": cfg.dataset.mean, "std": cfg.dataset.std, "like": like, "workers": cfg.dataset.workers}
     return data.Loader(make(cfg.dataset.train), augment=data.Augment(**cfg.dataset.augment), **how), data.Loader(make(cfg.dataset.test), **how)
 
 
-def assemble(cfg, ranks, net, samples):
-    """The run that trains `net` on `samples` samples: its recipe, and everything that changes as it goes."""
-    from lockstep import data, loop, meter
+def assemble(cfg, ranks, model, samples):
+    """The run that trains `model` on `samples` samples: its recipe, and everything that changes as it goes."""
+    from lockstep import average, data, loop, meter, strategy
 
     trainer, loss = cfg.trainer, make(cfg.dataset.loss)
     same = ("epochs", "max_steps", "clip_norm", "precision", "eval_batch_size", "eval_every", "patience")
-    batch_size = data.global_batch(ranks.size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
+    batch_size = data.global_batch(strategy.reader(model, ranks).size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
     cut = data.virtual_ranks(trainer.shards) if trainer.shards else data.micro_batches(trainer.accumulate)
     recipe = loop.Recipe(loss=loss, batch_size=batch_size, cut=cut, **{key: trainer[key] for key in same})
-    optimizer = make(cfg.optimizer)(net.parameters())
+    optimizer = make(cfg.optimizer)(model.parameters())
     scheduler = make(cfg.scheduler)(optimizer, *recipe.steps(samples))
-    scaler, average = loop.scaler(ranks, trainer.precision), loop.average(net, trainer.ema)
-    return loop.Run(recipe, net, optimizer, scheduler, scaler, meter.Meter(loss.names, ranks), average)
+    scaler, ema = loop.scaler(ranks, trainer.precision), trainer.ema and average.Average(strategy.bare(model), trainer.ema)
+    return loop.Run(recipe, model, optimizer, scheduler, scaler, meter.Meter(loss.names, ranks), ema)
 
 
 def identity(cfg, train_data):
@@ -105,6 +106,7 @@ def refuse(cfg):
     world.choose_backend(cfg.backend.name, starts or here.local_size)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
+    preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:
         make(cfg.dataset.prepare)

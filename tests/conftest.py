@@ -93,7 +93,9 @@ def free_port():
 def in_world(size, function, *args):
     """[function(*args) as rank r of a gloo world, for each r]: real processes, forked from a server that has torch loaded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "hydra"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra"]
+    )
     port, results = free_port(), context.SimpleQueue()
     processes = [context.Process(target=_rank, args=(rank, size, port, results, function, args)) for rank in range(size)]
     for process in processes:

@@ -77,9 +77,10 @@ class Board:
         if not run.progress.step:
             self.writer.add_text("config", f"```yaml\n{config}```", 0)
 
-    def welcome(self, ranks, train_samples, test_samples):
-        log.info("%d training and %d test samples; batches of %d samples over %d rank%s, %g a rank", train_samples, test_samples,
-                 self.run.recipe.batch_size, ranks, "s" * (ranks > 1), self.run.recipe.batch_size / ranks)  # fmt: skip
+    def welcome(self, ranks, readers, train_samples, test_samples):
+        batch_size = self.run.recipe.batch_size
+        log.info("%d training and %d test samples; batches of %d samples, %g for each of %d rank%s", train_samples, test_samples,
+                 batch_size, batch_size / readers, ranks, "s" * (ranks > 1))  # fmt: skip
 
     def start_epoch(self, samples):
         """A progress bar over the epoch's samples, where a terminal watches."""

@@ -122,9 +122,13 @@ class Loader:
             yield Batch(len(batch), [(place, *self._deliver(*next(samples), part)) for place, part in plan])
 
     def once(self, batch_size):
-        """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs."""
+        """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs.
+
+        Every rank delivers equally many, if need be an empty last one: the ranks may have to compute together.
+        """
         mine = torch.arange(len(self))[self.world.rank :: self.world.size]
-        for samples, targets in self._read(list(mine.split(batch_size)) if len(mine) else []):
+        rounds = -(-len(self) // (self.world.size * batch_size))
+        for samples, targets in self._read([mine[turn * batch_size : (turn + 1) * batch_size] for turn in range(rounds)]):
             yield self._deliver(samples, targets)
 
     def _read(self, shares):

@@ -3,14 +3,16 @@
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lockstep.average import Average
 from lockstep.data import draw
 from lockstep.meter import Meter
-from lockstep.strategy import agree_on_buffers, bare, divisor, part
+from lockstep.strategy import agree_on_buffers, clip, divisor, examine, learn, part
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,12 @@ class Run:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     meter: Meter
-    average: AveragedModel | None
+    average: Average | None
     progress: Progress = field(default_factory=Progress)
 
-    @property
     def judged(self):
-        """The net that is evaluated and exported: the average of the weights where there is one."""
-        return bare(self.model) if self.average is None else self.average.module
+        """Around an evaluation or an export: the model holds the weights that count, their average where there is one."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     @property
     def finished(self):
@@ -89,11 +90,6 @@ class Run:
         else:
             progress.stale += 1
         return progress.stale == 0
-
-
-def average(net, decay):
-    """An exponential moving average of the weights (Polyak and Juditsky 1992), or None for no decay; buffers are the latest."""
-    return None if decay is None else AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
 def settle(seed, deterministic):
@@ -137,18 +133,15 @@ def train(run, loader, after_step):
     wherever shares are unequal. Each of `after_step` is called with the step's global count; it may raise to stop.
     """
     recipe, progress, world = run.recipe, run.progress, loader.world
-    model = run.model.train()
+    model, autocast = run.model.train(), precise(loader.world.device, recipe.precision)
     if progress.samples == 0:
         run.meter.clear()
     for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.cut, skip=progress.samples):
+        loss = partial(weighed, run, divisor(model, world) / batch.count)
         for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
             torch.manual_seed(draw(loader.seed, progress.step, place).initial_seed())  # dropout, with no state to save
             with part(model, last=number == len(batch.parts)):
-                with precise(world.device, recipe.precision):
-                    outputs = model(inputs)
-                total, sums = recipe.loss(outputs, targets)
-                run.scaler.scale(total * (divisor(model, world) / batch.count)).backward()
-            run.meter.add(sums, len(targets))
+                learn(model, inputs, targets, loss, autocast)
         update(run)
         progress.samples, progress.step = progress.samples + batch.count, progress.step + 1
         for call in after_step:
@@ -159,27 +152,36 @@ def train(run, loader, after_step):
         progress.epoch, progress.samples = progress.epoch + 1, 0
 
 
+def weighed(run, weight, outputs, targets):
+    """The loss as it is minimised: summed, times `weight`, scaled for fp16. What it counts goes to the run's meter."""
+    total, sums = run.recipe.loss(outputs, targets)
+    run.meter.add(sums, len(targets))
+    return run.scaler.scale(total * weight)
+
+
 def update(run):
     """One optimizer step from the gradients at hand."""
     if run.recipe.clip_norm is not None:
         run.scaler.unscale_(run.optimizer)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.recipe.clip_norm)
+        clip(run.model, run.recipe.clip_norm)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
     run.scheduler.step()
     if run.average is not None:
-        run.average.update_parameters(bare(run.model))
+        run.average.update()
 
 
-@torch.inference_mode()
 def evaluate(run, loader):
     """{name: mean over every sample of the data set, each counted once}, by the net that is to be judged."""
-    net, recipe = run.judged.eval(), run.recipe
-    agree_on_buffers(net, loader.world)
-    meter = Meter(recipe.loss.names, loader.world)
-    for inputs, targets in loader.once(recipe.eval_batch_size):
-        with precise(loader.world.device, recipe.precision):
-            outputs = net(inputs)
+    model, recipe = run.model.eval(), run.recipe
+    meter, autocast = Meter(recipe.loss.names, loader.world), precise(loader.world.device, recipe.precision)
+
+    def count(outputs, targets):
         meter.add(recipe.loss(outputs, targets)[1], len(targets))
+
+    agree_on_buffers(model, loader.world)
+    with run.judged(), torch.inference_mode():
+        for inputs, targets in loader.once(recipe.eval_batch_size):
+            examine(model, inputs, targets, count, autocast)
     return meter.means()

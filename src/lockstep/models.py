@@ -45,6 +45,11 @@ def mlp(shape, classes, width, depth, dropout):
     return nn.Sequential(*layers, nn.Linear(inputs, classes))
 
 
+def toy_parallel(shape, classes, width):
+    """The DDP tutorial's ToyMpModel, two linear layers made to lie on two devices: net1, ReLU, net2."""
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), net1=nn.Linear(math.prod(shape), width), relu=nn.ReLU(), net2=nn.Linear(width, classes)))
+
+
 def torchvision_net(name, shape, classes, **options):
     """A classification net of torchvision by name, untrained, its first convolution fitted to the data's channels."""
     from torchvision.models import get_model

@@ -6,6 +6,11 @@ WHOLE = (lambda value: type(value) is int and value >= 1, "a whole number of 1 o
 MAYBE_WHOLE = (lambda value: value is None or WHOLE[0](value), "a whole number of 1 or more, or null")
 SWITCH = (lambda value: type(value) is bool, "true or false")
 
+
+def _above_zero(value):
+    return type(value) in (int, float) and value > 0
+
+
 TRAINER = {
     "epochs": (*WHOLE, 5),
     "max_steps": (*MAYBE_WHOLE, 100),
@@ -14,7 +19,7 @@ TRAINER = {
     "eval_batch_size": (*WHOLE, 512),
     "accumulate": (*WHOLE, 2),
     "shards": (*MAYBE_WHOLE, 4),
-    "clip_norm": (lambda value: value is None or (type(value) in (int, float) and value > 0), "a number above 0, or null", 1.0),
+    "clip_norm": (lambda value: value is None or _above_zero(value), "a number above 0, or null", 1.0),
     "precision": (lambda value: value in ("fp32", "bf16", "fp16", "fp64"), "fp32, bf16, fp16 or fp64", "fp32"),
     "compile": (*SWITCH, "false"),
     "channels_last": (lambda value: value == "auto" or type(value) is bool, "auto, true or false", "auto"),
@@ -46,6 +51,35 @@ def objective(name, measured):
     """Refuse an objective that no evaluation will measure."""
     if name not in [f"test/{measure}" for measure in measured]:
         raise Refusal(f"objective={name} is not measured; type objective={' or objective='.join(f'test/{measure}' for measure in measured)}")
+
+
+def strategy(name, options, size, trainer, sync_bn, optimizer):
+    """Refuse what a strategy cannot do, or would do wrong without a word. size: the number of ranks."""
+    name, synced = name.rpartition(".")[2], sync_bn.endswith(".on")
+    wrong = {
+        "dp": [
+            (size > 1, f"is one process that feeds several devices, and {size} were asked for; type strategy=ddp, or start one process"),
+            (not _above_zero(options.get("first_share")), "wants a first_share above 0; try strategy.first_share=0.5"),
+            (synced, "normalises each device's part by itself; type sync_bn=off, or strategy=ddp"),
+            (trainer["compile"], "copies the net for every batch, a compiled one with the wrong weights; type trainer.compile=false"),
+        ],
+        "fsdp": [
+            (optimizer.get("fused") and optimizer["_target_"].endswith(".SGD"), "has no fused SGD in torch; type optimizer.fused=false"),
+        ],
+        "model_parallel": [
+            (not WHOLE[0](options.get("devices")), "wants a whole number of devices a rank; try strategy.devices=2"),
+        ],
+        "pipeline": [
+            (options.get("schedule") not in ("1F1B", "GPipe"), "knows two schedules; type strategy.schedule=1F1B or strategy.schedule=GPipe"),
+            (not WHOLE[0](options.get("micro_batches")), "wants a whole number of micro-batches; try strategy.micro_batches=4"),
+            (synced, "has each layer on one rank, with nobody to share statistics with; type sync_bn=off"),
+            (trainer["precision"] == "fp16", "cannot scale a loss that only the last rank knows; type trainer.precision=bf16"),
+            (trainer["compile"], "runs the net's layers, not the compiled net; type trainer.compile=false"),
+        ],
+    }
+    for is_wrong, sentence in wrong.get(name, []):
+        if is_wrong:
+            raise Refusal(f"strategy={name} {sentence}")
 
 
 def shards(count, strategy, accumulate, sync_bn):

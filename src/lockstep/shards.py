@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.refusal import Refusal
+from lockstep.strategy import bare, part
 
 
 def shards(module, world, shards):
@@ -68,12 +69,22 @@ class Shards(nn.Module):
         dist.all_gather_into_tensor(everyones, mine)
         total = tree_sum(everyones)
         sizes = [part.numel() for part in (*parameters, *buffers)]
-        *parts, samples = total.split([*sizes, 1])
-        for parameter, part in zip(parameters, parts, strict=False):
-            parameter.grad = part.view(parameter.shape).clone(memory_format=torch.preserve_format)
-        for buffer, part in zip(buffers, parts[len(parameters) :], strict=True):
-            buffer.copy_(part.view(buffer.shape) / samples)
+        *sums, samples = total.split([*sizes, 1])
+        for parameter, summed in zip(parameters, sums, strict=False):
+            parameter.grad = summed.view(parameter.shape).clone(memory_format=torch.preserve_format)
+        for buffer, summed in zip(buffers, sums[len(parameters) :], strict=True):
+            buffer.copy_(summed.view(buffer.shape) / samples)
         self.left.clear()
+
+
+@bare.register
+def _(module: Shards):
+    return module.module
+
+
+@part.register
+def _(module: Shards, last):
+    return module.shard()
 
 
 def tree_sum(rows):

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep import schedules, signals
+from lockstep import schedules, signals, state
 from lockstep.loop import Progress
 from lockstep.refusal import Refusal
-from lockstep.strategy import bare
 from lockstep.world import Vote
 
 log = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ class Keeper:
             self.vote.close()
 
     def resume(self, where):
-        """Bring the run, whose model is not wrapped yet, to its own newest snapshot, else to `where`, else leave it as it is.
+        """Bring the run to its own newest snapshot, else to `where`, else leave it as it is.
 
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises Refusal as `locate` and `load` do,
         and for a snapshot of another identity.
@@ -106,16 +105,11 @@ class Keeper:
             return
         run, saved = self.run, saved or load([path])[0]
         refuse_misfit(path, saved["identity"], self.identity)
-        run.model.load_state_dict(saved["model"])
-        run.optimizer.load_state_dict(saved["optimizer"])
+        state.restore(run.model, run.optimizer, run.average, saved)
         schedules.restore(run.scheduler, saved["scheduler"])
         run.scaler.load_state_dict(saved["scaler"])
         run.meter.restore(saved["meter"])
         run.progress = Progress(**saved["progress"])
-        if run.average is not None and saved["average"] is not None:
-            run.average.load_state_dict(saved["average"])
-        elif run.average is not None:
-            run.average.module.load_state_dict(saved["model"])
         log.info("resumed from %s", path)
 
     def after_step(self, samples):
@@ -135,38 +129,38 @@ class Keeper:
 
     def save(self, name=None):
         """Save the run as it is now under `name`, or under its step's number; the writing itself is left to the writer."""
-        totals = self.run.meter.totals()
+        run, progress = self.run, asdict(self.run.progress)
+        totals, weights = run.meter.totals(), state.collect(run.model, run.optimizer, run.average)
         if not self.world.leads:
             return
         self.before_save()
-        run, progress = self.run, asdict(self.run.progress)
-        state = {
+        held = {
             "identity": self.identity,
-            "model": bare(run.model).state_dict(),
-            "optimizer": run.optimizer.state_dict(),
+            **weights,
             "scheduler": run.scheduler.state_dict(),
             "scaler": run.scaler.state_dict(),
-            "average": None if run.average is None else run.average.state_dict(),
             "progress": progress,
             "meter": totals,
         }
         name = name or f"step_{run.progress.step:08d}"
-        self.writer.put(self._write, name, frozen(state), dict(**progress, world_size=self.world.size))
+        self.writer.put(self._write, name, frozen(held), dict(**progress, world_size=self.world.size))
 
-    def _write(self, name, state, position):
+    def _write(self, name, held, position):
         """A full disk costs a warning, not the training."""
         try:
-            save(self.run_dir / "snapshots", name, state, self.last, **position)
+            save(self.run_dir / "snapshots", name, held, self.last, **position)
         except OSError as error:
             log.warning("no snapshot at step %d: %s; free some space, training goes on", position["step"], error)
 
     def export(self):
         """The trained net as a plain state dict in model.pt, under the names the model gave its parameters."""
-        if self.world.leads:
-            try:
-                write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in self.run.judged.state_dict().items()})
-            except OSError as error:
-                raise Refusal(f"no model.pt: {error}; free some space and type the command again with hydra.run.dir={self.run_dir}") from None
+        with self.run.judged():
+            weights = state.weights(self.run.model)
+            if self.world.leads:
+                try:
+                    write(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in weights.items()})
+                except OSError as error:
+                    raise Refusal(f"no model.pt: {error}; free some space and type the command again with hydra.run.dir={self.run_dir}") from None
 
 
 def frozen(value):
@@ -178,8 +172,8 @@ def frozen(value):
     return type(value)(frozen(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def save(folder, name, state, last, **position):
-    """Write `state` to folder/name.pt so that a crash at any moment leaves this snapshot or the one before, whole.
+def save(folder, name, held, last, **position):
+    """Write `held` to folder/name.pt so that a crash at any moment leaves this snapshot or the one before, whole.
 
     position: what to write beside it for a reader's eyes. Only the `last` newest snapshots stay. Raises OSError where
     the disk is full, with the older snapshots untouched.
@@ -188,7 +182,7 @@ def save(folder, name, state, last, **position):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"
     with _replacing(path) as file:
-        torch.save(state, file)
+        torch.save(held, file)
         file.flush()
         with _replacing(path.with_suffix(".json")) as companion:
             companion.write(json.dumps({"sha256": _sha256(file.name), **position}).encode())
@@ -198,10 +192,10 @@ def save(folder, name, state, last, **position):
     return path
 
 
-def write(path, state):
+def write(path, held):
     """torch.save, whole or not at all. Raises OSError where the disk is full."""
     with _replacing(path) as file:
-        torch.save(state, file)
+        torch.save(held, file)
 
 
 @contextmanager
