@@ -39,15 +39,15 @@ def work(cfg):
 
         keeper = snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep)
         keeper.resume(cfg.resume)
-        run.model = make(cfg.strategy)(net, ranks)
+        run.model = make(cfg.gradient_sync)(make(cfg.strategy)(net, ranks), ranks)
 
         panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
         panel.welcome(ranks.size, len(train_data), len(test_data))
         tested = {}
         while not run.finished:
             panel.start_epoch(len(train_data))
-            loop.train(run, train_data, after_step=[panel.after_step, keeper.after_step])
-            panel.end_training(run.meter.means())
+            figures = make(cfg.loop)(run, train_data, after_step=[panel.after_step, keeper.after_step])
+            panel.end_training(run.meter.means(), figures)
             if run.evaluation_due:
                 tested = loop.evaluate(run, test_data)
                 panel.end_evaluation(tested)
@@ -103,8 +103,10 @@ def refuse(cfg):
     snapshot.locate(cfg.resume, cfg.run_dir)
     here, starts = rendezvous.read(), cfg.launch.get("nproc_per_node")
     world.choose_backend(cfg.backend.name, starts or here.local_size)
+    preflight.gradient_sync(cfg.gradient_sync._target_, strategy=cfg.strategy._target_, precision=cfg.trainer.precision)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
+    preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, size, cfg.trainer, sync_bn=cfg.sync_bn._target_)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:
         make(cfg.dataset.prepare)

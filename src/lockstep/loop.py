@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.data import draw
 from lockstep.meter import Meter
-from lockstep.strategy import agree_on_buffers, bare, divisor, part
+from lockstep.strategy import agree_on_buffers, average_drift, bare, divisor, part
 
 
 @dataclass(frozen=True)
@@ -132,23 +132,15 @@ def precise(device, precision):
 def train(run, loader, after_step):
     """The rest of one epoch: from run.progress.samples to its end, or to max_steps.
 
-    The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
-    global count, times what gradient averaging divides by. Means of ranks' means would be wrong
-    wherever shares are unequal. Each of `after_step` is called with the step's global count; it may raise to stop.
+    Each of `after_step` is called with the step's global count; it may raise to stop. Returns {tag: figure}, what there
+    is to show of the training beside run.meter: nothing here.
     """
-    recipe, progress, world = run.recipe, run.progress, loader.world
-    model = run.model.train()
+    recipe, progress = run.recipe, run.progress
+    run.model.train()
     if progress.samples == 0:
         run.meter.clear()
     for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.cut, skip=progress.samples):
-        for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
-            torch.manual_seed(draw(loader.seed, progress.step, place).initial_seed())  # dropout, with no state to save
-            with part(model, last=number == len(batch.parts)):
-                with precise(world.device, recipe.precision):
-                    outputs = model(inputs)
-                total, sums = recipe.loss(outputs, targets)
-                run.scaler.scale(total * (divisor(model, world) / batch.count)).backward()
-            run.meter.add(sums, len(targets))
+        backward(run, loader, batch, progress.step)
         update(run)
         progress.samples, progress.step = progress.samples + batch.count, progress.step + 1
         for call in after_step:
@@ -157,6 +149,25 @@ def train(run, loader, after_step):
             break
     if progress.samples >= len(loader):
         progress.epoch, progress.samples = progress.epoch + 1, 0
+    return {}
+
+
+def backward(run, loader, batch, step):
+    """Leave this rank's gradient of `step` in .grad.
+
+    The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
+    global count, times what gradient averaging divides by. Means of ranks' means would be wrong
+    wherever shares are unequal.
+    """
+    model, recipe, world = run.model, run.recipe, loader.world
+    for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
+        torch.manual_seed(draw(loader.seed, step, place).initial_seed())  # dropout, with no state to save
+        with part(model, last=number == len(batch.parts)):
+            with precise(world.device, recipe.precision):
+                outputs = model(inputs)
+            total, sums = recipe.loss(outputs, targets)
+            run.scaler.scale(total * (divisor(model, world) / batch.count)).backward()
+        run.meter.add(sums, len(targets))
 
 
 def update(run):
@@ -172,9 +183,18 @@ def update(run):
         run.average.update_parameters(bare(run.model))
 
 
+def agree(run):
+    """The same weights and the same optimizer on every rank, before they are judged or saved."""
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    optimizer = [value for value in states if torch.is_tensor(value) and value.is_floating_point()]
+    average = [] if run.average is None else run.average.parameters()
+    average_drift(run.model, [*run.model.parameters(), *optimizer, *average])
+
+
 @torch.inference_mode()
 def evaluate(run, loader):
     """{name: mean over every sample of the data set, each counted once}, by the net that is to be judged."""
+    agree(run)
     net, recipe = run.judged.eval(), run.recipe
     agree_on_buffers(net, loader.world)
     meter = Meter(recipe.loss.names, loader.world)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lockstep import schedules, signals
-from lockstep.loop import Progress
+from lockstep.loop import Progress, agree
 from lockstep.refusal import Refusal
 from lockstep.strategy import bare
 from lockstep.world import Vote
@@ -99,6 +99,7 @@ class Keeper:
     def save(self, name=None):
         """Save the run under `name`, or under its step's number. A full disk costs a warning, not the training."""
         totals = self.run.meter.totals()
+        agree(self.run)
         if not self.world.leads:
             return
         run, progress = self.run, asdict(self.run.progress)

@@ -42,6 +42,11 @@ def divisor(module, world):
     return world.size if isinstance(module, DistributedDataParallel) else 1
 
 
+def average_drift(module, tensors):
+    """The ranks' mean of `tensors` on every rank, where gradient_sync=local_sgd lets them drift apart; no other run is touched."""
+    getattr(module, "average", lambda tensors: None)(tensors)
+
+
 @torch.no_grad()
 def agree_on_buffers(module, world):
     """Rank 0's buffers on every rank, as DDP has it: running statistics differ between ranks with sync_bn=off."""

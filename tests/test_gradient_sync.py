@@ -1,0 +1,164 @@
+"""Ways of averaging gradients: they agree to rounding, send the bytes their textbooks say, and survive a restart."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT, SHORT, TORCHRUN, TRAIN, events, in_world
+from lockstep import preflight
+from lockstep.refusal import Refusal
+from test_configs import composed
+from test_resume import model, same_bits
+from test_same_numbers import drift, weights
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 11, 64, 1000, 4097]
+
+
+def _sums(name):
+    """For each length: the vector that `name` leaves, and the one that an all-reduce leaves."""
+    import torch.distributed as dist
+
+    from lockstep import gradient_sync, world
+
+    with world.join("gloo", 60) as ranks:
+        pairs = []
+        for length in LENGTHS:
+            vector = torch.randn(length, dtype=torch.double, generator=torch.Generator().manual_seed(100 * length + ranks.rank))
+            expected = vector.clone()
+            getattr(gradient_sync, name)(vector, ranks.rank, ranks.size)
+            dist.all_reduce(expected)
+            pairs.append((vector.tolist(), expected.tolist()))
+        return pairs
+
+
+@pytest.mark.parametrize("name", ["ring_sum", "server_sum"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_sum_is_the_all_reduce_of_any_vector_on_every_rank(name, size):
+    answers = in_world(size, _sums, name)
+    for pairs in zip(*answers, strict=True):
+        assert all(vector == pairs[0][0] for vector, _ in pairs)  # the ranks agree to the last bit
+        torch.testing.assert_close(*map(torch.tensor, pairs[0]), rtol=1e-12, atol=1e-12)
+
+
+def _bytes(name, length):
+    """(bytes handed to the sends, bytes that left by TCP) of one sum on this rank."""
+    import compare
+
+    from lockstep import gradient_sync, world
+
+    handed, sending = 0, gradient_sync.P2POp
+
+    def counted(operation, tensor, peer):
+        nonlocal handed
+        handed += tensor.nbytes if operation is gradient_sync.isend else 0
+        return sending(operation, tensor, peer)
+
+    gradient_sync.P2POp = counted
+    with world.join("gloo", 60) as ranks:
+        vector = torch.ones(length)
+        getattr(gradient_sync, name)(vector, ranks.rank, ranks.size)  # connects those who speak
+        ranks.barrier()
+        handed, before = 0, compare.bytes_sent()
+        getattr(gradient_sync, name)(vector, ranks.rank, ranks.size)
+        left = compare.bytes_sent() - before
+        ranks.barrier()  # who leaves earlier would speak of it
+        return handed, left
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 2), (2, 250_000), (3, 3000), (4, 100_000)])
+def test_the_bytes_sent_are_the_formulas(size, length):
+    whole = 4 * length
+    for rank, (handed, left) in enumerate(in_world(size, _bytes, "ring_sum", length)):
+        assert handed == 2 * (size - 1) * whole // size, rank
+        assert 0 <= left - handed < 200 * 2 * (size - 1) * 2  # gloo's headers: each message's, and who is ready
+    for rank, (handed, left) in enumerate(in_world(size, _bytes, "server_sum", length)):
+        assert handed == ((size - 1) * whole if rank == 0 else whole), rank
+        assert 0 <= left - handed < 200 * (size - 1) * 2
+
+
+@pytest.mark.parametrize("bucket", [25, 0.001])
+def test_topologies_end_in_the_same_weights(tmp_path, bucket):
+    same = ["trainer.precision=fp64", "model=mlp", "trainer.accumulate=2", f"strategy.bucket_cap_mb={bucket}"]
+    plain = weights(3, tmp_path / "all_reduce", *same)
+    for option in ("ring", "parameter_server"):
+        assert drift(plain, weights(3, tmp_path / option, *same, f"gradient_sync={option}")) <= 1e-12
+
+
+@pytest.mark.parametrize("option", ["fp16", "bf16", "powersgd", "local_sgd"])
+def test_approximations_train_on_two_ranks_with_many_buckets(tmp_path, option):
+    few = ["gradient_sync.after=3"] if option == "powersgd" else []
+    run = ["model=mlp", "strategy.bucket_cap_mb=0.01", "trainer.log_every=1"]
+    plain, approximate = weights(2, tmp_path / "plain", *run), weights(2, tmp_path / option, *run, f"gradient_sync={option}", *few)
+    assert 0 < drift(plain, approximate) < 0.5
+    assert events(tmp_path / option)["test/accuracy"][-1][1] > 0.85
+
+
+def test_a_world_of_one_has_nothing_to_hook(tmp_path):
+    assert torch.equal(weights(1, tmp_path / "plain", "trainer.max_steps=3"), weights(1, tmp_path / "ring", "trainer.max_steps=3", "gradient_sync=ring"))
+
+
+def test_local_sgd_killed_and_resumed_ends_with_the_bits_of_an_unbroken_run(tmp_path):
+    apart = ["gradient_sync=local_sgd", "gradient_sync.every=5", "model=mlp", "optimizer=adamw", "trainer.ema=0.9", "trainer.save_every=7steps"]
+    weights(3, tmp_path / "whole", *apart)
+    weights(3, tmp_path / "resumed", *apart, f"resume={tmp_path}/whole/snapshots/step_00000035.pt")
+    assert same_bits(model(tmp_path / "whole"), model(tmp_path / "resumed"))
+    every_step = weights(3, tmp_path / "every_step", *apart, "gradient_sync.every=1")
+    assert drift(every_step, weights(3, tmp_path / "whole", *apart)) > 1e-3
+
+
+def test_an_asynchronous_server_applies_stale_gradients_and_learns(start):
+    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, "strategy=async_parameter_server", "optimizer.momentum=0.5").finish()
+    shown = events(run.folder)
+    assert all(0 < value <= 10 for _, value in shown["async/staleness_mean"])
+    assert max(value for _, value in shown["async/staleness_max"]) >= 1
+    assert shown["test/accuracy"][-1][1] > 0.9
+    assert [step for step, _ in shown["train/loss"]] == [23, 46, 69, 92, 115]  # the steps of a synchronous run
+    assert shown["test/accuracy"][-1][1] * 360 == pytest.approx(round(shown["test/accuracy"][-1][1] * 360), abs=1e-3)  # of 360 test samples
+
+
+def test_with_one_worker_an_asynchronous_server_is_one_process(tmp_path):
+    same = ["trainer.precision=fp64", "optimizer=adamw", "trainer.ema=0.9", "trainer.accumulate=2", "dataset.augment.pad=1"]
+    alone = weights(1, tmp_path / "alone", *same)
+    served = ["strategy=async_parameter_server", "loop.meet_every=9", *same]
+    assert drift(alone, weights(2, tmp_path / "served", *served)) < 1e-12
+    assert {value for _, value in events(tmp_path / "served")["async/staleness_max"]} == {0.0}
+    weights(2, tmp_path / "stopped", *served, "scheduler=constant", "trainer.max_steps=30")  # in mid-epoch
+    weights(2, tmp_path / "stopped", *served, "scheduler=constant")
+    assert drift(weights(1, tmp_path / "constant", *same, "scheduler=constant"), torch.cat([v.double().flatten() for v in model(tmp_path / "stopped").values()])) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["gradient_sync=ring", "strategy=shards"], "type strategy=ddp gradient_sync=ring"),
+        (["gradient_sync=local_sgd", "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        (["loop=asynchronous"], "loop=asynchronous is strategy=async_parameter_server's"),
+        (["strategy=async_parameter_server", "sync_bn=on"], "type sync_bn=off"),
+        (["strategy=async_parameter_server", "gradient_sync=ring"], "type strategy=ddp"),
+        (["strategy=async_parameter_server", "trainer.deterministic=true"], "type trainer.deterministic=false"),
+        (["strategy=async_parameter_server", "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        (["strategy=async_parameter_server", "trainer.save_every=5steps"], "type trainer.save_every=1epochs"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(typed, said):
+    cfg = composed(*typed)
+    with pytest.raises(Refusal, match=said):
+        preflight.gradient_sync(cfg.gradient_sync._target_, cfg.strategy._target_, cfg.trainer.precision)
+        preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, 3, cfg.trainer, cfg.sync_bn._target_)
+
+
+def test_a_server_without_a_worker_is_refused_before_anything_starts(train):
+    assert "type launch=spawn launch.nproc_per_node=3" in train("strategy=async_parameter_server", *SHORT[:1], code=2).output
+
+
+def test_the_comparison_writes_its_table_and_asks_for_what_it_lacks(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "compare.py", "--worlds=2", "--syncs=ring,parameter_server", f"--out={tmp_path}", "--width=64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in (tmp_path / "compare.md").read_text().splitlines() if line.startswith("| 2 ")]
+    assert [row[2].strip() for row in rows] == ["ring", "parameter_server"]
+    assert (tmp_path / "compare.png").exists() or "pip install -r requirements-bench.txt" in done.stderr
