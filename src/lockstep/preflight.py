@@ -65,9 +65,7 @@ def async_parameter_server(strategy, loop, world_size, trainer, sync_bn):
     if not chosen:
         return
     if world_size < 2:
-        raise Refusal(
-            "strategy=async_parameter_server has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3"
-        )
+        raise Refusal("strategy=async_parameter_server has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
     if sync_bn.endswith(".on"):
         raise Refusal("strategy=async_parameter_server lets ranks run apart and sync_bn=on wants them in one batch; type sync_bn=off")
     if trainer.deterministic:
