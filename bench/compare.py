@@ -51,24 +51,24 @@ def train(run, loader, after_step):
 
     steps, sent, began = run.progress.step, bytes_sent(), time.perf_counter()
     figures = loop.train(run, loader, after_step)
+    global parameters
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
     measured.append((time.perf_counter() - began, bytes_sent() - sent, run.progress.step - steps))
     return figures
 
 
-def rank(number, size, port, cfg, answers):
-    """One rank's life: (rank, parameters, seconds and bytes a step after the first epoch, test loss)."""
-    import torch
+def rank(number, size, port, cfg, told):
+    """One rank's life; tells its parameters and, of a step after the first epoch, the seconds and the bytes, and the test loss."""
+    import compare  # this file as the config knows it
 
-    import compare
-    import train as lockstep_train
+    import train as lockstep
 
     os.environ.update(
         RANK=str(number), WORLD_SIZE=str(size), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    loss = lockstep_train.work(cfg)
+    loss = lockstep.work(cfg)
     seconds, sent, steps = (sum(column) for column in zip(*compare.measured[1:], strict=True))
-    parameters = sum(value.numel() for value in torch.load(Path(cfg.run_dir) / "model.pt", weights_only=True).values()) if number == 0 else 0
-    answers.put((number, parameters, seconds / steps, sent / steps, loss))
+    told.send({"parameters": compare.parameters, "seconds": seconds / steps, "sent": sent / steps, "loss": loss})
     os._exit(0)
 
 
@@ -87,25 +87,28 @@ def run(sync, size, width, folder):
         cfg = entry.resolved(hydra.compose("config", overrides=overrides))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "hydra"])
-    answers, port = context.SimpleQueue(), rendezvous.free_port()
-    ranks = [context.Process(target=rank, args=(number, size, port, cfg, answers)) for number in range(size)]
-    for process in ranks:
-        process.start()
+    port, ranks, answers = rendezvous.free_port(), [], []
+    for number in range(size):
+        heard, told = context.Pipe(duplex=False)
+        answers.append(heard)
+        ranks.append(context.Process(target=rank, args=(number, size, port, cfg, told)))
+        ranks[-1].start()
     for process in ranks:
         process.join()
         if process.exitcode:
             sys.exit(f"{sync} over {size} ranks failed, see {folder}/logs")
-    (_, parameters, _, leader, loss), *others = sorted(answers.get() for _ in ranks)
-    seconds = max(answer[2] for answer in others)
+    leader, *others = [heard.recv() for heard in answers]
     text, of_leader, of_others = FORMULAS[sync]
-    whole = 4 * parameters
-    return {"ranks": size, "sync": sync, "ms": 1000 * seconds, "formula": text, "loss": loss, "leader": leader, "others": max(answer[3] for answer in others),
-            "leader_formula": whole * of_leader(size), "others_formula": whole * of_others(size)}  # fmt: skip
+    return {
+        "ranks": size, "sync": sync, "formula": text, "ms": 1000 * max(other["seconds"] for other in others), "loss": leader["loss"],
+        "leader": leader["sent"], "leader_formula": 4 * leader["parameters"] * of_leader(size),
+        "others": max(other["sent"] for other in others), "others_formula": 4 * leader["parameters"] * of_others(size),
+    }  # fmt: skip
 
 
 def table(rows):
-    lines = ["| ranks | gradient_sync | formula, x gradients | rank 0 sent, counted | by formula | others sent, counted | by formula | ms a step | test loss |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    head = ["ranks", "gradient_sync", "sent a step / gradients", "rank 0 sent", "by formula", "others sent", "by formula", "ms a step", "test loss"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         sizes = " | ".join(f"{row[key] / 1e6:.3f} MB" for key in ("leader", "leader_formula", "others", "others_formula"))
         lines.append(f"| {row['ranks']} | {row['sync']} | {row['formula']} | {sizes} | {row['ms']:.1f} | {row['loss']:.6f} |")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import ROOT, TORCHRUN, TRAIN, events, in_world, wait_for
-from lockstep import preflight, snapshot
+from lockstep import entry, snapshot
 from lockstep.refusal import Refusal
 from test_configs import composed
 from test_resume import children, cmdline, model, same_bits
@@ -102,9 +102,8 @@ def test_approximations_train_on_two_ranks_with_many_buckets(tmp_path, option):
 
 
 def test_a_world_of_one_has_nothing_to_hook(tmp_path):
-    assert torch.equal(
-        weights(1, tmp_path / "plain", "trainer.max_steps=3"), weights(1, tmp_path / "ring", "trainer.max_steps=3", "gradient_sync=ring")
-    )
+    few = ["model=mlp", "trainer.max_steps=3"]
+    assert torch.equal(weights(1, tmp_path / "plain", *few), weights(1, tmp_path / "ring", *few, "gradient_sync=ring"))
 
 
 def test_local_sgd_killed_and_resumed_ends_with_the_bits_of_an_unbroken_run(tmp_path):
@@ -119,7 +118,7 @@ def test_an_asynchronous_server_applies_stale_gradients_and_learns(start):
     shown = events(run.folder)
     assert all(0 < value <= 10 for _, value in shown["async/staleness_mean"])
     assert max(value for _, value in shown["async/staleness_max"]) >= 1
-    assert shown["test/accuracy"][-1][1] > 0.9
+    assert shown["test/accuracy"][-1][1] > 0.85
     assert [step for step, _ in shown["train/loss"]] == [23, 46, 69, 92, 115]  # the steps of a synchronous run
     assert shown["test/accuracy"][-1][1] * 360 == pytest.approx(round(shown["test/accuracy"][-1][1] * 360), abs=1e-3)  # of 360 test samples
 
@@ -167,10 +166,11 @@ def ours(launcher):
     ],
 )
 def test_what_does_not_go_together_is_refused(typed, said):
-    cfg = composed(*typed)
+    import train
+
+    cfg = entry.resolved(composed(*typed, "launch=spawn", "launch.nproc_per_node=3"))
     with pytest.raises(Refusal, match=said):
-        preflight.gradient_sync(cfg.gradient_sync._target_, cfg.strategy._target_, cfg.trainer.precision)
-        preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, 3, cfg.trainer, cfg.sync_bn._target_)
+        train.refuse(cfg)
 
 
 def test_a_server_without_a_worker_is_refused_before_anything_starts(train):
