@@ -142,6 +142,7 @@ def main():
 
     from lockstep import entry
 
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # ranks leave without teardown, and Python would call tqdm's lock leaked
     entry.register()
     out, began = asked.out.resolve(), time.strftime("%Y-%m-%d_%H-%M-%S")
     rows = []
@@ -155,7 +156,7 @@ def main():
         plot(rows, out / "compare.png")
         print(f"plot:  {out / 'compare.png'}")
     except ImportError:
-        print("no plot without matplotlib; type pip install -r requirements-bench.txt", file=sys.stderr)
+        print(f"no plot without matplotlib; type {sys.executable} -m pip install -r requirements-bench.txt", file=sys.stderr)
 
 
 if __name__ == "__main__":
