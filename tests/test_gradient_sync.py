@@ -84,9 +84,8 @@ def test_the_bytes_sent_are_the_formulas(size, length):
         assert 0 <= left - handed < 200 * (size - 1) * 2
 
 
-@pytest.mark.parametrize("bucket", [25, 0.001])
-def test_topologies_end_in_the_same_weights(tmp_path, bucket):
-    same = ["trainer.precision=fp64", "model=mlp", "trainer.accumulate=2", "trainer.epochs=1", f"strategy.bucket_cap_mb={bucket}"]
+def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path):
+    same = ["trainer.precision=fp64", "model=mlp", "trainer.accumulate=2", "trainer.epochs=1", "strategy.bucket_cap_mb=0.01"]
     plain = weights(3, tmp_path / "all_reduce", *same)
     for option in ("ring", "parameter_server"):
         assert drift(plain, weights(3, tmp_path / option, *same, f"gradient_sync={option}")) <= 1e-12
