@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep board test drill promise lint clean
+.PHONY: help train ddp sweep compare board test drill promise lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -26,12 +26,15 @@ ddp: $(READY) ## the same by torchrun from outside
 sweep: $(READY) ## a sweep over learning rates, N ranks a job
 	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) sync_bn=on optimizer.lr=0.1,0.05,0.01 $(ARGS)
 
+compare: $(READY) ## what each way of averaging gradients costs: a table and a plot
+	$(PYTHON) bench/compare.py $(ARGS)
+
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs
 
 lint: $(READY) ## ruff: style and format
-	$(VENV)/bin/ruff check src tests
-	$(VENV)/bin/ruff format --check src tests
+	$(VENV)/bin/ruff check src tests bench
+	$(VENV)/bin/ruff format --check src tests bench
 
 test: $(READY) lint ## lint, then every test
 	$(PYTHON) -m pytest -q $(ARGS)

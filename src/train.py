@@ -35,7 +35,7 @@ def work(cfg):
             make(cfg.dataset.prepare)
         net = make(cfg.sync_bn)(loop.place(make(cfg.model), ranks, cfg.trainer.precision, cfg.trainer.channels_last, cfg.trainer.compile), ranks)
         like = next(net.parameters()).detach()  # as it lies before a strategy may take it apart
-        model = make(cfg.strategy)(net, ranks)
+        model = make(cfg.gradient_sync)(make(cfg.strategy)(net, ranks), ranks)
         train_data, test_data = feed(cfg, strategy.reader(model, ranks), like)
         run = assemble(cfg, ranks, model, len(train_data))
 
@@ -48,8 +48,8 @@ def work(cfg):
             tested = {}
             while not run.finished:
                 panel.start_epoch(len(train_data))
-                loop.train(run, train_data, after_step=[panel.after_step, keeper.after_step])
-                panel.end_training(run.meter.means())
+                figures = make(cfg.loop)(run, train_data, after_step=[panel.after_step, keeper.after_step])
+                panel.end_training(run.meter.means(), figures)
                 if run.evaluation_due:
                     tested = loop.evaluate(run, test_data)
                     panel.end_evaluation(tested)
@@ -104,9 +104,11 @@ def refuse(cfg):
     snapshot.locate(cfg.resume, cfg.run_dir)
     here, starts = rendezvous.read(), cfg.launch.get("nproc_per_node")
     world.choose_backend(cfg.backend.name, starts or here.local_size)
+    preflight.gradient_sync(cfg.gradient_sync._target_, strategy=cfg.strategy._target_, precision=cfg.trainer.precision)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
     preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
+    preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, size, cfg.trainer, sync_bn=cfg.sync_bn._target_)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:
         make(cfg.dataset.prepare)

@@ -98,10 +98,10 @@ class Board:
             self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             self.post({"train/running_loss": loss, "train/lr": self.run.scheduler.get_last_lr()[0]})
 
-    def end_training(self, means):
+    def end_training(self, means, figures):
         self.speed = self.counted / (time.perf_counter() - self.clock)
         self.bar.close()
-        self.post({"speed/samples_per_s": self.speed})
+        self.post({"speed/samples_per_s": self.speed, **figures})
         self._show("train", means)
 
     def end_evaluation(self, means):

@@ -107,14 +107,15 @@ class Loader:
     def __len__(self):
         return len(self.dataset)
 
-    def epoch(self, epoch, batch_size, cut, skip=0):
+    def epoch(self, epoch, batch_size, cut, skip=0, turns=slice(None)):
         """This rank's batches of one epoch, every sample of the data set once over all ranks.
 
         batch_size counts the whole world's samples; cut: which parts of it are this rank's (`micro_batches`,
-        `virtual_ranks`); skip: the number of samples an earlier life has used.
+        `virtual_ranks`); skip: the number of samples an earlier life has used; turns: which of the batches, then, where
+        ranks take turns at them.
         """
         order = torch.randperm(len(self), generator=draw(self.seed, epoch))
-        starts = range(skip, len(self), batch_size)
+        starts = range(skip, len(self), batch_size)[turns]
         whole = [order[start : start + batch_size] for start in starts]
         samples = self._read([share for batch in whole for _, share in cut(batch, self.world)])
         for start, batch in zip(starts, whole, strict=True):

@@ -12,7 +12,7 @@ import torch
 from lockstep.average import Average
 from lockstep.data import draw
 from lockstep.meter import Meter
-from lockstep.strategy import agree_on_buffers, clip, divisor, examine, learn, part
+from lockstep.strategy import agree_on_buffers, average_drift, clip, divisor, examine, learn, part
 
 
 @dataclass(frozen=True)
@@ -128,20 +128,15 @@ def precise(device, precision):
 def train(run, loader, after_step):
     """The rest of one epoch: from run.progress.samples to its end, or to max_steps.
 
-    The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
-    global count, times what gradient averaging divides by. Means of ranks' means would be wrong
-    wherever shares are unequal. Each of `after_step` is called with the step's global count; it may raise to stop.
+    Each of `after_step` is called with the step's global count; it may raise to stop. Returns {tag: figure}, what there
+    is to show of the training beside run.meter: nothing here.
     """
-    recipe, progress, world = run.recipe, run.progress, loader.world
-    model, autocast = run.model.train(), precise(loader.world.device, recipe.precision)
+    recipe, progress = run.recipe, run.progress
+    run.model.train()
     if progress.samples == 0:
         run.meter.clear()
     for batch in loader.epoch(progress.epoch, recipe.batch_size, recipe.cut, skip=progress.samples):
-        loss = partial(weighed, run, divisor(model, world) / batch.count)
-        for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
-            torch.manual_seed(draw(loader.seed, progress.step, place).initial_seed())  # dropout, with no state to save
-            with part(model, last=number == len(batch.parts)):
-                learn(model, inputs, targets, loss, autocast)
+        backward(run, loader, batch, progress.step)
         update(run)
         progress.samples, progress.step = progress.samples + batch.count, progress.step + 1
         for call in after_step:
@@ -150,6 +145,22 @@ def train(run, loader, after_step):
             break
     if progress.samples >= len(loader):
         progress.epoch, progress.samples = progress.epoch + 1, 0
+    return {}
+
+
+def backward(run, loader, batch, step):
+    """Leave this rank's gradient of `step` in .grad.
+
+    The gradient of a step is the gradient of the mean over the global batch: sums over samples, divided by the true
+    global count, times what gradient averaging divides by. Means of ranks' means would be wrong
+    wherever shares are unequal.
+    """
+    model, autocast = run.model, precise(loader.world.device, run.recipe.precision)
+    loss = partial(weighed, run, divisor(model, loader.world) / batch.count)
+    for number, (place, inputs, targets) in enumerate(batch.parts, start=1):
+        torch.manual_seed(draw(loader.seed, step, place).initial_seed())  # dropout, with no state to save
+        with part(model, last=number == len(batch.parts)):
+            learn(model, inputs, targets, loss, autocast)
 
 
 def weighed(run, weight, outputs, targets):
@@ -172,8 +183,17 @@ def update(run):
         run.average.update()
 
 
+def agree(run):
+    """The same weights and the same optimizer on every rank, before they are judged or saved."""
+    states = [value for state in run.optimizer.state.values() for value in state.values()]
+    optimizer = [value for value in states if torch.is_tensor(value) and value.is_floating_point()]
+    average = [] if run.average is None else run.average.values.values()
+    average_drift(run.model, [*run.model.parameters(), *optimizer, *average])
+
+
 def evaluate(run, loader):
     """{name: mean over every sample of the data set, each counted once}, by the net that is to be judged."""
+    agree(run)
     model, recipe = run.model.eval(), run.recipe
     meter, autocast = Meter(recipe.loss.names, loader.world), precise(loader.world.device, recipe.precision)
 

@@ -82,6 +82,34 @@ def strategy(name, options, size, trainer, sync_bn, optimizer):
             raise Refusal(f"strategy={name} {sentence}")
 
 
+def gradient_sync(option, strategy, precision):
+    """Refuse a communication hook without DDP to call it, and what ranks that train apart cannot share."""
+    option = option.rpartition(".")[2]
+    if option != "all_reduce" and not strategy.endswith(".ddp"):
+        raise Refusal(f"gradient_sync={option} is a hook in DDP; type strategy=ddp gradient_sync={option}, or gradient_sync=all_reduce")
+    if option == "local_sgd" and precision == "fp16":
+        raise Refusal("gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16")
+
+
+def async_parameter_server(strategy, loop, world_size, trainer, sync_bn):
+    """Refuse an asynchronous server without a worker, and what wants every rank in the same step."""
+    chosen = strategy.endswith(".async_parameter_server.replica")
+    if chosen != loop.endswith(".async_parameter_server.train"):
+        raise Refusal("loop=asynchronous is strategy=async_parameter_server's; type that strategy, or leave loop= out")
+    if not chosen:
+        return
+    if world_size < 2:
+        raise Refusal("strategy=async_parameter_server has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
+    if sync_bn.endswith(".on"):
+        raise Refusal("strategy=async_parameter_server lets ranks run apart and sync_bn=on wants them in one batch; type sync_bn=off")
+    if trainer.deterministic:
+        raise Refusal("strategy=async_parameter_server applies gradients in the order they come; type trainer.deterministic=false")
+    if trainer.precision == "fp16":
+        raise Refusal("strategy=async_parameter_server would scale each worker's fp16 loss differently; type trainer.precision=bf16")
+    if "step" in trainer.save_every:
+        raise Refusal("strategy=async_parameter_server saves where its ranks meet and not at any step; type trainer.save_every=1epochs or 10min")
+
+
 def shards(count, strategy, accumulate, sync_bn):
     """Refuse trainer.shards without its strategy, or the reverse, and what would undo it."""
     chosen = strategy.endswith(".shards")

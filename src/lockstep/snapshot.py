@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lockstep import schedules, signals, state
-from lockstep.loop import Progress
+from lockstep.loop import Progress, agree
 from lockstep.refusal import Refusal
 from lockstep.world import Vote
 
@@ -129,6 +129,7 @@ class Keeper:
 
     def save(self, name=None):
         """Save the run as it is now under `name`, or under its step's number; the writing itself is left to the writer."""
+        agree(self.run)
         run, progress = self.run, asdict(self.run.progress)
         totals, weights = run.meter.totals(), state.collect(run.model, run.optimizer, run.average)
         if not self.world.leads:
