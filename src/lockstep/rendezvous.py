@@ -13,6 +13,7 @@ import zlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cache
+from pathlib import Path
 
 from lockstep.refusal import Refusal
 
@@ -67,6 +68,12 @@ def _standard(env):
         raise Refusal(
             f"{present} is set in the environment but {missing[0]} is not, so this rank cannot know its world; "
             f"type `unset {present}` to train alone, or start with torchrun"
+        )
+    agents = max(_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    if agents > 1 and "TORCHELASTIC_RUN_ID" in env:
+        raise Refusal(
+            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
+            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
         )
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < size:
@@ -182,8 +189,24 @@ def started(ranks):
         return datetime.now()
     shared = store(ranks)
     if ranks.leads:
-        shared.compare_set("lockstep/started", "", datetime.now().isoformat())
+        shared.compare_set("lockstep/started", "", _begun(os.environ).isoformat())
     return datetime.fromisoformat(shared.get("lockstep/started").decode())
+
+
+def _begun(env):
+    """Now; but in a requeued Slurm job the moment its step first began, which a file remembers.
+
+    A job keeps its id over requeues and no moment at all, and the clock read again would name a new run folder.
+    """
+    now = datetime.now()
+    if "SLURM_STEP_ID" not in env:
+        return now
+    memory = Path("outputs", ".slurm", f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}")
+    if int(env.get("SLURM_RESTART_COUNT", 0)) and memory.exists():
+        return datetime.fromisoformat(memory.read_text())
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    memory.write_text(now.isoformat())
+    return now
 
 
 def meet(ranks, timeout):

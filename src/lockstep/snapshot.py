@@ -90,6 +90,7 @@ class Keeper:
             self.save()
         if stop:
             self.world.barrier()  # a launcher ends the others when the first leaves: not before the snapshot is whole
+            signals.stop_listening()
             raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
 
     def after_epoch(self):
