@@ -102,8 +102,11 @@ def _tell_torchrun(error):
 
 def as_refusal(error):
     """The sentence for an error of the user's input, or None for an error of ours."""
-    if isinstance(error, Refusal):
-        return error
+    cause = error
+    while cause is not None:  # a resolver's refusal comes wrapped by OmegaConf and by Hydra
+        if isinstance(cause, Refusal):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         meant = _closest(option, error.options) or "|".join(error.options)
