@@ -15,10 +15,14 @@ from hydra.errors import ConfigCompositionException, MissingConfigException, Ove
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import rendezvous, signals
+from lockstep import lookout, rendezvous, signals
 from lockstep.refusal import Refusal
 
 CONF = Path(__file__).parents[2] / "conf"
+MEANINGS = {  # of gloo's words, for whoever reads them at night
+    "Timed out waiting": "a rank did not answer within backend.timeout: it hangs, or the network to it is down; look in logs/ for who says more",
+    "by peer": "another rank ended before this one; its own error is the one to read, here or in logs/",
+}
 FLAGS = {"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
 
 
@@ -85,6 +89,8 @@ def _say(error):
     if refusal is None:
         _tell_torchrun(error)
         traceback.print_exception(error)
+        print("".join(f"lockstep: {meaning}\n" for words, meaning in MEANINGS.items() if words in str(error)), end="", file=sys.stderr)
+        lookout.watch_over_agent(os.environ)
         return 1
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # rank 0 says it; who still lives then (its launcher ends it otherwise) was refused alone
