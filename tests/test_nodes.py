@@ -1,17 +1,21 @@
 """Several machines: network namespaces as hosts, each with an address, an interface and a cable that can be pulled."""
 
 import os
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
-from conftest import TORCHRUN, TRAIN, wait_for
+from conftest import ROOT, TORCHRUN, TRAIN, wait_for
 
-NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "hydra.run.dir=run"]
+NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "trainer.precision=fp64", "hydra.run.dir=run"]
 PORT = 29400
 
 pytestmark = [
@@ -45,6 +49,7 @@ class Hosts:
             for pid in pids:
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
     def address(self, host):
         return f"10.77.0.{10 + host}"
@@ -53,6 +58,12 @@ class Hosts:
         """`command` as typed on `host`. A host has one core of its own: ranks take all the threads they can see."""
         cores = sorted(os.sched_getaffinity(0))
         return ["taskset", "--cpu-list", cores[host % len(cores)], "ip", "netns", "exec", self.names[host], *command]
+
+    def name(self, host, names):
+        """Let `host` know others by {name: host number}: `ip netns exec` shows this file there as /etc/hosts."""
+        file = Path("/etc/netns", self.names[host], "hosts")
+        file.parent.mkdir(parents=True)
+        file.write_text("127.0.0.1 localhost\n" + "".join(f"{self.address(number)} {name}\n" for name, number in names.items()))
 
     def cut(self, host):
         """Pull the cable at the bridge's side: nothing on the host notices."""
@@ -99,7 +110,7 @@ def spawn(nodes, host, ranks):
 @pytest.fixture
 def alone(train):
     """The epochs of one process, which any number of nodes must print too."""
-    return train("model=mlp", "trainer.epochs=2", "hydra.run.dir=alone").epochs
+    return train("model=mlp", "trainer.precision=fp64", "trainer.epochs=2", "hydra.run.dir=alone").epochs
 
 
 @pytest.mark.parametrize(("starter", "ranks"), [(static, [2, 1, 1]), (c10d, [1, 2]), (spawn, [1, 1])], ids=["static", "c10d", "spawn"])
@@ -140,4 +151,20 @@ def test_a_short_silence_of_the_network_costs_nothing(start, hosts, train):
     there.mend(1)
     for node in nodes:
         node.finish()
-    assert nodes[0].epochs == train("model=mlp", "trainer.epochs=6", "hydra.run.dir=alone").epochs
+    assert nodes[0].epochs == train("model=mlp", "trainer.precision=fp64", "trainer.epochs=6", "hydra.run.dir=alone").epochs
+
+
+def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start, hosts, tmp_path):
+    there = hosts(2)
+    for folder in ("conf", "src"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    for host in range(2):
+        there.name(host, {f"node{other}": other for other in range(2)} | {socket.gethostname(): host})
+    nodes = [
+        start(*there.on(host, *TORCHRUN, *shlex.split(service["command"])[1:]), "trainer.epochs=1") for host, service in enumerate(services.values())
+    ]
+    for node in nodes:
+        node.finish()
+    assert "over 3 ranks" in nodes[0].output
+    assert (nodes[0].folder / "model.pt").exists()
