@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import ROOT, TORCHRUN, TRAIN, wait_for
+from conftest import ROOT, TORCHRUN, TRAIN, Command, wait_for
 
 NET = ["backend=gloo", "backend.socket_ifname=eth0", "model=mlp", "trainer.precision=fp64", "hydra.run.dir=run"]
 PORT = 29400
@@ -107,16 +107,18 @@ def spawn(nodes, host, ranks):
             "launch.master_addr=10.77.0.10", f"launch.master_port={PORT}"]  # fmt: skip
 
 
-@pytest.fixture
-def alone(train):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
     """The epochs of one process, which any number of nodes must print too."""
-    return train("model=mlp", "trainer.precision=fp64", "trainer.epochs=2", "hydra.run.dir=alone").epochs
+    return (
+        Command([sys.executable, TRAIN, "model=mlp", "trainer.precision=fp64", "trainer.epochs=6"], tmp_path_factory.mktemp("alone")).finish().epochs
+    )
 
 
 @pytest.mark.parametrize(("starter", "ranks"), [(static, [2, 1, 1]), (c10d, [1, 2]), (spawn, [1, 1])], ids=["static", "c10d", "spawn"])
 def test_hosts_with_their_own_ranks_equal_one_process(start, hosts, alone, starter, ranks):
     there = hosts(len(ranks))
-    nodes = [start(*there.on(host, *starter(len(ranks), host, mine)), *NET, "trainer.epochs=2") for host, mine in enumerate(ranks)]
+    nodes = [start(*there.on(host, *starter(len(ranks), host, mine)), *NET, "trainer.epochs=6") for host, mine in enumerate(ranks)]
     for node in nodes:
         node.finish()
     assert [line for node in nodes for line in node.epochs] == alone
@@ -141,7 +143,7 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts, starter):
         assert not subprocess.run(["ip", "netns", "pids", there.names[host]], capture_output=True).stdout
 
 
-def test_a_short_silence_of_the_network_costs_nothing(start, hosts, train):
+def test_a_short_silence_of_the_network_costs_nothing(start, hosts, alone):
     there = hosts(2)
     nodes = [start(*there.on(host, *static(2, host, 1)), *NET, "backend.timeout=30", "trainer.epochs=6") for host in (0, 1)]
     log = nodes[0].cwd / "run" / "train.log"
@@ -151,7 +153,7 @@ def test_a_short_silence_of_the_network_costs_nothing(start, hosts, train):
     there.mend(1)
     for node in nodes:
         node.finish()
-    assert nodes[0].epochs == train("model=mlp", "trainer.precision=fp64", "trainer.epochs=6", "hydra.run.dir=alone").epochs
+    assert nodes[0].epochs == alone
 
 
 def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start, hosts, tmp_path):
