@@ -1,5 +1,6 @@
 """launch=slurm and srun: the script, the refusals, and, as drills, a real Slurm of two nodes on this machine."""
 
+import importlib.util
 import os
 import re
 import secrets
@@ -147,6 +148,13 @@ def test_a_dry_run_prints_the_script_that_would_be_submitted(start):
     assert command.startswith(f"srun --kill-on-bad-exit=1 --cpus-per-task=4 {sys.executable} {TRAIN} model=mlp trainer.epochs=3 launch=env ")
     assert f"""'hydra.run.dir="{run.cwd}/a folder/run"'""" in command
     assert "launch.nodes" not in command
+
+
+def test_the_submitit_launcher_is_asked_for_where_it_is_missing(start):
+    if importlib.util.find_spec("submitit"):
+        pytest.skip("hydra-submitit-launcher is installed")
+    run = start(sys.executable, TRAIN, "-m", "hydra/launcher=submitit_slurm", "optimizer.lr=0.1,0.01").finish(2)
+    assert "type pip install hydra-submitit-launcher, or launch=slurm without it" in run.output
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def enter(main):
     Never returns. Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped early and resumable.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors over whole, and we say them
+    # A job that a Hydra launcher such as submitit starts elsewhere begins in submitit's own script and imports us from there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CONF.parent / "src"), os.environ.get("PYTHONPATH")]))
     sys.argv = [argument for argument in sys.argv if not argument.startswith(("--local-rank", "--local_rank"))]
     try:
         register()
@@ -115,6 +117,8 @@ def as_refusal(error):
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if option.startswith("submitit"):
+            return Refusal(f"{group}={option} wants Hydra's submitit launcher; type pip install hydra-submitit-launcher, or launch=slurm without it")
         meant = _closest(option, error.options) or "|".join(error.options)
         return Refusal(f"{group}={option} is not an option (there are: {', '.join(error.options)}); type {group}={meant}")
     if isinstance(error, OverrideParseException):
