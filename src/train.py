@@ -102,11 +102,12 @@ def refuse(cfg):
     preflight.objective(cfg.objective, make(cfg.dataset.loss).names)
     snapshot.Cadence(cfg.trainer.save_every)
     snapshot.locate(cfg.resume, cfg.run_dir)
-    here, starts = rendezvous.read(), cfg.launch.get("nproc_per_node")
-    world.choose_backend(cfg.backend.name, starts or here.local_size)
+    here, starts, submits = rendezvous.read(), cfg.launch.get("nproc_per_node"), cfg.launch.get("ntasks_per_node")
+    if not submits:  # the nodes of a job may have the GPUs that this machine lacks
+        world.choose_backend(cfg.backend.name, starts or here.local_size)
     preflight.gradient_sync(cfg.gradient_sync._target_, strategy=cfg.strategy._target_, precision=cfg.trainer.precision)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
-    size = starts * cfg.launch.get("nnodes", 1) if starts else here.size
+    size = submits * cfg.launch.nodes if submits else starts * cfg.launch.get("nnodes", 1) if starts else here.size
     preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
     preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, size, cfg.trainer, sync_bn=cfg.sync_bn._target_)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)

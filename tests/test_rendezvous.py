@@ -18,7 +18,7 @@ MPIRUN = dict(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORL
         ({}, "nobody", (0, 1, 0, 1)),
         (TORCHRUN, "torchrun", (3, 4, 1, 2)),
         (TORCHRUN | {"LOCAL_RANK": "0"}, "torchrun", (3, 4, 0, 2)),  # --virtual-local-rank: rank 3 is still not the main process
-        (TORCHRUN | SRUN, "torchrun", (3, 4, 1, 2)),  # srun torchrun: the inner one counts
+        (TORCHRUN | SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "torchrun", (3, 4, 1, 2)),  # srun torchrun: the inner one counts
         ({"RANK": "1", "WORLD_SIZE": "2"}, "environment", (1, 2, 1, 2)),
         (SRUN, "srun", (2, 3, 0, 1)),
         ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "nobody", (0, 1, 0, 1)),  # the batch script around srun

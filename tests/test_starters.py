@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
 import torch
 
-from conftest import SHORT, TORCHRUN, TRAIN, events, free_port
+from conftest import SHORT, TORCHRUN, TRAIN, events, free_port, wait_for
 
 PYTHON = [sys.executable, TRAIN]
 MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON]
@@ -71,6 +73,20 @@ def test_two_ranks_of_any_starter_equal_one_process(start, alone, command):
     run = start(*command, *SHORT).finish()
     assert run.epochs == alone.epochs
     check_folder(run, 2)
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed: apt-get install openmpi-bin")
+def test_mpirun_ends_all_ranks_when_one_is_killed(start):
+    run = start(*MPIRUN, "hydra.run.dir=run", "trainer.epochs=300")
+    log, lock = run.cwd / "run" / "train.log", run.cwd / "run" / ".lock"
+    wait_for(lambda: log.exists() and "epoch 1/" in log.read_text(), "training")
+    leader = int(lock.read_text().split()[1])
+    group = [int(pid) for pid in subprocess.run(["pgrep", "-P", str(run.process.pid)], capture_output=True, text=True).stdout.split()]
+    assert leader in group
+    os.kill(leader, signal.SIGKILL)
+    assert run.finish(None).process.returncode not in (0, 75)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in group), "end of the other rank", 5)
 
 
 def test_spawn_on_two_nodes_shares_one_folder(start, alone):

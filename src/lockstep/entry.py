@@ -15,10 +15,14 @@ from hydra.errors import ConfigCompositionException, MissingConfigException, Ove
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import rendezvous, signals
+from lockstep import lookout, rendezvous, signals
 from lockstep.refusal import Refusal
 
 CONF = Path(__file__).parents[2] / "conf"
+MEANINGS = {  # of gloo's words, for whoever reads them at night
+    "Timed out waiting": "a rank did not answer within backend.timeout: it hangs, or the network to it is down; look in logs/ for who says more",
+    "by peer": "another rank ended before this one; its own error is the one to read, here or in logs/",
+}
 FLAGS = {"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
 
 
@@ -60,6 +64,8 @@ def enter(main):
     Never returns. Exit codes: 0 finished, 1 failed, 2 refused, 75 stopped early and resumable.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors over whole, and we say them
+    # A job that a Hydra launcher such as submitit starts elsewhere begins in submitit's own script and imports us from there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CONF.parent / "src"), os.environ.get("PYTHONPATH")]))
     sys.argv = [argument for argument in sys.argv if not argument.startswith(("--local-rank", "--local_rank"))]
     try:
         register()
@@ -86,6 +92,8 @@ def _say(error):
     if refusal is None:
         _tell_torchrun(error)
         traceback.print_exception(error)
+        print("".join(f"lockstep: {meaning}\n" for words, meaning in MEANINGS.items() if words in str(error)), end="", file=sys.stderr)
+        lookout.watch_over_agent(os.environ)
         return 1
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(1)  # rank 0 says it; who still lives then (its launcher ends it otherwise) was refused alone
@@ -103,10 +111,15 @@ def _tell_torchrun(error):
 
 def as_refusal(error):
     """The sentence for an error of the user's input, or None for an error of ours."""
-    if isinstance(error, Refusal):
-        return error
+    cause = error
+    while cause is not None:  # a resolver's refusal comes wrapped by OmegaConf and by Hydra
+        if isinstance(cause, Refusal):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if option.startswith("submitit"):
+            return Refusal(f"{group}={option} wants Hydra's submitit launcher; type pip install hydra-submitit-launcher, or launch=slurm without it")
         meant = _closest(option, error.options) or "|".join(error.options)
         return Refusal(f"{group}={option} is not an option (there are: {', '.join(error.options)}); type {group}={meant}")
     if isinstance(error, OverrideParseException):

@@ -24,7 +24,7 @@ def torchrun(work, cfg, nproc_per_node, max_restarts):
 
     Workers that die are restarted together up to `max_restarts` times, and go on from the latest snapshot.
     """
-    _refuse_nesting("torchrun")
+    refuse_nesting("torchrun")
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -61,7 +61,7 @@ def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port
 
     master_addr:master_port: where node 0 listens; port 0 picks a free one and is for one node only.
     """
-    _refuse_nesting("spawn")
+    refuse_nesting("spawn")
     import torch.multiprocessing as mp
 
     node = spawn_node(nnodes, node_rank, master_addr, master_port)
@@ -114,7 +114,8 @@ def _flush():
     sys.stderr.flush()
 
 
-def _refuse_nesting(name):
+def refuse_nesting(name):
+    """Raise Refusal where these processes were started as ranks already."""
     starter = rendezvous.read().starter
     if starter != "nobody":
         raise Refusal(f"launch={name} inside {starter} would start every rank several times; type launch=env, or leave {starter} out")

@@ -26,8 +26,7 @@ class Ranks:
     """One process's place in its world, as its starter described it.
 
     `starter` names who described it ("nobody" for a plain `python src/train.py`); `agent_store` is true where the
-    starter already listens at master_addr:master_port, so that rank 0 must not. `job` is the starter's name for this
-    job where a restart keeps nothing else: an elastic world that makes a new store each time, a job that Slurm requeues.
+    starter already listens at master_addr:master_port, so that rank 0 must not.
     """
 
     rank: int = 0
@@ -38,7 +37,6 @@ class Ranks:
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
-    job: str = ""
 
     @property
     def leads(self):
@@ -72,11 +70,16 @@ def _standard(env):
             f"{present} is set in the environment but {missing[0]} is not, so this rank cannot know its world; "
             f"type `unset {present}` to train alone, or start with torchrun"
         )
+    agents = max(_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    if agents > 1 and "TORCHELASTIC_RUN_ID" in env:
+        raise Refusal(
+            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
+            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
+        )
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < size:
         raise Refusal(f"RANK={rank} does not fit WORLD_SIZE={size}; ranks count from 0 to {size - 1}")
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    run_id = env.get("TORCHELASTIC_RUN_ID", "none")  # "none": torchrun was given no --rdzv-id
     return Ranks(
         rank=rank,
         size=size,
@@ -86,7 +89,6 @@ def _standard(env):
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", 29500)),
         agent_store=agent_store,
-        job="" if agent_store or run_id == "none" else f"torchrun-{quote(run_id, safe='')}",
     )
 
 
@@ -100,7 +102,6 @@ def _slurm(env):
         starter="srun",
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))),
         master_port=int(env.get("MASTER_PORT") or _port_of(step)),
-        job=f"slurm-{step}",
     )
 
 
@@ -191,28 +192,40 @@ def started(ranks):
         return datetime.now()
     shared = store(ranks)
     if ranks.leads:
-        shared.compare_set("lockstep/started", "", _remembered(ranks.job, datetime.now().isoformat()))
+        shared.compare_set("lockstep/started", "", _begun(os.environ).isoformat())
     return datetime.fromisoformat(shared.get("lockstep/started").decode())
 
 
-MEMORY = Path("outputs/.started")
-
-
-def _remembered(job, moment):
-    """When `job` first started: `moment`, unless an earlier life has left a note. A job without a name leaves none."""
-    if not job:
-        return moment
-    note = MEMORY / job
-    if not note.exists():
+def _begun(env):
+    """Now; but in a later life of a job the moment its first began, which a file remembers."""
+    (note, later), now = _note(env), datetime.now()
+    if later and note.exists():
+        return datetime.fromisoformat(note.read_text())
+    if note is not None:
         note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(moment)
-    return note.read_text()
+        note.write_text(now.isoformat())
+    return now
+
+
+def _note(env):
+    """(file, whether this life may be a later one), for a job whose restarts keep its name and nothing else.
+
+    Such are an elastic world without the agent's store, which then makes a new one each time, and a job that Slurm
+    requeues. (None, False) for all others.
+    """
+    run_id, memory = env.get("TORCHELASTIC_RUN_ID", "none"), Path("outputs", ".started")
+    if run_id != "none" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # "none": torchrun was given no --rdzv-id
+        return memory / f"torchrun-{quote(run_id, safe='')}", True
+    if "SLURM_STEP_ID" in env:
+        return memory / f"slurm-{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}", int(env.get("SLURM_RESTART_COUNT", 0)) > 0
+    return None, False
 
 
 def forget(ranks):
     """A finished job's name may be given to another."""
-    if ranks.leads and ranks.job:
-        (MEMORY / ranks.job).unlink(missing_ok=True)
+    note, _ = _note(os.environ)
+    if ranks.leads and note is not None:
+        note.unlink(missing_ok=True)
 
 
 def meet(ranks, timeout):

@@ -36,6 +36,12 @@ def _ask(number, frame):
         os._exit(128 + number)
 
 
+def stop_listening():
+    """From here on the end is near and certain: srun sends TERM to all when the first rank leaves, and that must not change an exit code."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stop_asked():
     return _asked is not None
 

@@ -121,6 +121,7 @@ class Keeper:
         if stop:
             self.writer.drain()
             self.world.barrier()  # a launcher ends the others when the first leaves: not before the snapshot is whole
+            signals.stop_listening()
             raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
 
     def after_epoch(self):
