@@ -100,16 +100,20 @@ def in_world(size, function, *args):
     processes = [context.Process(target=_rank, args=(rank, size, port, results, function, args)) for rank in range(size)]
     for process in processes:
         process.start()
-    answers = {}
+    answers, deadline = {}, time.monotonic() + LIMIT
     try:
-        for process in processes:
-            process.join(LIMIT)
-            assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
-            rank, answer = results.get()
-            answers[rank] = answer
+        while len(answers) < size:
+            if not results.empty():
+                answers.update([results.get()])
+                continue
+            failed = [process.exitcode for process in processes if process.exitcode]
+            assert not failed, f"a rank ended with {failed[0]}"
+            assert time.monotonic() < deadline, f"a world of {size} still ran after {LIMIT} s"
+            time.sleep(0.01)
     finally:
         for process in processes:
             process.kill()
+            process.join()
     return [answers[rank] for rank in range(size)]
 
 
