@@ -69,6 +69,8 @@ def enter(main):
     sys.argv = [argument for argument in sys.argv if not argument.startswith(("--local-rank", "--local_rank"))]
     try:
         register()
+        if rendezvous.read().starter == "srun":
+            signals.listen()  # a job can be preempted while its ranks still import torch, and must not fail for it
         _refuse_a_sampling_sweep(sys.argv[1:])
         main()
         rendezvous.forget(rendezvous.read())

@@ -21,8 +21,6 @@ class Stopped(BaseException):
 
 def listen():
     """Turn SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) into a wish to stop; asked again, the process ends at once."""
-    global _asked
-    _asked = None
     for number in ASKING:
         signal.signal(number, _ask)
 
