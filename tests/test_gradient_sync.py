@@ -136,7 +136,7 @@ def test_an_asynchronous_world_asked_to_stop_or_killed_goes_on(start, tmp_path, 
     slow = ["strategy=async_parameter_server", "model=mlp", "model.width=1024", "trainer.batch_size=16", "loop.meet_every=20", "hydra.run.dir=run"]
     torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=3", "--max-restarts=1", TRAIN, *slow]
     run = start(*torchrun, "trainer.epochs=100")
-    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
     os.kill(ours(run.process.pid)[who], signal.SIGKILL)
     wait_for(lambda: "resumed from" in (tmp_path / "run" / "train.log").read_text(), "restart")
     time.sleep(1)

@@ -54,7 +54,7 @@ def test_killed_workers_are_restarted_by_torchrun_and_end_with_the_same_bits(sta
     torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", TRAIN, *SLOW]
     start(*torchrun, "hydra.run.dir=undisturbed").finish()
     run = start(*torchrun)
-    wait_for(lambda: list(tmp_path.glob("outputs/*/*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list(tmp_path.glob("outputs/*/*/snapshots/step_*.pt")), "snapshot")
     victim = next(pid for pid in children(run.process.pid) if b"train.py" in cmdline(pid))
     os.kill(victim, signal.SIGKILL)
     run.finish()
@@ -83,7 +83,7 @@ def cmdline(pid):
 )
 def test_asked_to_stop_all_ranks_save_the_step_and_leave_together(start, tmp_path, launch, who, number):
     run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
-    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
     ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
     os.kill(run.process.pid if who == "parent" else ranks[-1], number)
     run.finish(75)
@@ -96,7 +96,7 @@ def test_asked_to_stop_all_ranks_save_the_step_and_leave_together(start, tmp_pat
 @pytest.mark.parametrize("launch", ["spawn", "torchrun"])
 def test_killing_the_launcher_leaves_no_orphan(start, tmp_path, launch):
     run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
-    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
     ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
     assert len(ranks) == 2
     run.process.kill()

@@ -58,7 +58,7 @@ def _count_right():
     with world.join("gloo", 60) as ranks:
         net = _fixed_net()
         recipe = loop.Recipe(losses.Classification(), 64, 1, None, None, None, "fp32", eval_batch_size=7, eval_every=1, patience=None)
-        run = loop.Run(recipe, net, None, None, None, None, None)
+        run = loop.Run(recipe, net, torch.optim.SGD(net.parameters()), None, None, None, None)
         accuracies = []
         for count in range(1, 41):
             part = datasets.InMemory(digits.samples[:count], digits.targets[:count])
