@@ -193,6 +193,7 @@ def test_save_every(train):
     assert [cadence.by_the_clock(), cadence.by_the_clock()] == [True, False]
 
 
+@pytest.mark.drill
 @pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where MNIST lies")
 def test_the_mnist_preset_reaches_its_promise(start):
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "experiment=mnist_ddp").finish()

@@ -210,6 +210,7 @@ def test_shards_end_in_identical_bits_at_any_world_size(tmp_path, net):
     assert len(prints) == 1
 
 
+@pytest.mark.drill
 def test_shards_end_in_identical_bits_from_other_starters_and_after_stops_at_other_sizes(tmp_path, start):
     twelve = [*BITWISE, "trainer.shards=12", "scheduler=constant"]
     for number, (starter, size) in enumerate([("spawn", 4), ("torchrun", 2), ("spawn", 1), ("spawn", 3)], start=1):

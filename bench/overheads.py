@@ -1,0 +1,99 @@
+"""What Lockstep's own promises cost: identical bits (strategy=shards), and snapshots while training goes on.
+
+python bench/overheads.py [--rounds=3]
+
+Whole runs of src/train.py's own work(), one after the other in turns, so that whatever else the machine does falls on all
+alike; of each the fastest epoch counts. Prints two tables in markdown.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+
+CONVNET = ["dataset.augment.pad=1", "trainer.batch_size=128", "trainer.epochs=4"]
+LARGE = ["model=mlp", "model.width=2048", "model.depth=3", "optimizer=adamw", "trainer.epochs=4", "trainer.save_every=10steps"]
+
+
+def rank(number, size, port, cfg, told):
+    """One rank's life; tells the samples per second of its fastest epoch and the seconds in each save, copying and writing."""
+    import train
+    from lockstep import board, snapshot
+
+    speeds, copying, writing = [], [], []
+
+    def timed(function, seconds):
+        def timed(*arguments):
+            began = time.perf_counter()
+            function(*arguments)
+            seconds.append(time.perf_counter() - began)
+
+        return timed
+
+    show = board.Board.end_training
+    board.Board.end_training = lambda panel, *arguments: (show(panel, *arguments), speeds.append(panel.speed))
+    snapshot.Keeper.save = timed(snapshot.Keeper.save, copying)
+    snapshot.Keeper._write = timed(snapshot.Keeper._write, writing)
+    os.environ.update(
+        RANK=str(number), WORLD_SIZE=str(size), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    train.work(cfg)
+    told.send((max(speeds, default=0), copying, writing))
+    os._exit(0)
+
+
+def run(size, *overrides):
+    """What rank 0 of a fresh world of `size` tells."""
+    import hydra
+
+    from lockstep import entry, rendezvous
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "hydra"])
+    with tempfile.TemporaryDirectory() as folder, hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = entry.resolved(hydra.compose("config", overrides=[f"run_dir={folder}", *overrides]))
+        port, (heard, told) = rendezvous.free_port(), context.Pipe(duplex=False)
+        ranks = [context.Process(target=rank, args=(number, size, port, cfg, told)) for number in range(size)]
+        for process in ranks:
+            process.start()
+        answers = [heard.recv() for _ in ranks]
+        for process in ranks:
+            process.join()
+        return max(answers, key=lambda answer: answer[0])  # followers show nothing
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=3)
+    rounds = options.parse_args().rounds
+
+    from lockstep import entry
+
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
+    entry.register()
+    strategies = {"ddp": [], "ddp, sync_bn=on": ["sync_bn=on"], "shards, 4 of them": ["strategy=shards", "trainer.shards=4"]}
+    speeds = {(name, size): [] for name in strategies for size in (1, 2)}
+    for _ in range(rounds):
+        for (name, size), found in speeds.items():
+            found.append(run(size, *CONVNET, *strategies[name])[0])
+    print("| strategy | 1 rank | 2 ranks |\n|---|---|---|")
+    for name in strategies:
+        ratios = [[one / other for one, other in zip(speeds[name, size], speeds["ddp", size], strict=True)] for size in (1, 2)]
+        print(f"| {name} |" + "".join(f" {statistics.median(some):.2f} ({min(some):.2f}-{max(some):.2f}) |" for some in ratios))
+
+    answers = [run(1, *LARGE) for _ in range(rounds)]
+    copying, writing = (statistics.median(seconds for answer in answers for seconds in answer[column]) for column in (1, 2))
+    print("\n| a snapshot of 8.6 million weights and their moments, 103 MB | |\n|---|---|")
+    print(f"| on the training thread | {1000 * copying:.0f} ms |\n| on the writer's thread | {1000 * writing:.0f} ms |")
+
+
+if __name__ == "__main__":
+    main()
