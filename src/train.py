@@ -39,7 +39,7 @@ def work(cfg):
         train_data, test_data = feed(cfg, strategy.reader(model, ranks), like)
         run = assemble(cfg, ranks, model, len(train_data))
 
-        with snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), cfg.trainer.save_every, cfg.trainer.keep) as keeper:
+        with snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), len(train_data), cfg.trainer.save_every, cfg.trainer.keep) as keeper:
             keeper.resume(cfg.resume)
 
             panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)

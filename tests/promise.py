@@ -75,7 +75,7 @@ def table(folder, sizes=(2, 3, 4, 8), accumulations=(1, 2, 4), starters=STARTERS
                 other = in_ranks(size, folder / f"{precision}-{accumulate}-{size}", *how)
                 yield f"{size} ranks, accumulate {accumulate}", precision, *differences(alone, other)
     for name, command in starters.items():
-        alone, other = folder / "fp64-1-1", by_command(command, folder / name, "trainer.precision=fp64")
+        alone, other = folder / "fp64-1-1", by_command(command, folder / name.replace("=", "-"), "trainer.precision=fp64")
         yield f"2 ranks by {name}", "fp64", *differences(alone, other)
     for size, last in ((4, 13), (2, 31), (1, 59), (3, None)):  # each stop in the middle of an epoch
         in_ranks(size, folder / "stops", "trainer.precision=fp64", "scheduler=constant", f"trainer.max_steps={last or 'null'}")

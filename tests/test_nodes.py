@@ -168,5 +168,5 @@ def test_the_commands_of_compose_train_on_two_hosts_from_the_images_files(start,
     ]
     for node in nodes:
         node.finish()
-    assert "over 3 ranks" in nodes[0].output
+    assert "of 3 ranks" in nodes[0].output
     assert (nodes[0].folder / "model.pt").exists()

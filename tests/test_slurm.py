@@ -247,6 +247,6 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
 def test_srun_starts_one_torchrun_a_node(start, slurm, tmp_path):
     agent = f"{' '.join(TORCHRUN)} --nnodes=2 --node_rank=$SLURM_NODEID --nproc_per_node=2 --master_addr=127.0.0.1 --master_port={free_port()}"
     run = start("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", f"{agent} {TRAIN} model=mlp trainer.epochs=1", **slurm.env).finish()
-    assert "over 4 ranks" in run.output
+    assert "of 4 ranks" in run.output
     assert len(run.epochs) == 1
     assert run.folder

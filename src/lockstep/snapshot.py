@@ -73,14 +73,14 @@ class Keeper:
     A context manager: however the run ends, the snapshots on their way are written first.
 
     identity: what a run must share with a snapshot to resume from it, as a flat dict of plain values.
-    every: as Cadence reads it; last: how many of the newest snapshots stay. Where something else must reach the disk
+    samples: in an epoch; every: as Cadence reads it; last: how many of the newest snapshots stay. Where something else must reach the disk
     before a snapshot does, it is called as `before_save`.
     """
 
-    def __init__(self, run, world, run_dir, identity, every, last):
-        self.run, self.world, self.run_dir, self.identity, self.last = run, world, Path(run_dir), identity, last
+    def __init__(self, run, world, run_dir, identity, samples, every, last):
+        self.run, self.world, self.run_dir, self.identity, self.samples, self.last = run, world, Path(run_dir), identity, samples, last
         self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2), Writer(waiting=2)
-        self.before_save = lambda: None
+        self.before_save, self.due = lambda: None, False
 
     def __enter__(self):
         if self.world.leads:
@@ -113,20 +113,27 @@ class Keeper:
         log.info("resumed from %s", path)
 
     def after_step(self, samples):
-        """Save where it is due. Raises Stopped, with a snapshot of this very step, once any rank was asked to stop."""
-        step = self.run.progress.step
+        """Save where it is due. Raises Stopped, with a snapshot of this very step, once any rank was asked to stop.
+
+        After an epoch's last step a snapshot waits for `after_epoch`: else a run killed in between would show the
+        epoch's evaluation twice.
+        """
+        progress = self.run.progress
         stop, due = self.vote.cast(signals.stop_asked(), self.cadence.by_the_clock())
-        if stop or due or self.cadence.after_step(step):
+        self.due |= due or self.cadence.after_step(progress.step)
+        if stop or (self.due and progress.samples < self.samples):
             self.save()
+            self.due = False
         if stop:
             self.writer.drain()
             self.world.barrier()  # a launcher ends the others when the first leaves: not before the snapshot is whole
             signals.stop_listening()
-            raise signals.Stopped(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
+            raise signals.Stopped(f"stopped early at step {progress.step}; go on there with hydra.run.dir={self.run_dir}")
 
     def after_epoch(self):
-        if self.run.finished or self.cadence.after_epoch(self.run.progress.epoch):
+        if self.due or self.run.finished or self.cadence.after_epoch(self.run.progress.epoch):
             self.save()
+            self.due = False
 
     def save(self, name=None):
         """Save the run as it is now under `name`, or under its step's number; the writing itself is left to the writer."""
