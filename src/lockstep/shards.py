@@ -65,9 +65,9 @@ class Shards(nn.Module):
 
     def _combine(self, parameters, buffers):
         mine = torch.stack(self.left)
-        everyones = mine.new_empty(self.world.size * self.here, mine.shape[1])
-        dist.all_gather_into_tensor(everyones, mine)
-        total = tree_sum(everyones)
+        everyones = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyones, mine)
+        total = tree_sum(torch.cat(everyones))
         sizes = [part.numel() for part in (*parameters, *buffers)]
         *sums, samples = total.split([*sizes, 1])
         for parameter, summed in zip(parameters, sums, strict=False):
