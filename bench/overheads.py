@@ -7,7 +7,6 @@ alike; of each the fastest epoch counts. Prints two tables in markdown.
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -16,14 +15,14 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONVNET = ["dataset.augment.pad=1", "trainer.batch_size=128", "trainer.epochs=4"]
 LARGE = ["model=mlp", "model.width=2048", "model.depth=3", "optimizer=adamw", "trainer.epochs=4", "trainer.save_every=10steps"]
 
 
-def rank(number, size, port, cfg, told):
-    """One rank's life; tells the samples per second of its fastest epoch and the seconds in each save, copying and writing."""
+def measured(cfg):
+    """One rank's life: the samples per second of its fastest epoch, the seconds in each save on its thread and on the writer's."""
     import train
     from lockstep import board, snapshot
 
@@ -41,44 +40,25 @@ def rank(number, size, port, cfg, told):
     board.Board.end_training = lambda panel, *arguments: (show(panel, *arguments), speeds.append(panel.speed))
     snapshot.Keeper.save = timed(snapshot.Keeper.save, copying)
     snapshot.Keeper._write = timed(snapshot.Keeper._write, writing)
-    os.environ.update(
-        RANK=str(number), WORLD_SIZE=str(size), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     train.work(cfg)
-    told.send((max(speeds, default=0), copying, writing))
-    os._exit(0)
+    return max(speeds, default=0), copying, writing
 
 
 def run(size, *overrides):
-    """What rank 0 of a fresh world of `size` tells."""
-    import hydra
+    """What rank 0 of a fresh world of `size` measures."""
+    from conftest import in_world
+    from test_configs import composed
 
-    from lockstep import entry, rendezvous
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "hydra"])
-    with tempfile.TemporaryDirectory() as folder, hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = entry.resolved(hydra.compose("config", overrides=[f"run_dir={folder}", *overrides]))
-        port, (heard, told) = rendezvous.free_port(), context.Pipe(duplex=False)
-        ranks = [context.Process(target=rank, args=(number, size, port, cfg, told)) for number in range(size)]
-        for process in ranks:
-            process.start()
-        answers = [heard.recv() for _ in ranks]
-        for process in ranks:
-            process.join()
-        return max(answers, key=lambda answer: answer[0])  # followers show nothing
+    with tempfile.TemporaryDirectory() as folder:
+        return in_world(size, measured, composed(f"run_dir={folder}", *overrides))[0]
 
 
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=3)
     rounds = options.parse_args().rounds
-
-    from lockstep import entry
-
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    entry.register()
     strategies = {"ddp": [], "ddp, sync_bn=on": ["sync_bn=on"], "shards, 4 of them": ["strategy=shards", "trainer.shards=4"]}
     speeds = {(name, size): [] for name in strategies for size in (1, 2)}
     for _ in range(rounds):

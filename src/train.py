@@ -45,10 +45,10 @@ def work(cfg):
             panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
             keeper.before_save = panel.flush  # a killed run's curves reach as far as its snapshots
             panel.welcome(ranks.size, train_data.world.size, len(train_data), len(test_data))
-            tested = {}
+            train, tested = make(cfg.loop), {}
             while not run.finished:
                 panel.start_epoch(len(train_data))
-                figures = make(cfg.loop)(run, train_data, after_step=[panel.after_step, keeper.after_step])
+                figures = train(run, train_data, after_step=[panel.after_step, keeper.after_step])
                 panel.end_training(run.meter.means(), figures)
                 if run.evaluation_due:
                     tested = loop.evaluate(run, test_data)
@@ -108,8 +108,8 @@ def refuse(cfg):
     preflight.gradient_sync(cfg.gradient_sync._target_, strategy=cfg.strategy._target_, precision=cfg.trainer.precision)
     preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
     size = submits * cfg.launch.nodes if submits else starts * cfg.launch.get("nnodes", 1) if starts else here.size
+    preflight.loop(cfg.loop._target_, strategy=cfg.strategy._target_)
     preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
-    preflight.async_parameter_server(cfg.strategy._target_, cfg.loop._target_, size, cfg.trainer, sync_bn=cfg.sync_bn._target_)
     data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
     if starts:
         make(cfg.dataset.prepare)

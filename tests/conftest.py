@@ -4,13 +4,14 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from lockstep.rendezvous import free_port
 
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
@@ -82,12 +83,6 @@ def wait_for(condition, what, limit=60):
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {limit} s"
         time.sleep(0.02)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def in_world(size, function, *args):

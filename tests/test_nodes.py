@@ -128,12 +128,18 @@ def test_hosts_with_their_own_ranks_equal_one_process(start, hosts, alone, start
     assert not list(nodes[0].cwd.glob("outputs/*"))
 
 
+def under_way(start, there, starter, *overrides):
+    """The commands on two hosts of one rank each, once they train their second epoch."""
+    nodes = [start(*there.on(host, *starter(2, host, 1)), *NET, *overrides) for host in (0, 1)]
+    log = nodes[0].cwd / "run" / "train.log"
+    wait_for(lambda: log.exists() and "epoch 2/" in log.read_text(), "training")
+    return nodes
+
+
 @pytest.mark.parametrize("starter", [static, c10d, spawn])
 def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts, starter):
     there = hosts(2)
-    nodes = [start(*there.on(host, *starter(2, host, 1)), *NET, "backend.timeout=8", "trainer.epochs=1000") for host in (0, 1)]
-    log = nodes[0].cwd / "run" / "train.log"
-    wait_for(lambda: log.exists() and "epoch 2/" in log.read_text(), "training")
+    nodes = under_way(start, there, starter, "backend.timeout=8", "trainer.epochs=1000")
     there.cut(1)
     wait_for(lambda: all(node.process.poll() is not None for node in nodes), "end of both nodes", 30)
     for host, node in enumerate(nodes):
@@ -145,9 +151,7 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, hosts, starter):
 
 def test_a_short_silence_of_the_network_costs_nothing(start, hosts, alone):
     there = hosts(2)
-    nodes = [start(*there.on(host, *static(2, host, 1)), *NET, "backend.timeout=30", "trainer.epochs=6") for host in (0, 1)]
-    log = nodes[0].cwd / "run" / "train.log"
-    wait_for(lambda: log.exists() and "epoch 2/" in log.read_text(), "training")
+    nodes = under_way(start, there, static, "backend.timeout=30", "trainer.epochs=6")
     there.cut(1)
     time.sleep(3)
     there.mend(1)

@@ -19,7 +19,7 @@ from lockstep.refusal import Refusal
 from lockstep.strategy import bare
 
 
-def replica(module, world):
+def async_parameter_server(module, world):
     """`module` as it is, on the server and on each worker. Raises Refusal for a world without a worker."""
     if world.size < 2:
         raise Refusal("strategy=async_parameter_server needs rank 0 to serve and at least one worker; start 2 ranks or more")

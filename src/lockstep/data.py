@@ -5,7 +5,6 @@ The plan is global and every rank computes it alike: the epoch's permutation, cu
 and a run that stopped after any number of samples goes on from there at any world size.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +13,6 @@ from torch.utils.data import DataLoader
 
 from lockstep.datasets import InMemory
 from lockstep.refusal import Refusal
-
-log = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):

@@ -23,7 +23,6 @@ MEANINGS = {  # of gloo's words, for whoever reads them at night
     "Timed out waiting": "a rank did not answer within backend.timeout: it hangs, or the network to it is down; look in logs/ for who says more",
     "by peer": "another rank ended before this one; its own error is the one to read, here or in logs/",
 }
-FLAGS = {"--help", "-h", "--cfg", "-c", "--info", "-i", "--hydra-help", "--version"}
 
 
 def register():

@@ -76,6 +76,13 @@ def strategy(name, options, size, trainer, sync_bn, optimizer):
             (trainer["precision"] == "fp16", "cannot scale a loss that only the last rank knows; type trainer.precision=bf16"),
             (trainer["compile"], "runs the net's layers, not the compiled net; type trainer.compile=false"),
         ],
+        "async_parameter_server": [
+            (size < 2, "has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3"),
+            (synced, "lets ranks run apart and sync_bn=on wants them in one batch; type sync_bn=off"),
+            (trainer["deterministic"], "applies gradients in the order they come; type trainer.deterministic=false"),
+            (trainer["precision"] == "fp16", "would scale each worker's fp16 loss differently; type trainer.precision=bf16"),
+            ("step" in trainer["save_every"], "saves where its ranks meet and not at any step; type trainer.save_every=1epochs or 10min"),
+        ],
     }
     for is_wrong, sentence in wrong.get(name, []):
         if is_wrong:
@@ -91,23 +98,10 @@ def gradient_sync(option, strategy, precision):
         raise Refusal("gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16")
 
 
-def async_parameter_server(strategy, loop, world_size, trainer, sync_bn):
-    """Refuse an asynchronous server without a worker, and what wants every rank in the same step."""
-    chosen = strategy.endswith(".async_parameter_server.replica")
-    if chosen != loop.endswith(".async_parameter_server.train"):
+def loop(name, strategy):
+    """Refuse the asynchronous server's loop without its strategy, or the reverse."""
+    if strategy.endswith(".async_parameter_server") != name.endswith(".async_parameter_server.train"):
         raise Refusal("loop=asynchronous is strategy=async_parameter_server's; type that strategy, or leave loop= out")
-    if not chosen:
-        return
-    if world_size < 2:
-        raise Refusal("strategy=async_parameter_server has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
-    if sync_bn.endswith(".on"):
-        raise Refusal("strategy=async_parameter_server lets ranks run apart and sync_bn=on wants them in one batch; type sync_bn=off")
-    if trainer.deterministic:
-        raise Refusal("strategy=async_parameter_server applies gradients in the order they come; type trainer.deterministic=false")
-    if trainer.precision == "fp16":
-        raise Refusal("strategy=async_parameter_server would scale each worker's fp16 loss differently; type trainer.precision=bf16")
-    if "step" in trainer.save_every:
-        raise Refusal("strategy=async_parameter_server saves where its ranks meet and not at any step; type trainer.save_every=1epochs or 10min")
 
 
 def shards(count, strategy, accumulate, sync_bn):

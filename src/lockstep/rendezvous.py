@@ -79,7 +79,6 @@ def _standard(env):
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < size:
         raise Refusal(f"RANK={rank} does not fit WORLD_SIZE={size}; ranks count from 0 to {size - 1}")
-    agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Ranks(
         rank=rank,
         size=size,
@@ -88,7 +87,7 @@ def _standard(env):
         starter=env.get("LOCKSTEP_STARTER") or ("torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", 29500)),
-        agent_store=agent_store,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
