@@ -25,9 +25,10 @@ def make(node, **more):
 def work(cfg):
     """One rank's whole life. Returns the last value of cfg.objective, which is what a sweep optimises."""
     # Imported here, not above: `--help` and `--cfg job` answer without torch.
-    from lockstep import board, lock, loop, snapshot, strategy, world
+    from lockstep import board, lean, lock, loop, snapshot, strategy, world
 
     signals.listen()
+    lean.put_off_dynamo()
     with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks, lock.hold(cfg.run_dir, ranks):
         ranks.same_on_all(entry.flat({key: value for key, value in cfg.items() if key != "launch"}), hint="start every rank with the same command")
         loop.settle(cfg.seed, cfg.trainer.deterministic)

@@ -97,7 +97,8 @@ def settle(seed, deterministic):
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # even to say no again imports the compiler
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def place(net, world, precision, channels_last, compile):
