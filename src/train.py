@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lockstep import entry, preflight, rendezvous, signals
+from lockstep import entry, launch, preflight, rendezvous, signals
 from lockstep.refusal import Refusal
 
 
@@ -119,6 +119,7 @@ def refuse(cfg):
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg):
     cfg = entry.resolved(cfg)
+    launch.import_once(cfg.launch.get("start_method"))
     refuse(cfg)
     return make(cfg.launch)(work, cfg)
 

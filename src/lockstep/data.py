@@ -45,12 +45,17 @@ def virtual_ranks(shards):
     return cut
 
 
-def draw(*place):
-    """A CPU generator that is a function of its place (seed, epoch, step, ...) alone: no state to save or to lose."""
+def place_seed(*place):
+    """A seed that is a function of its place (seed, epoch, step, ...) alone: no random state to save or to lose."""
     seed = 0
     for number in place:
         seed = (seed * 6364136223846793005 + 1442695040888963407 + number) % 2**63  # Knuth's MMIX constants
-    return torch.Generator().manual_seed(seed)
+    return seed
+
+
+def draw(*place):
+    """A CPU generator at its place."""
+    return torch.Generator().manual_seed(place_seed(*place))
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,18 @@ class Augment:
     flip: bool = False
 
     def plan(self, count, generator):
-        """(count, 3) int64: vertical shift, horizontal shift, mirrored or not, per sample."""
+        """(count, 3) int64: vertical shift, horizontal shift, mirrored or not, per sample; (count, 0) where nothing is to be done."""
+        if not (self.pad or self.flip):
+            return torch.empty(count, 0, dtype=torch.int64)
         shifts = torch.randint(0, 2 * self.pad + 1, (count, 2), generator=generator)
         flips = torch.randint(0, 2, (count, 1), generator=generator) * int(self.flip)
         return torch.cat([shifts, flips], dim=1)
 
     def __call__(self, images, plan):
-        """images: (N, C, H, W); plan: (N, 3). Pixels from beyond the edge are 0."""
-        if not (self.pad or self.flip) or not len(images):
+        """images: (N, C, H, W) and their plan, both on one device. Pixels from beyond the edge are 0."""
+        if not plan.numel():
             return images
         _, _, height, width = images.shape
-        plan = plan.to(images.device)
         rows = plan[:, 0, None] + torch.arange(height, device=images.device)
         columns = plan[:, 1, None] + torch.arange(width, device=images.device)
         columns = torch.where(plan[:, 2, None].bool(), columns.flip(1), columns)
@@ -98,8 +104,9 @@ class Loader:
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         mean, std = (torch.tensor(list(values), dtype=self.dtype, device=world.device).view(-1, 1, 1) for values in (mean, std))
         self.scale, self.shift = 1 / (255 * std), -mean / std
-        if world.device.type != "cpu" and isinstance(dataset, InMemory):
-            self.dataset = InMemory(*(tensor.to(world.device) for tensor in dataset))
+        self.indices = torch.device("cpu")  # where samples are looked up
+        if isinstance(dataset, InMemory):
+            self.indices, self.dataset = world.device, InMemory(*(tensor.to(world.device) for tensor in dataset))
 
     def __len__(self):
         return len(self.dataset)
@@ -111,20 +118,20 @@ class Loader:
         `virtual_ranks`); skip: the number of samples an earlier life has used; turns: which of the batches, then, where
         ranks take turns at them.
         """
-        order = torch.randperm(len(self), generator=draw(self.seed, epoch))
+        order = torch.randperm(len(self), generator=draw(self.seed, epoch)).to(self.indices)
         starts = range(skip, len(self), batch_size)[turns]
         whole = [order[start : start + batch_size] for start in starts]
         samples = self._read([share for batch in whole for _, share in cut(batch, self.world)])
         for start, batch in zip(starts, whole, strict=True):
-            plan = cut(self.augment.plan(len(batch), draw(self.seed, epoch, start)), self.world)
-            yield Batch(len(batch), [(place, *self._deliver(*next(samples), part)) for place, part in plan])
+            plan = self.augment.plan(len(batch), draw(self.seed, epoch, start))
+            yield Batch(len(batch), [(place, *self._deliver(*next(samples), part)) for place, part in cut(plan, self.world)])
 
     def once(self, batch_size):
         """Every sample once over all ranks, in at most `batch_size` samples a rank at a time: (inputs, targets) pairs.
 
         Every rank delivers equally many, if need be an empty last one: the ranks may have to compute together.
         """
-        mine = torch.arange(len(self))[self.world.rank :: self.world.size]
+        mine = torch.arange(len(self), device=self.indices)[self.world.rank :: self.world.size]
         rounds = -(-len(self) // (self.world.size * batch_size))
         for samples, targets in self._read([mine[turn * batch_size : (turn + 1) * batch_size] for turn in range(rounds)]):
             yield self._deliver(samples, targets)
@@ -143,11 +150,14 @@ class Loader:
             for share, (samples, targets) in zip(shares, loader, strict=True):
                 yield samples[: len(share)], targets[: len(share)]
 
+    def _send(self, tensor):
+        """The tensor on this rank's device, with nobody waiting: a GPU fetches from pinned memory when it comes to it."""
+        return tensor if tensor.device == self.world.device else tensor.pin_memory().to(self.world.device, non_blocking=True)
+
     def _deliver(self, samples, targets, plan=None):
-        samples = samples.to(self.world.device, non_blocking=True)
-        targets = targets.to(self.world.device, non_blocking=True)
+        samples, targets = self._send(samples), self._send(targets)
         if plan is not None:
-            samples = self.augment(samples, plan)
+            samples = self.augment(samples, self._send(plan))
         if samples.dtype == torch.uint8:
             samples = samples.to(self.dtype).mul_(self.scale).add_(self.shift)
         elif samples.is_floating_point():

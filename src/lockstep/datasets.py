@@ -4,6 +4,7 @@ Downloads are functions of their own (`prepare` in the YAML), so that one proces
 """
 
 import gzip
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,12 @@ def digits(train):
 
     Read from the package's own file: importing scikit-learn costs a second that a run does not need.
     """
+    table = _digits()[:1437] if train else _digits()[1437:]
+    return InMemory((table[:, :64] * 15).reshape(-1, 1, 8, 8), table[:, 64].long())  # 0..16 -> 0..240
+
+
+@cache
+def _digits():
     import numpy as np
 
     package = find_spec("sklearn")
@@ -35,9 +42,7 @@ def digits(train):
         raise Refusal("dataset=digits wants scikit-learn; type pip install scikit-learn")
     with gzip.open(Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))
-    table = table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
-    table = table[:1437] if train else table[1437:]
-    return InMemory((table[:, :64] * 15).reshape(-1, 1, 8, 8), table[:, 64].long())  # 0..16 -> 0..240
+    return table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
 
 
 def mnist(data_dir, name, train):

@@ -1,15 +1,38 @@
 """Starters: each ends in work(cfg) running in ranks whose environment says RANK, WORLD_SIZE and LOCAL_RANK.
 
 A launch carries `work` and `cfg` unopened and returns what rank 0's work returned.
+
+How a launcher of ours makes a process is its start_method: "spawn" is a fresh interpreter that imports everything itself;
+"fork" is a copy of this process, and "forkserver" a copy of a helper without threads or GPUs. Copies share one import of torch.
 """
 
 import atexit
+import importlib
+import multiprocessing
 import os
 import sys
 import uuid
 
 from lockstep import rendezvous, signals
 from lockstep.refusal import Refusal
+
+# What a rank goes on to import, so that it is imported once, before ranks are forked.
+NEEDED = ["torch.utils.tensorboard", "tqdm", "hydra.utils", *(f"lockstep.{room}" for room in ("average", "board", "lock", "snapshot", "world"))]
+
+
+def import_once(start_method):
+    """Have what every rank imports imported by whatever they are forked from; the fork server does it while we go on.
+
+    Raises Refusal for a start_method there is not; None is a launch that makes no processes.
+    """
+    if start_method not in (None, "spawn", "fork", "forkserver"):
+        raise Refusal(f"launch.start_method={start_method} is none of Python's; type launch.start_method=spawn, fork or forkserver")
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["lockstep.mortal", *NEEDED])
+        multiprocessing.forkserver.ensure_running()
+    elif start_method == "fork":
+        for name in NEEDED:
+            importlib.import_module(name)
 
 
 def env(work, cfg):
@@ -19,7 +42,7 @@ def env(work, cfg):
     return work(cfg)
 
 
-def torchrun(work, cfg, nproc_per_node, max_restarts):
+def torchrun(work, cfg, start_method, nproc_per_node, max_restarts):
     """Start torch's elastic agent in this process and `nproc_per_node` ranks under it, on one machine.
 
     Workers that die are restarted together up to `max_restarts` times, and go on from the latest snapshot.
@@ -31,7 +54,7 @@ def torchrun(work, cfg, nproc_per_node, max_restarts):
 
     config = LaunchConfig(
         run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, nproc_per_node=nproc_per_node, max_restarts=max_restarts, monitor_interval=0.1,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn", local_addr="127.0.0.1",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method=start_method, local_addr="127.0.0.1",
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     )  # fmt: skip
     try:
@@ -56,22 +79,24 @@ def _rank(work, cfg):
     return value
 
 
-def spawn(work, cfg, nproc_per_node, nnodes, node_rank, master_addr, master_port):
+def spawn(work, cfg, start_method, nproc_per_node, nnodes, node_rank, master_addr, master_port):
     """torch.multiprocessing on this node, and the same command on each of `nnodes` nodes with its own `node_rank`.
 
     master_addr:master_port: where node 0 listens; port 0 picks a free one and is for one node only.
     """
-    refuse_nesting("spawn")
+    refuse_nesting(start_method if start_method == "fork" else "spawn")
     import torch.multiprocessing as mp
 
     node = spawn_node(nnodes, node_rank, master_addr, master_port)
     port = rendezvous.store(node).port
-    answer, answers = mp.get_context("spawn").Pipe(duplex=False)
+    answer, answers = mp.Pipe(duplex=False)
     described = dict(
         WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
         MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
     )  # fmt: skip
-    ranks = mp.spawn(_spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nprocs=nproc_per_node, join=False)
+    ranks = mp.start_processes(
+        _spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nproc_per_node, join=False, start_method=start_method
+    )
     try:
         with signals.passed_on(ranks.pids()):
             while not ranks.join():

@@ -21,7 +21,11 @@ TRAINER = {
     "shards": (*MAYBE_WHOLE, 4),
     "clip_norm": (lambda value: value is None or _above_zero(value), "a number above 0, or null", 1.0),
     "precision": (lambda value: value in ("fp32", "bf16", "fp16", "fp64"), "fp32, bf16, fp16 or fp64", "fp32"),
-    "compile": (*SWITCH, "false"),
+    "compile": (
+        lambda value: type(value) is bool or value in ("reduce-overhead", "max-autotune"),
+        "true, false, reduce-overhead or max-autotune",
+        "false",
+    ),
     "channels_last": (lambda value: value == "auto" or type(value) is bool, "auto, true or false", "auto"),
     "deterministic": (*SWITCH, "true"),
     "eval_every": (*WHOLE, 1),

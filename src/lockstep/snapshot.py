@@ -79,7 +79,7 @@ class Keeper:
 
     def __init__(self, run, world, run_dir, identity, samples, every, last):
         self.run, self.world, self.run_dir, self.identity, self.samples, self.last = run, world, Path(run_dir), identity, samples, last
-        self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2), Writer(waiting=2)
+        self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2, pause=0.25), Writer(waiting=2)
         self.before_save, self.due = lambda: None, False
 
     def __enter__(self):

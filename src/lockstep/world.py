@@ -1,7 +1,9 @@
 """The world of ranks: join it, speak in it, leave it. A world of one is still a world."""
 
+import ctypes
 import logging
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,28 +78,42 @@ class World:
 
 
 class Vote:
-    """All ranks agree on a few flags once per step, one step late, so that nobody waits for the answer.
+    """All ranks agree on a few flags a few times a second, one vote late, so that nobody waits for the answer.
 
-    `cast` starts a MAX over the ranks' flags and returns the outcome of the previous `cast`: what any rank wished
-    then, every rank knows now, at the same step.
+    Every rank calls `cast` after every step. Between two votes lie as many steps as take `pause` seconds; how many, the
+    ranks agree on by the same vote, so that all of them vote, and hear, at the same steps.
     """
 
-    def __init__(self, world, flags):
-        self.group, self.pending = world.control, None
-        self.outcome = (False,) * flags
+    def __init__(self, world, flags, pause):
+        self.group, self.pause, self.pending = world.control, pause, None
+        self.wishes = torch.zeros(flags, dtype=torch.int32)
+        self.stride = self.left = 1
+        self.last = time.monotonic()
 
     def cast(self, *wishes):
-        self.close()
-        votes = torch.tensor(wishes, dtype=torch.uint8)
+        """Wish for flags; returns those that some rank had wished for at the last vote, if one is now counted."""
+        self.wishes |= torch.tensor(wishes, dtype=torch.int32)
+        self.left -= 1
+        if self.left:
+            return (False,) * len(wishes)
+        outcome, now = self.close(), time.monotonic()
+        fitting = int(self.pause * self.stride / max(now - self.last, 1e-9))
+        votes = torch.cat([torch.tensor([-max(1, min(fitting, 2 * self.stride))], dtype=torch.int32), self.wishes])
         self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
-        return self.outcome
+        self.left, self.last = self.stride, now
+        self.wishes.zero_()
+        return outcome
 
     def close(self):
         """Count the votes still under way."""
-        if self.pending is not None:
-            work, votes = self.pending
-            work.wait()
-            self.outcome, self.pending = tuple(votes.bool().tolist()), None
+        if self.pending is None:
+            return (False,) * len(self.wishes)
+        work, votes = self.pending
+        work.wait()
+        self.pending = None
+        stride, *outcome = votes.tolist()
+        self.stride = -stride
+        return tuple(map(bool, outcome))
 
 
 def choose_backend(name, local_size=1):
@@ -105,7 +121,7 @@ def choose_backend(name, local_size=1):
 
     Raises Refusal for nccl without a GPU, for more ranks on a node than GPUs, and for mpi where torch lacks it.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()  # asks NVML: is_available() would start CUDA, which no fork survives
     if name == "auto":  # more ranks than GPUs can still train together, on the CPU
         name = "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
     if name == "mpi" and not dist.is_mpi_available():
@@ -141,6 +157,7 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
         torch.cuda.set_device(device)
     # Twice as many threads as cores halve the speed, and no launcher counts them right for every number of ranks.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
+    _keep_freed_memory()
 
     wait = timedelta(seconds=timeout)
     try:
@@ -154,3 +171,13 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # a peer still waiting for this rank learns of its end at once
+
+
+def _keep_freed_memory():
+    """Have glibc keep what a step frees for the next step, from the first: handing it back costs 3000 page faults a step."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # another C library
+        return
+    mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
