@@ -1,0 +1,42 @@
+"""What is not imported until it is needed, and what then becomes of it."""
+
+import sys
+
+from conftest import ROOT
+
+LATE = """
+import sys, torch
+from lockstep import lean
+
+lean.put_off_dynamo()
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+weight.sum().backward()
+optimizer.step()
+assert weight.tolist() == [0.5, 0.5, 0.5]
+assert "torch._dynamo.convert_frame" not in sys.modules
+
+compiled = torch.compile(lambda x: x.sin() + 1, backend="aot_eager")
+assert torch.equal(compiled(weight.detach()), weight.detach().sin() + 1)
+assert torch._dynamo is sys.modules["torch._dynamo"] and "torch._dynamo.convert_frame" in sys.modules
+optimizer.zero_grad()  # decorated by torch to be left alone by the compiler, this time by the real one
+assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable._torchdynamo_disable
+"""
+
+SUBMODULE = """
+import torch
+from lockstep import lean
+
+lean.put_off_dynamo()
+from torch._dynamo.config import recompile_limit
+import torch._dynamo.utils
+assert recompile_limit and torch._dynamo.utils.counters is not None
+"""
+
+
+def test_the_compiler_comes_when_somebody_compiles(start):
+    start(sys.executable, "-c", LATE, PYTHONPATH=ROOT / "src").finish()
+
+
+def test_the_compiler_comes_when_somebody_imports_a_part_of_it(start):
+    start(sys.executable, "-c", SUBMODULE, PYTHONPATH=ROOT / "src").finish()
