@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT, TORCHRUN, TRAIN, events, in_world, wait_for
 from lockstep import entry, snapshot
 from lockstep.refusal import Refusal
+from lockstep.shared_memory import SharedSum
 from test_configs import composed
 from test_resume import children, cmdline, model, same_bits
 from test_same_numbers import drift, weights
@@ -34,13 +36,14 @@ def _sums(name):
         for length in LENGTHS:
             vector = torch.randn(length, dtype=torch.double, generator=torch.Generator().manual_seed(100 * length + ranks.rank))
             expected = vector.clone()
-            getattr(gradient_sync, name)(vector, ranks.rank, ranks.size)
+            add_up = SharedSum(ranks, 5000, torch.double) if name == "shared_memory" else getattr(gradient_sync, name)
+            add_up(vector, ranks.rank, ranks.size)
             dist.all_reduce(expected)
             found.append((hashlib.sha256(vector.numpy().tobytes()).hexdigest(), (vector - expected).norm().item()))
         return found
 
 
-@pytest.mark.parametrize("name", ["ring_sum", "server_sum"])
+@pytest.mark.parametrize("name", ["ring_sum", "server_sum", "shared_memory"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_sum_is_the_all_reduce_of_any_vector_with_the_same_bits_on_every_rank(name, size):
     first, *others = in_world(size, _sums, name)
@@ -87,7 +90,7 @@ def test_the_bytes_sent_are_the_formulas(size, length):
 def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path):
     same = ["trainer.precision=fp64", "model=mlp", "trainer.accumulate=2", "trainer.epochs=1", "strategy.bucket_cap_mb=0.01"]
     plain = weights(3, tmp_path / "all_reduce", *same)
-    for option in ("ring", "parameter_server"):
+    for option in ("ring", "parameter_server", "shared_memory"):
         assert drift(plain, weights(3, tmp_path / option, *same, f"gradient_sync={option}")) <= 1e-12
 
 
@@ -98,6 +101,28 @@ def test_approximations_train_on_two_ranks_with_many_buckets(tmp_path, option):
     plain, approximate = weights(2, tmp_path / "plain", *run), weights(2, tmp_path / option, *run, f"gradient_sync={option}", *few)
     assert 0 < drift(plain, approximate) < 0.5
     assert events(tmp_path / option)["test/accuracy"][-1][1] > 0.85
+
+
+def _a_rank_that_leaves():
+    from lockstep import world
+
+    with world.join("gloo", 60) as ranks:
+        add_up, vector = SharedSum(ranks, 4, torch.float32), torch.ones(4)
+        add_up(vector, ranks.rank, ranks.size)
+        if ranks.leads:
+            for pipe in (*add_up.told, *add_up.heard):
+                os.close(pipe)
+            return None
+        with pytest.raises(ConnectionError) as error:
+            add_up(vector, ranks.rank, ranks.size)
+        return vector.tolist()[0], str(error.value), not list(Path("/dev/shm").glob("lockstep-*"))
+
+
+def test_ranks_that_share_memory_notice_at_once_that_one_is_gone_and_leave_nothing_behind():
+    _, (total, said, clean) = in_world(2, _a_rank_that_leaves)
+    assert total == 2
+    assert said == "rank 0 is gone: closed by peer"
+    assert clean
 
 
 def test_a_world_of_one_has_nothing_to_hook(tmp_path):

@@ -31,6 +31,7 @@ class World:
     local_size: int
     device: torch.device
     control: dist.ProcessGroup
+    timeout: float  # seconds to wait for a rank
 
     @property
     def leads(self):
@@ -167,7 +168,7 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
         )  # fmt: skip
         control = dist.new_group(backend="gloo", timeout=wait) if name != "gloo" else dist.group.WORLD
         log.info("rank %d of %d: %s on %s, started by %s", ranks.rank, ranks.size, name, device, ranks.starter)
-        yield World(ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, device, control)
+        yield World(ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, device, control, timeout)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()  # a peer still waiting for this rank learns of its end at once
