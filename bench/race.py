@@ -149,7 +149,8 @@ def run(contestant, folder):
         code = on_a_terminal(command, folder, environment) or code
     wall = time.time() - began
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("record.*"))]
-    if len(records) != (contestant.ranks if {"train", "floor", "startup", "memory"} & contestant.parts else 0) or code and not records:
+    expected = 0 if contestant.parts & {"sweep", "help"} else contestant.ranks
+    if len(records) != expected or (code and not records):
         raise RuntimeError(
             f"{contestant.name} over {contestant.ranks} left {len(records)} records and exit code {code}, see {folder / 'console.log'}"
         )
@@ -257,22 +258,20 @@ def markdown(title, head, rows):
 def training(results):
     tables = []
     for ranks in (1, 2):
-        rows = []
+        rows = [[ours, precision, number(results.median(ours, ranks, "speed")), *["-"] * 6] for precision, ours in OURS.items()]
         for other in ("tutorial", *OTHERS):
-            row = [other, number(results.median(other, ranks, "speed"))]
-            for quantity in ("speed", "first_epoch", "later_epochs"):
-                row += [said(results.ratio(quantity, (ours, ranks), (other, ranks))) for ours in OURS.values()]
-            row += [said(results.ratio("cpu", (other, ranks), (ours, ranks))) for ours in OURS.values()]
-            row += [said(results.ratio("evaluation", (ours, ranks), (other, ranks))) for ours in OURS.values()]
-            row += [said(results.ratio("wall", (other, ranks), (OURS["fp32"], ranks)))]
-            rows.append(row)
-        for precision, ours in OURS.items():
-            rows.append([f"{ours}: samples/s", *["-"] * 9, number(results.median(ours, ranks, "evaluation")), "-"])
-            rows[-1][2 + list(OURS).index(precision)] = number(results.median(ours, ranks, "speed"))
-        head = ["against", "samples/s", "fp32", "bf16", "first epoch", "bf16", "later epochs", "bf16", "CPU time", "bf16", "evaluation", "bf16"]
-        title = f"Training over {ranks} process{'es' * (ranks > 1)}: how many times as fast as the others Lockstep is"
-        tables.append(markdown(title, [*head, "whole command"], rows))
+            for precision, ours in OURS.items():
+                faster = [results.ratio(what, (ours, ranks), (other, ranks)) for what in ("speed", "first_epoch", "later_epochs", "evaluation")]
+                shorter = [results.ratio(what, (other, ranks), (ours, ranks)) for what in ("cpu", "wall")]
+                rows.append([other, precision, number(results.median(other, ranks, "speed")), *map(said, faster + shorter)])
+        head = ["against", "ours in", "its samples/s", "training", "first epoch", "later epochs", "evaluation", "CPU time", "whole command"]
+        title = f"Training over {processes(ranks)}: how many times as fast Lockstep is"
+        tables.append(markdown(title, head, [row for row in rows if row[2] != "-"]))
     return "\n".join(filter(None, tables))
+
+
+def processes(ranks):
+    return f"{ranks} process{'es' * (ranks > 1)}"
 
 
 def floors(ranks):
@@ -335,7 +334,7 @@ def reach(results):
     """[(quantity, measured values, limit, moonshot or None)]; a limit is a least value where positive, else minus a largest."""
     rows = []
     for ranks, limits in {1: {"fp32": (1.6, 1.9), "bf16": (2.4, 3.0)}, 2: {"fp32": (1.6, 1.8), "bf16": (2.25, 2.7)}}.items():
-        where = f"{ranks} process{'es' * (ranks > 1)}"
+        where = processes(ranks)
         for precision, limit in limits.items():
             ratios = results.ratio("speed", (OURS[precision], ranks), ("tutorial", ranks))
             rows.append((f"samples/s against the tutorial, {where}, {precision}", ratios, *limit))
@@ -363,7 +362,7 @@ def reach(results):
             rows.append((f"a sweep by {launch} against {commands}", results.ratio("wall", (f"sweep by {launch}", 2), (commands, 2)), -0.4, -0.15))
     for ranks in (1, 2):
         ratios = results.ratio("rss", (OURS["fp32"], ranks), ("tutorial", ranks))
-        rows.append((f"peak RSS against the tutorial's, {ranks} process{'es' * (ranks > 1)}", ratios, -1.05, None))
+        rows.append((f"peak RSS against the tutorial's, {processes(ranks)}", ratios, -1.05, None))
     for launch in ("torchrun", "launch=fork"):
         private = [*results.values(f"Lockstep by {launch}", CROWD, "private").values()]
         rows.append((f"private MB of a rank, {CROWD} ranks by {launch}", private, None, -100))
