@@ -1,10 +1,11 @@
 """`make bench`: Lockstep against what one would run otherwise, by turns, on the same machine, net, data, batch and number of samples.
 
-python bench/race.py [--quick] [--rounds=4] [--only=train,floor,startup,sweep,memory,help] [--out=outputs/bench]
+python bench/race.py [--quick] [--rounds=4] [--only=train,floor,startup,sweep,memory,help]
 
 Every contender (bench/contenders/) is a command started as its users start it, on a terminal of its own. Lockstep is
 src/train.py as it stands: Hydra, TensorBoard, progress bar, metrics and snapshots on. All of a group run once a round, one after
 the other, each round in another order; a ratio is taken between two runs of one round, and its median, least and largest are shown.
+Tables, plot, every run's figures and console go to a new folder under outputs/bench/.
 """
 
 import argparse
@@ -441,15 +442,13 @@ def plot(results, path):
 
 
 def save(runs, settings, out):
-    """race.md, race.csv and, with matplotlib, race.png."""
+    """race.md and race.csv, as far as the race is."""
     keys = list(dict.fromkeys(key for run in runs for key in run))
     with (out / "race.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, keys)
         writer.writeheader()
         writer.writerows(runs)
     (out / "race.md").write_text(report(runs, settings))
-    with contextlib.suppress(ImportError):
-        plot(Results(runs), out / "race.png")
 
 
 def installed(package):
@@ -494,7 +493,7 @@ def main():
     settings = Settings(str(asked.data.resolve()), asked.samples, asked.test_samples, asked.epochs, **size)
     rounds = asked.rounds or (1 if asked.quick else 4)
 
-    out, began, runs, failed = asked.out.resolve(), time.strftime("%Y-%m-%d_%H-%M-%S"), [], 0
+    out, runs, failed = asked.out.resolve() / time.strftime("%Y-%m-%d_%H-%M-%S"), [], 0
     groups = [[each for each in group if each.parts & parts] for group in contestants(settings)]
     for turn in range(rounds):
         for group in groups:
@@ -504,7 +503,7 @@ def main():
             for each in group[first:] + group[:first]:
                 load = os.getloadavg()[0]
                 try:
-                    figures = run(each, out / began / f"{turn}-{each.name.replace(' ', '_').replace(',', '')}-{each.ranks}")
+                    figures = run(each, out / f"{turn}-{each.name.replace(' ', '_').replace(',', '')}-{each.ranks}")
                 except RuntimeError as error:
                     failed += 1
                     print(error, file=sys.stderr, flush=True)
@@ -517,9 +516,10 @@ def main():
                 save(runs, settings, out)
     print("\n" + report(runs, settings))
     print(f"tables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")
-    if (out / "race.png").exists() and installed("matplotlib"):
+    try:
+        plot(Results(runs), out / "race.png")
         print(f"plot:   {out / 'race.png'}")
-    else:
+    except ImportError:
         print(f"no plot without matplotlib; type {sys.executable} -m pip install -r requirements-bench.txt", file=sys.stderr)
     sys.exit(failed > 0)
 
