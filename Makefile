@@ -6,13 +6,13 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep compare board test drill promise lint clean
+.PHONY: help train ddp sweep bench compare board test drill promise lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo 'Set N=4 for four ranks and ARGS="trainer.epochs=10 optimizer=adamw" for overrides.'
 
-$(READY): requirements.txt requirements-dev.txt
+$(READY): requirements.txt requirements-bench.txt requirements-dev.txt
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
@@ -25,6 +25,9 @@ ddp: $(READY) ## the same by torchrun from outside
 
 sweep: $(READY) ## a sweep over learning rates, N ranks a job
 	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) sync_bn=on optimizer.lr=0.1,0.05,0.01 $(ARGS)
+
+bench: $(READY) ## ratios against tutorials, Lightning, Accelerate, bare loops (ARGS=--quick)
+	$(PYTHON) bench/race.py $(ARGS)
 
 compare: $(READY) ## what each way of averaging gradients costs: a table and a plot
 	$(PYTHON) bench/compare.py $(ARGS)

@@ -1,0 +1,57 @@
+"""An Accelerate loop, as in Hugging Face's complete examples.
+
+accelerate launch --cpu accelerate_mnist.py
+torchrun --standalone --nproc_per_node=2 accelerate_mnist.py
+"""
+
+import course
+import torch
+import torchvision.transforms as transforms
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def main():
+    args, record = course.arguments(), course.Record()
+    accelerator = Accelerator(cpu=True)
+    train_set = course.mnist(args, train=True, transform=transforms.ToTensor())
+    eval_set = course.mnist(args, train=False, transform=transforms.ToTensor())
+    model, criterion = course.ConvNet(), nn.CrossEntropyLoss()
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 1e-4),
+        DataLoader(train_set, batch_size=args.batch, shuffle=True), DataLoader(eval_set, batch_size=args.batch, shuffle=False),
+    )  # fmt: skip
+
+    for epoch in range(args.epochs):
+        record.start()
+        model.train()
+        for image, label in train_loader:
+            loss = criterion(model(image), label)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            record.stepped()
+        record.lap("training", len(train_set))
+
+        model.eval()
+        accurate, seen = 0, 0
+        for image, label in eval_loader:
+            with torch.no_grad():
+                outputs = model(image)
+            predictions, references = accelerator.gather_for_metrics((outputs.argmax(dim=-1), label))
+            accurate_preds = predictions == references
+            seen += accurate_preds.shape[0]
+            accurate += accurate_preds.long().sum()
+        accuracy = accurate.item() / seen
+        accelerator.print(f"epoch {epoch}: {100 * accuracy:.2f}")
+        record.lap("evaluation", len(eval_set))
+
+    accelerator.wait_for_everyone()
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), "mnist.pth")
+    record.write(accuracy, rank=accelerator.process_index)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
