@@ -26,11 +26,10 @@ def work(cfg):
 
 
 def measured(folder):
-    """[{part: milliseconds}, ...] of each step that was measured, and its number as "at"."""
+    """[{part: milliseconds}, ...] of the steps that were measured, with their numbers as "at"."""
     shown = {tag.removeprefix("profile/").removesuffix("_ms"): points for tag, points in events(folder).items() if tag.startswith("profile/")}
-    return [
-        {"at": points[0][0], **{part: value for part, (_, value) in zip(shown, points, strict=True)}} for points in zip(*shown.values(), strict=True)
-    ]
+    steps = [step for step, _ in shown.get("step", [])]
+    return [{"at": step, **{part: points[number][1] for part, points in shown.items()}} for number, step in enumerate(steps)]
 
 
 def check(folder, ranks):
@@ -40,7 +39,7 @@ def check(folder, ranks):
     for step in steps:
         assert step.keys() == {"at", "step", *PARTS}
         assert sum(step[part] for part in PARTS) == pytest.approx(step["step"], rel=1e-5)
-        assert all(step[part] > 0 for part in PARTS if part != "gradient_sync")
+        assert all(step[part] > 0 for part in PARTS)
     traces = sorted((folder / "trace").iterdir())
     assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
     for path in traces:
@@ -137,9 +136,7 @@ def test_it_works_with(tmp_path, ranks, how):
     in_world(ranks, work, composed(f"run_dir={tmp_path}", *SMALL, "trainer.profile=on", *OFTEN, *how))
     steps = measured(tmp_path)
     assert steps
-    for step in steps:
-        assert all(step[part] > 0 for part in PARTS if part != "gradient_sync")
-        assert (step["gradient_sync"] > 0) == ("strategy=fsdp" not in how)  # which talks within the passes
+    assert all(step[part] > 0 for step in steps for part in PARTS)
 
 
 def compiled(**options):
