@@ -161,7 +161,7 @@ def test_a_compiled_net_is_not_compiled_again_to_be_watched(tmp_path):
     ("typed", "said"),
     [
         (["trainer.profile=yes"], "try trainer.profile=on"),
-        (["trainer.profile=on", "timeline.every=0"], "try timeline.every=53"),
+        (["trainer.profile=on", "timeline.every=0"], "try timeline.every=101"),
         (["trainer.profile=on", "strategy=pipeline"], "type trainer.profile=off"),
         (["trainer.profile=on", "strategy=async_parameter_server", "launch=spawn", "launch.nproc_per_node=3"], "type trainer.profile=off"),
     ],

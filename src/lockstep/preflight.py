@@ -34,7 +34,7 @@ TRAINER = {
 }
 
 
-TIMELINE = {"every": (*WHOLE, 53), "trace_after": (*WHOLE, 10), "trace_steps": (*WHOLE, 3)}
+TIMELINE = {"every": (*WHOLE, 101), "trace_after": (*WHOLE, 10), "trace_steps": (*WHOLE, 3)}
 
 
 def trainer(values):
