@@ -19,14 +19,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONVNET = ["dataset.augment.pad=1", "trainer.batch_size=128", "trainer.epochs=4"]
-PROFILE = [
-    "trainer.profile=on",
-    "timeline.every=2",
-    "timeline.trace_after=50",
-    "trainer.epochs=40",
-    "trainer.eval_every=40",
-    "trainer.save_every=40epochs",
-]
+PROFILE = ["trainer.profile=on", "timeline.every=2", "timeline.trace_after=50", "trainer.epochs=40", "trainer.eval_every=40",
+           "trainer.save_every=40epochs"]  # fmt: skip
 LARGE = ["model=mlp", "model.width=2048", "model.depth=3", "optimizer=adamw", "trainer.epochs=4", "trainer.save_every=10steps"]
 
 
@@ -119,10 +113,8 @@ def main():
     from test_configs import composed
 
     every = composed().timeline.every
-    print(
-        "\n| trainer.profile=on, CPU time | a step | more in a measured one |",
-        f"of all, one in {every} measured | the trace, once |\n" + "|---" * 5 + "|",
-    )
+    head = ["trainer.profile=on, CPU time", "a step", "more in a measured one", f"of all, one in {every} measured", "the trace, once"]
+    print(f"\n| {' | '.join(head)} |\n" + "|---" * len(head) + "|")
     for name, size, how in (("convnet, 1 rank", 1, []), ("convnet, 2 ranks", 2, []), ("mlp, 1 rank", 1, ["model=mlp"])):
         answers = [run(size, *PROFILE, *how, life=profiled) for _ in range(rounds)]
         step, more, trace = (1000 * statistics.median(column) for column in zip(*answers, strict=True))
