@@ -1,9 +1,10 @@
-"""What Lockstep's own promises cost: identical bits (strategy=shards), and snapshots while training goes on.
+"""What Lockstep's own promises cost: identical bits (strategy=shards), snapshots while training goes on, a look at where time goes.
 
 python bench/overheads.py [--rounds=3]
 
 Whole runs of src/train.py's own work(), one after the other in turns, so that whatever else the machine does falls on all
-alike; of each the fastest epoch counts. Prints two tables in markdown.
+alike; of each the fastest epoch counts. What trainer.profile=on costs is the difference of a run's own steps, every other of
+them measured. Prints three tables in markdown.
 """
 
 import argparse
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONVNET = ["dataset.augment.pad=1", "trainer.batch_size=128", "trainer.epochs=4"]
+PROFILE = ["trainer.profile=on", "timeline.every=2", "timeline.trace_after=50", "trainer.epochs=40", "trainer.eval_every=40",
+           "trainer.save_every=40epochs"]  # fmt: skip
 LARGE = ["model=mlp", "model.width=2048", "model.depth=3", "optimizer=adamw", "trainer.epochs=4", "trainer.save_every=10steps"]
 
 
@@ -45,13 +48,46 @@ def measured(cfg):
     return max(speeds, default=0), copying, writing
 
 
-def run(size, *overrides):
+def profiled(cfg):
+    """One rank's life with trainer.profile=on, which looks away in every other epoch.
+
+    Seconds of CPU, which a busy machine does not stretch: of a plain step, more of a measured one, of the trace.
+    """
+    import train
+    from lockstep import timeline
+
+    spent, measured, due, end_step = [], 0, timeline.Timeline.due, timeline.Timeline.after_step
+
+    def by_turns(line):
+        nonlocal measured
+        watcher = due(line) if line.run.progress.epoch % 2 == 0 else None
+        measured += isinstance(watcher, timeline.Split)
+        return watcher
+
+    def after_step(line, samples):
+        if line.run.progress.samples == samples:
+            line.began = time.process_time()  # an epoch's first step is over
+        end_step(line, samples)
+        if line.run.progress.samples >= line.samples:
+            spent.append(time.process_time() - line.began)
+
+    timeline.Timeline.due, timeline.Timeline.after_step = by_turns, after_step
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    train.work(cfg)
+    _, _, traced, _, *spent = spent  # the trace falls in the third epoch, when all else has warmed up
+    watched, plain = spent[::2], spent[1::2]
+    steps = -(-1437 // cfg.trainer.batch_size) - 1
+    more = statistics.median(one - other for one, other in zip(watched, plain, strict=True)) / (measured / (2 + len(watched)))
+    return statistics.median(plain) / steps, more, traced - statistics.median(watched)
+
+
+def run(size, *overrides, life=measured):
     """What rank 0 of a fresh world of `size` measures."""
     from conftest import in_world
     from test_configs import composed
 
     with tempfile.TemporaryDirectory() as folder:
-        return in_world(size, measured, composed(f"run_dir={folder}", *overrides))[0]
+        return in_world(size, life, composed(f"run_dir={folder}", *overrides))[0]
 
 
 def main():
@@ -73,6 +109,16 @@ def main():
     copying, writing = (statistics.median(seconds for answer in answers for seconds in answer[column]) for column in (1, 2))
     print("\n| a snapshot of 8.6 million weights and their moments, 103 MB | |\n|---|---|")
     print(f"| on the training thread | {1000 * copying:.0f} ms |\n| on the writer's thread | {1000 * writing:.0f} ms |")
+
+    from test_configs import composed
+
+    every = composed().timeline.every
+    head = ["trainer.profile=on, CPU time", "a step", "more in a measured one", f"of all, one in {every} measured", "the trace, once"]
+    print(f"\n| {' | '.join(head)} |\n" + "|---" * len(head) + "|")
+    for name, size, how in (("convnet, 1 rank", 1, []), ("convnet, 2 ranks", 2, []), ("mlp, 1 rank", 1, ["model=mlp"])):
+        answers = [run(size, *PROFILE, *how, life=profiled) for _ in range(rounds)]
+        step, more, trace = (1000 * statistics.median(column) for column in zip(*answers, strict=True))
+        print(f"| {name} | {step:.2f} ms | {more:.2f} ms | {more / step / every:.2%} | {trace:.0f} ms |", flush=True)
 
 
 if __name__ == "__main__":

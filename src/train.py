@@ -47,6 +47,10 @@ def work(cfg):
             keeper.before_save = panel.flush  # a killed run's curves reach as far as its snapshots
             panel.welcome(ranks.size, train_data.world.size, len(train_data), len(test_data))
             train, tested = make(cfg.loop), {}
+            if preflight.on(cfg.trainer.profile):
+                from lockstep import timeline
+
+                train = timeline.watched(train, ranks, panel.post, cfg.run_dir, **cfg.timeline)
             while not run.finished:
                 panel.start_epoch(len(train_data))
                 figures = train(run, train_data, after_step=[panel.after_step, keeper.after_step])
@@ -98,6 +102,7 @@ def refuse(cfg):
     from lockstep import data, snapshot, world
 
     preflight.trainer(cfg.trainer)
+    preflight.timeline(cfg.timeline)
     for group in ("optimizer", "scheduler", "model"):
         preflight.numbers(group, cfg[group])
     preflight.objective(cfg.objective, make(cfg.dataset.loss).names)

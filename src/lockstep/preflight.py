@@ -32,16 +32,34 @@ TRAINER = {
     "patience": (*MAYBE_WHOLE, 3),
     "ema": (lambda value: value is None or (type(value) is float and 0 < value < 1), "a number between 0 and 1, or null", 0.999),
     "log_every": (*WHOLE, 10),
+    "profile": (lambda value: type(value) is bool or value in ("on", "off"), "on or off", "on"),
     "save_every": (lambda value: isinstance(value, str), "epochs, steps or minutes", "1epochs"),
     "keep": (*WHOLE, 3),
 }
 
 
+TIMELINE = {"every": (*WHOLE, 101), "trace_after": (*WHOLE, 10), "trace_steps": (*WHOLE, 3)}
+
+
 def trainer(values):
     """Refuse trainer values of the wrong kind."""
-    for key, (fits, wish, example) in TRAINER.items():
+    _each("trainer", values, TRAINER)
+
+
+def timeline(values):
+    """Refuse numbers of steps that trainer.profile=on could not go by."""
+    _each("timeline", values, TIMELINE)
+
+
+def _each(group, values, wishes):
+    for key, (fits, wish, example) in wishes.items():
         if not fits(values[key]):
-            raise Refusal(f"trainer.{key}={values[key]} wants {wish}; try trainer.{key}={example}")
+            raise Refusal(f"{group}.{key}={values[key]} wants {wish}; try {group}.{key}={example}")
+
+
+def on(switch):
+    """Whether a switch is on: a bare `on` is a truth value in YAML and a word on the command line."""
+    return switch in (True, "on")
 
 
 def numbers(group, values):
@@ -79,12 +97,14 @@ def strategy(name, options, size, trainer, sync_bn, optimizer):
             (synced, "has each layer on one rank, with nobody to share statistics with; type sync_bn=off"),
             (trainer["precision"] == "fp16", "cannot scale a loss that only the last rank knows; type trainer.precision=bf16"),
             (trainer["compile"], "runs the net's layers, not the compiled net; type trainer.compile=false"),
+            (on(trainer["profile"]), "runs forward and backward passes by turns, a step has no such parts; type trainer.profile=off"),
         ],
         "async_parameter_server": [
             (size < 2, "has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3"),
             (synced, "lets ranks run apart and sync_bn=on wants them in one batch; type sync_bn=off"),
             (trainer["deterministic"], "applies gradients in the order they come; type trainer.deterministic=false"),
             (trainer["precision"] == "fp16", "would scale each worker's fp16 loss differently; type trainer.precision=bf16"),
+            (on(trainer["profile"]), "lets ranks run apart, which has no step to measure; type trainer.profile=off"),
             ("step" in trainer["save_every"], "saves where its ranks meet and not at any step; type trainer.save_every=1epochs or 10min"),
         ],
     }
