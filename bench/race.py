@@ -356,9 +356,8 @@ def reach(results):
         for launch in LAUNCHES:
             ratios = results.ratio("first_step", (f"start by {launch}", ranks), ("leanest", ranks))
             rows.append((f"first step against the leanest, {ranks} ranks by {launch}", ratios, -1.15, None))
-        for launch in ("launch=fork",):
-            ratios = results.ratio("first_step", (f"start by {launch}", ranks), ("start by python", 1))
-            rows.append((f"first step of {ranks} ranks by {launch} against 1 process", ratios, None, -1.15))
+        ratios = results.ratio("first_step", ("start by launch=fork", ranks), ("start by python", 1))
+        rows.append((f"first step of {ranks} ranks by launch=fork against 1 process", ratios, None, -1.15))
     for launch in ("launch=torchrun", "launch=fork"):
         for commands in {run["name"] for run in results.runs if run["name"].endswith("commands")}:
             rows.append((f"a sweep by {launch} against {commands}", results.ratio("wall", (f"sweep by {launch}", 2), (commands, 2)), -0.4, -0.15))
