@@ -33,6 +33,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", 
 
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
 OURS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
+SHARED = {precision: f"{ours}, shared memory" for precision, ours in OURS.items()}  # gradient_sync=shared_memory
 OTHERS = ("Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")  # of which conf/launch may lack some
 CROWD = 8  # ranks whose memory is looked at
@@ -91,7 +92,7 @@ def contestants(settings):
         return Contestant(name, ranks, frozenset(parts.split()), list(commands))
 
     single = [
-        one("tutorial", 1, "train memory", alone + script("mnist")),
+        one("tutorial", 1, "train floor memory", alone + script("mnist")),
         one(OURS["fp32"], 1, "train floor memory", [*alone, TRAIN, *ours()]),
         one("Lightning", 1, "train", alone + script("lightning_mnist")),
         one("Accelerate", 1, "train", [*alone, *ACCELERATE, *script("accelerate_mnist")]),
@@ -115,6 +116,9 @@ def contestants(settings):
             for name, sync in (("bare DDP", "ddp"), ("no synchronisation", "none"))
         ),
     ]
+    if (ROOT / "conf" / "gradient_sync" / "shared_memory.yaml").exists():
+        shared = [*two, TRAIN, *ours("gradient_sync=shared_memory")]
+        double += [one(name, 2, "floor", [*shared, f"trainer.precision={precision}"]) for precision, name in SHARED.items()]
 
     short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
     starts = [[one("leanest", 1, "startup", alone + script("lean")), one("start by python", 1, "startup", [*alone, TRAIN, *ours(part=short)])]]
@@ -277,26 +281,21 @@ def processes(ranks):
 
 
 def floors(ranks):
-    """[(what, its precision, the floor's name)]"""
+    """[(which of ours, what it is held against, in which precision)]"""
     if ranks == 1:
-        return [("bare loop", precision, f"bare loop, {precision}") for precision in OURS]
-    return [(name, precision, f"{name}, {precision}") for name in ("bare DDP", "no synchronisation") for precision in OURS]
+        return [(OURS[precision], "bare loop", precision) for precision in OURS]
+    return [(ours[precision], what, precision) for ours in (OURS, SHARED) for what in ("bare DDP", "no synchronisation") for precision in OURS]
 
 
 def floor(results):
+    pairs = [(ours, f"{what}, {precision}", ranks) for ranks in (1, 2) for ours, what, precision in floors(ranks)]
     rows = []
-    for ranks in (1, 2):
-        for _, precision, name in floors(ranks):
-            ratios = [said(results.ratio(what, (OURS[precision], ranks), (name, ranks))) for what in ("speed", "first_epoch", "later_epochs")]
-            cpu = said(results.ratio("cpu", (name, ranks), (OURS[precision], ranks)))
-            rows.append([name, str(ranks), number(results.median(name, ranks, "speed")), *ratios, cpu])
-    name = "bare loop of the tutorial's net"
-    ratios = [said(results.ratio(what, ("tutorial", 1), (name, 1))) for what in ("speed", "first_epoch", "later_epochs")]
-    rows.append(
-        [f"the tutorial: {name}", "1", number(results.median(name, 1, "speed")), *ratios, said(results.ratio("cpu", (name, 1), ("tutorial", 1)))]
-    )
-    head = ["floor", "processes", "its samples/s", "fraction", "first epoch", "later epochs", "CPU time"]
-    return markdown("The floor: the fraction of a bare loop's speed that Lockstep keeps", head, [row for row in rows if row[2] != "-"])
+    for ours, name, ranks in [*pairs, ("tutorial", "bare loop of the tutorial's net", 1)]:
+        fractions = [results.ratio(what, (ours, ranks), (name, ranks)) for what in ("speed", "first_epoch", "later_epochs")]
+        fractions.append(results.ratio("cpu", (name, ranks), (ours, ranks)))
+        rows.append([ours, name, str(ranks), number(results.median(name, ranks, "speed")), *map(said, fractions)])
+    head = ["", "against", "processes", "its samples/s", "fraction", "first epoch", "later epochs", "CPU time"]
+    return markdown("The floor: the fraction of a bare loop's speed that is kept", head, [row for row in rows if row[4] != "-"])
 
 
 def startup(results):
@@ -345,9 +344,10 @@ def reach(results):
         if others:
             worst = min(others, key=lambda other: statistics.median(others[other]))
             rows.append((f"samples/s against the fastest other, {worst}, {where}, fp32", others[worst], 1.4, 1.6))
-        for what, precision, name in floors(ranks):
-            limit = {"bare loop": (0.97, 0.99), "bare DDP": (0.95, 0.99), "no synchronisation": (0.88, 0.95)}[what]
-            rows.append((f"of the speed of {name}, {where}", results.ratio("speed", (OURS[precision], ranks), (name, ranks)), *limit))
+        for ours, what, precision in floors(ranks):
+            limits = {"bare loop": (0.97, 0.99), "bare DDP": (0.95, 0.99), "no synchronisation": (0.88, 0.95)}[what]
+            ratios = results.ratio("speed", (ours, ranks), (f"{what}, {precision}", ranks))
+            rows.append((f"of the speed of {what}, {where}, {precision}{', shared memory' * (ours in SHARED.values())}", ratios, *limits))
         rows.append(
             (f"evaluation against the tutorial's, {where}, fp32", results.ratio("evaluation", (OURS["fp32"], ranks), ("tutorial", ranks)), 2.2, 4)
         )
@@ -356,9 +356,8 @@ def reach(results):
         for launch in LAUNCHES:
             ratios = results.ratio("first_step", (f"start by {launch}", ranks), ("leanest", ranks))
             rows.append((f"first step against the leanest, {ranks} ranks by {launch}", ratios, -1.15, None))
-        for launch in ("launch=fork",):
-            ratios = results.ratio("first_step", (f"start by {launch}", ranks), ("start by python", 1))
-            rows.append((f"first step of {ranks} ranks by {launch} against 1 process", ratios, None, -1.15))
+        ratios = results.ratio("first_step", ("start by launch=fork", ranks), ("start by python", 1))
+        rows.append((f"first step of {ranks} ranks by launch=fork against 1 process", ratios, None, -1.15))
     for launch in ("launch=torchrun", "launch=fork"):
         for commands in {run["name"] for run in results.runs if run["name"].endswith("commands")}:
             rows.append((f"a sweep by {launch} against {commands}", results.ratio("wall", (f"sweep by {launch}", 2), (commands, 2)), -0.4, -0.15))
