@@ -1,15 +1,18 @@
 """How gradients are averaged while the backward pass runs: each option is (module, world) -> module.
 
-An option hangs a communication hook on a DistributedDataParallel module and leaves any other module as it is. The hook
+An option gives a DistributedDataParallel module a communication hook and leaves any other module as it is. The hook
 is handed one bucket of gradients after the other, the same on every rank, and promises the ranks' mean of it (Li et al.
 2020, section 4). The ring and the parameter server are the two textbook topologies, written to be read and measured.
 """
 
 import torch
+from torch import nn
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.strategy import average_drift, bare, divisor, part
 
 
 def all_reduce(module, world):
@@ -51,32 +54,27 @@ def powersgd(module, world, rank, after, min_compression, epsilon):
 
 
 def local_sgd(module, world, every):
-    """Each rank steps on its own gradient, and every `every` steps the ranks average their weights (Stich 2019).
-
-    The module gets a method `average`, by which `strategy.average_drift` makes one run of the ranks' several.
-    """
-    if isinstance(module, DistributedDataParallel):
-        apart = Apart(module, world, every)
-        module.register_forward_pre_hook(apart.before_forward)
-        module.average = apart.average
-        _hooked(module, apart, Apart.after_backward)
-    return module
+    """Each rank steps on its own gradient, and every `every` steps the ranks average their weights (Stich 2019)."""
+    return LocalSGD(module, world, every) if isinstance(module, DistributedDataParallel) else module
 
 
-class Apart:
+class LocalSGD(nn.Module):
     """Counts the steps that ranks have taken apart, and brings the ranks together."""
 
     def __init__(self, module, world, every):
+        super().__init__()
         self.module, self.world, self.every, self.steps = module, world, every, 0
+        _hooked(module, None, self._after_backward)
 
-    def after_backward(self, bucket):
+    def _after_backward(self, _, bucket):
         """The communication hook: there is none."""
         self.steps += bucket.is_last()
         return _promise(bucket.buffer())
 
-    def before_forward(self, module, inputs):
+    def forward(self, inputs):
         if self.steps == self.every:
             self.average(self.module.parameters())
+        return self.module(inputs)
 
     @torch.no_grad()
     def average(self, tensors):
@@ -84,9 +82,29 @@ class Apart:
         if self.steps:
             tensors = list(tensors)
             vector = self.world.total(torch.cat([tensor.reshape(-1) for tensor in tensors])).div_(self.world.size)
-            for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, mean in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
             self.steps = 0
+
+
+@bare.register
+def _(module: LocalSGD):
+    return bare(module.module)
+
+
+@part.register
+def _(module: LocalSGD, last):
+    return part(module.module, last)
+
+
+@divisor.register
+def _(module: LocalSGD, world):
+    return divisor(module.module, world)
+
+
+@average_drift.register
+def _(module: LocalSGD, tensors):
+    module.average(tensors)
 
 
 def ring_sum(vector, rank, size):
