@@ -49,7 +49,8 @@ class Machine:
     """`local` ranks on a node that speak over `near`, and nodes that speak over `far`; what one rank computes is scattered by `spread`.
 
     spread: the standard deviation of the logarithm of a rank's step time. overlaps: whether DDP and FSDP send while a rank computes; not
-    where sending is work for the core that computes.
+    where sending is work for the core that computes. scatter: what a reduce-scatter sends, in all-gathers; 2 by gloo, which makes a
+    whole all-reduce of it.
     """
 
     near: Wire
@@ -57,6 +58,7 @@ class Machine:
     local: int
     spread: float
     overlaps: bool
+    scatter: int = 1
 
     def combine(self, way, size, ranks):
         """Seconds of one collective over all ranks: within nodes first, so that each rank has 1/local of the bytes to send far."""
@@ -137,8 +139,8 @@ def fsdp(work, machine, samples, ranks):
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     once = work.groups * machine.combine(gather, work.size / work.groups, ranks)
     if machine.overlaps:  # all but the first gathering and the last scattering
-        return max(whole / 3, once) + max(whole * 2 / 3, 2 * once) + 2 * once / work.groups
-    return whole + 3 * once
+        return max(whole / 3, once) + max(whole * 2 / 3, (1 + machine.scatter) * once) + (1 + machine.scatter) * once / work.groups
+    return whole + (2 + machine.scatter) * once
 
 
 def pipeline(work, machine, samples, ranks):
