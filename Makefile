@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep compare board test drill promise lint clean
+.PHONY: help train ddp sweep compare growth scaling board test drill promise lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -28,6 +28,12 @@ sweep: $(READY) ## a sweep over learning rates, N ranks a job
 
 compare: $(READY) ## what each way of averaging gradients costs: a table and a plot
 	$(PYTHON) bench/compare.py $(ARGS)
+
+growth: $(READY) ## what a unit of work costs as the work grows: a table and a plot
+	$(PYTHON) bench/growth.py $(ARGS)
+
+scaling: $(READY) ## step times on up to 4096 ranks: fitted and checked here, predicted beyond
+	$(PYTHON) bench/scaling.py $(ARGS)
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

@@ -361,7 +361,7 @@ def main():
     options.add_argument("--docs", action="store_true", help="put tables and plot into docs/")
     options.add_argument("--out", type=Path, default=ROOT / "outputs" / "scaling")
     asked = options.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker,ignore::FutureWarning"  # of all_gather_into_tensor, whose new name older torches lack
     asked.out.mkdir(parents=True, exist_ok=True)
     worlds, rounds, steps = ((2,), 3, EVERY) if asked.quick else ((2, 4, 8), 5, 3 * EVERY)
     lines = []
