@@ -35,8 +35,11 @@ def tree(wire, size, ranks):
 
 
 def server(wire, size, ranks):
-    """A synchronous parameter server (Li et al. 2014) that also works: all the others' gradients through its one cable, then the sum."""
-    return wire.crowd(ranks) * 2 * (wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
+    """A synchronous parameter server (Li et al. 2014) that also works: all the others' gradients through its one cable, then the sum.
+
+    Where ranks share cores it is still one of them that moves the bytes.
+    """
+    return 2 * (wire.crowd(ranks) * wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
 
 
 def gather(wire, size, ranks):
