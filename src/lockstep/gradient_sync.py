@@ -120,11 +120,11 @@ def ring_sum(vector, rank, size):
     for step in range(size - 1):
         mine, next_part = parts[(rank - step) % size], parts[(rank - step - 1) % size]
         arrived = torch.empty_like(next_part)
-        _exchange(P2POp(isend, mine, right), P2POp(irecv, arrived, left))
+        _exchange(P2POp(irecv, arrived, left), P2POp(isend, mine, right))
         next_part.add_(arrived)
     for step in range(size - 1):
         finished, next_part = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        _exchange(P2POp(isend, finished, right), P2POp(irecv, next_part, left))
+        _exchange(P2POp(irecv, next_part, left), P2POp(isend, finished, right))
 
 
 def server_sum(vector, rank, size):
@@ -142,9 +142,12 @@ def server_sum(vector, rank, size):
         _exchange(P2POp(irecv, vector, 0))
 
 
-def _exchange(*sends_and_receives):
-    """All of them at once, or two ranks that send to each other would both wait to be received."""
-    for work in batch_isend_irecv(list(sends_and_receives)):
+def _exchange(*receives_and_sends):
+    """All of them at once, or two ranks that send to each other would both wait to be received.
+
+    Receives first: gloo tells a peer on the same wire that it may send, and would tell it only after what this rank sends.
+    """
+    for work in batch_isend_irecv(list(receives_and_sends)):
         work.wait()
 
 
