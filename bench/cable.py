@@ -8,6 +8,7 @@ kernel and everything above are the real ones. Wants root and `ip`.
 import ctypes
 import fcntl
 import heapq
+import math
 import multiprocessing
 import os
 import select
@@ -68,7 +69,11 @@ def switch(names, latency, bandwidth, told):
     number, due = 0, []
     sends, receives = [0.0] * len(names), [0.0] * len(names)  # when each host's cable is free again, either way
     while True:
-        readable, _, _ = select.select(devices, [], [], max(0, due[0][0] - time.perf_counter()) if due else None)
+        now = time.perf_counter()
+        # A host whose cable has work for two more packets waits, in its kernel, which then knows that its queue is full.
+        ready = [device for host, device in enumerate(devices) if sends[host] - now < 2 * MTU / bandwidth]
+        wakes = [due[0][0] if due else math.inf] + [free - 2 * MTU / bandwidth for free in sends if free - now >= 2 * MTU / bandwidth]
+        readable, _, _ = select.select(ready, [], [], max(0, min(min(wakes) - now, 60)))
         for device in readable:
             host, now = devices.index(device), time.perf_counter()
             packet = os.read(device, MTU)

@@ -261,6 +261,7 @@ def plot(rows, path):
             points = [(row["work"], row["whole"] / row["work"]) for row in rows if (row["axis"], row["cost"]) == (axis, cost)]
             panel.plot([work for work, _ in points], [unit / points[0][1] for _, unit in points], "o-", label=cost)
         panel.set(xlabel=UNITS[axis], xscale="log", ylim=(0, 1.5), title=axis, ylabel="cost of a unit, small end = 1")
+        panel.minorticks_off()
         panel.axhline(1, color="grey", linewidth=0.5)
         panel.legend(fontsize="small")
     figure.savefig(path, dpi=120)

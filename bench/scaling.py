@@ -119,11 +119,11 @@ def tree_sum(vector, rank, size):
         low, high = part.tensor_split(2)
         mine, theirs = (high, low) if rank & distance else (low, high)
         arrived = torch.empty_like(mine)
-        _exchange(P2POp(isend, theirs, rank ^ distance), P2POp(irecv, arrived, rank ^ distance))
+        _exchange(P2POp(irecv, arrived, rank ^ distance), P2POp(isend, theirs, rank ^ distance))
         halved.append((mine.add_(arrived), theirs, rank ^ distance))
         part, distance = mine, distance // 2
     for mine, theirs, peer in reversed(halved):
-        _exchange(P2POp(isend, mine, peer), P2POp(irecv, theirs, peer))
+        _exchange(P2POp(irecv, theirs, peer), P2POp(isend, mine, peer))
 
 
 def collectives(sizes, rounds):
