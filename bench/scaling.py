@@ -346,7 +346,7 @@ def check_real(worlds, wire, steps):
     middling, half = statistics.median(walls), statistics.median(stepped(1, steps, *REAL, "trainer.batch_size_per_rank=64")[2])
     weights = 64 * 1024 + 1024 + 1024 * 1024 + 1024 + 10 * 1024 + 10
     each = max((middling - half) / 64, 0.0)
-    work = Work(middling - 128 * each, each, (4.0 * weights,), 3, 3, 4, 4 * 1024)
+    work = Work(max(middling - 128 * each, 0.0), each, (4.0 * weights,), 3, 3, 4, 4 * 1024)
     guess = {ranks: wire.crowd(ranks) * middling + step_time.ring(wire, work.size, ranks) for ranks in worlds}
     rows = {"an mlp of 1.1 million weights": {ranks: (guess[ranks], statistics.median(stepped(ranks, steps, *REAL)[2])) for ranks in worlds}}
     spread = spread_of(walls)
