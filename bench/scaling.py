@@ -37,15 +37,19 @@ LATENCY, BANDWIDTH = 1e-3, 100e6 / 8  # of a cable
 SIZES = (4_000, 40_000, 400_000, 4_000_000)  # bytes
 EVERY = 4  # steps between two averages of the local SGD that is measured
 SLEEPER = ["dataset=random", "dataset.features=256", "dataset.samples=4096", "model=mlp", "model._target_=scaling.sleeper", "model.width=256",
-           "model.depth=8", "~model.dropout", "+model.seconds=0.03", "trainer.batch_size_per_rank=8", "strategy.bucket_cap_mb=0.5",
+           "model.depth=8", "~model.dropout", "+model.seconds=0.03", "trainer.batch_size_per_rank=8", 
            "trainer.log_every=1000", "objective=test/loss"]  # fmt: skip
 REAL = ["model=mlp", "model.width=1024", "model.depth=2", "trainer.batch_size_per_rank=128", "trainer.log_every=1000"]
+BUCKETS = "strategy.bucket_cap_mb=0.5"
 STEPS = {  # what is measured of it: the overrides, and the formula, see `predicted`
-    "DDP, all-reduce": ([], step_time.ddp),
-    "DDP, bf16": (["gradient_sync=bf16"], lambda *case: step_time.ddp(*case, shrink=2)),
-    "ring, waited for": (["gradient_sync=ring"], lambda *case: step_time.one_by_one(*case, way=step_time.ring)),
-    "parameter server": (["gradient_sync=parameter_server"], lambda *case: step_time.one_by_one(*case, way=step_time.server)),
-    f"local SGD, every {EVERY}": (["gradient_sync=local_sgd", f"gradient_sync.every={EVERY}"], lambda *case: step_time.local_sgd(*case, every=EVERY)),
+    "DDP, all-reduce": ([BUCKETS], step_time.ddp),
+    "DDP, bf16": ([BUCKETS, "gradient_sync=bf16"], lambda *case: step_time.ddp(*case, shrink=2)),
+    "ring, waited for": ([BUCKETS, "gradient_sync=ring"], lambda *case: step_time.one_by_one(*case, way=step_time.ring)),
+    "parameter server": ([BUCKETS, "gradient_sync=parameter_server"], lambda *case: step_time.one_by_one(*case, way=step_time.server)),
+    f"local SGD, every {EVERY}": (
+        [BUCKETS, "gradient_sync=local_sgd", f"gradient_sync.every={EVERY}"],
+        lambda *case: step_time.local_sgd(*case, every=EVERY),
+    ),
     "FSDP": (["strategy=fsdp"], step_time.fsdp),
     "pipeline": (["strategy=pipeline"], step_time.pipeline),
 }
