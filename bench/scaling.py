@@ -331,7 +331,8 @@ def check_steps(worlds, wire, steps, names):
             waits = max(0, ranks / cores - 1) * busy  # of the processes for the cores they share
             work = Work(0.0, (alone + waits) / 8, step_time.buckets(reversed(layers), 0.5 * 2**20, 2**20), 8, 8, 4, 4 * 256)
             guess = formula(work, Machine(wire, wire, 1, 0.0, formula is not step_time.fsdp, scatter=2), 8, ranks)
-            rows[name][ranks] = guess, stepped(ranks, steps, *SLEEPER, *overrides, wired=True)[0]
+            shared = [f"trainer.batch_size_per_rank={8 * ranks}"] * (name == "pipeline")  # whose ranks read one batch
+            rows[name][ranks] = guess, stepped(ranks, steps, *SLEEPER, *overrides, *shared, wired=True)[0]
     return compared(f"a step of {1e3 * alone:.0f} ms on cables", rows, worlds)
 
 
