@@ -6,7 +6,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep bench bench-gpu compare board test drill promise lint clean
+.PHONY: help train ddp sweep bench bench-gpu compare growth scaling board test drill promise lint clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,12 @@ compare: $(READY) ## what each way of averaging gradients costs: a table and a p
 
 bench-gpu: $(READY) ## one GPU: MNIST to 99 %, throughput and what share of the card that is; ARGS=--write keeps it
 	$(PYTHON) bench/gpu.py $(ARGS)
+
+growth: $(READY) ## what a unit of work costs as the work grows: a table and a plot
+	$(PYTHON) bench/growth.py $(ARGS)
+
+scaling: $(READY) ## step times on up to 4096 ranks: fitted and checked here, predicted beyond
+	$(PYTHON) bench/scaling.py $(ARGS)
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

@@ -8,7 +8,6 @@ The formula stands beside it.
 """
 
 import argparse
-import multiprocessing
 import os
 import socket
 import struct
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 EVERY = 8  # steps between two averages of local_sgd: a divisor of an epoch's 24
 BATCH = 60
@@ -58,47 +57,28 @@ def train(run, loader, after_step):
     return figures
 
 
-def rank(number, size, port, cfg, told):
-    """One rank's life; tells its parameters and, of a step after the first epoch, the seconds and the bytes, and the test loss."""
+def rank(cfg):
+    """One rank's life: the net's parameters, the seconds and the bytes of a step after the first epoch, and the test loss."""
     import compare  # this file as the config knows it
 
     import train as lockstep
 
-    os.environ.update(
-        RANK=str(number), WORLD_SIZE=str(size), LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
     loss = lockstep.work(cfg)
     seconds, sent, steps = (sum(column) for column in zip(*compare.measured[1:], strict=True))
-    told.send({"parameters": compare.parameters, "seconds": seconds / steps, "sent": sent / steps, "loss": loss})
-    os._exit(0)
+    return {"parameters": compare.parameters, "seconds": seconds / steps, "sent": sent / steps, "loss": loss}
 
 
 def run(sync, size, width, folder):
     """One row of the table, from a training over `size` ranks."""
-    import hydra
-
-    from lockstep import entry, rendezvous
+    from conftest import in_world
+    from test_configs import composed
 
     overrides = [
         f"gradient_sync={sync}", f"run_dir={folder}", "loop._target_=compare.train", "objective=test/loss", "model=mlp", f"model.width={width}",
         f"trainer.batch_size={BATCH}", "trainer.epochs=4", "trainer.eval_every=4", "trainer.save_every=4epochs", "trainer.log_every=1000",
         *([f"gradient_sync.every={EVERY}"] if sync == "local_sgd" else []),
     ]  # fmt: skip
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = entry.resolved(hydra.compose("config", overrides=overrides))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hydra"])
-    port, ranks, answers = rendezvous.free_port(), [], []
-    for number in range(size):
-        heard, told = context.Pipe(duplex=False)
-        answers.append(heard)
-        ranks.append(context.Process(target=rank, args=(number, size, port, cfg, told)))
-        ranks[-1].start()
-    for process in ranks:
-        process.join()
-        if process.exitcode:
-            sys.exit(f"{sync} over {size} ranks failed, see {folder}/logs")
-    leader, *others = [heard.recv() for heard in answers]
+    leader, *others = in_world(size, rank, composed(*overrides), limit=1800)
     text, of_leader, of_others = FORMULAS[sync]
     return {
         "ranks": size, "sync": sync, "formula": text, "ms": 1000 * max(other["seconds"] for other in others), "loss": leader["loss"],
@@ -141,10 +121,7 @@ def main():
     options.add_argument("--out", type=Path, default=ROOT / "outputs" / "compare")
     asked = options.parse_args()
 
-    from lockstep import entry
-
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # ranks leave without teardown, and Python would call tqdm's lock leaked
-    entry.register()
     out, began = asked.out.resolve(), time.strftime("%Y-%m-%d_%H-%M-%S")
     rows = []
     for size in map(int, asked.worlds.split(",")):

@@ -85,8 +85,11 @@ def wait_for(condition, what, limit=60):
         time.sleep(0.02)
 
 
-def in_world(size, function, *args):
-    """[function(*args) as rank r of a gloo world, for each r]: real processes, forked from a server that has torch loaded."""
+def in_world(size, function, *args, limit=LIMIT):
+    """[function(*args) as rank r of a gloo world, for each r]: real processes, forked from a server that has torch loaded.
+
+    They may take `limit` seconds together.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed.pipelining", "hydra"]
@@ -95,7 +98,7 @@ def in_world(size, function, *args):
     processes = [context.Process(target=_rank, args=(rank, size, port, results, function, args)) for rank in range(size)]
     for process in processes:
         process.start()
-    answers, deadline = {}, time.monotonic() + LIMIT
+    answers, deadline = {}, time.monotonic() + limit
     try:
         while len(answers) < size:
             if not results.empty():
@@ -103,7 +106,7 @@ def in_world(size, function, *args):
                 continue
             failed = [process.exitcode for process in processes if process.exitcode]
             assert not failed, f"a rank ended with {failed[0]}"
-            assert time.monotonic() < deadline, f"a world of {size} still ran after {LIMIT} s"
+            assert time.monotonic() < deadline, f"a world of {size} still ran after {limit} s"
             time.sleep(0.01)
     finally:
         for process in processes:

@@ -1,12 +1,8 @@
 """Every strategy trains to the numbers of one process, and a snapshot moves between all of them."""
 
-import itertools
 import os
 import signal
-import statistics
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -184,46 +180,3 @@ def _refused(cfg):
     with pytest.raises(Refusal) as refusal:
         train.work(cfg)
     return str(refusal.value)
-
-
-WIDE = ["model=mlp", "model.width=2048", "model.depth=3", "trainer.batch_size=256", "optimizer=adamw", "trainer.max_steps=20"]
-
-
-def _costs(cfg):
-    """(fastest step in s, CPU time of a middling step in s, MiB of weights and optimizer state, resident MiB) of this rank."""
-    import train
-    from lockstep import loop
-
-    update, walls, processors, held = loop.update, [], [], []
-
-    def measured(run):
-        update(run)
-        walls.append(time.perf_counter())
-        processors.append(time.process_time())
-        state = [tensor for values in run.optimizer.state.values() for tensor in values.values()]
-        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in (*run.model.parameters(), *state)]
-        held[:] = [sum(tensor.nbytes for tensor in local) / 2**20, int(Path("/proc/self/statm").read_text().split()[1]) / 256]
-
-    loop.update = measured
-    train.work(cfg)
-    steps, busy = ([late - early for early, late in itertools.pairwise(times[4:])] for times in (walls, processors))
-    return min(steps), statistics.median(busy), *held
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(900)
-def test_what_strategies_cost(tmp_path):
-    """Prints the table of docs/strategies.md: pytest -s -m drill tests/test_strategies.py."""
-    choices = {name: [f"strategy={name}"] for name in ("ddp", "fsdp", "pipeline", "model_parallel")}
-    choices["fsdp_kept"] = ["strategy=fsdp", "strategy.reshard_after_forward=false"]
-    choices["GPipe"] = ["strategy=pipeline", "strategy.schedule=GPipe"]
-    found = {name: [] for name in choices}
-    for turn in range(3):  # interleaved: whatever else the machine does then falls on all alike
-        for name, overrides in choices.items():
-            found[name].append(in_world(2, _costs, composed(f"run_dir={tmp_path}/{name}{turn}", *WIDE, *overrides)))
-    for name, turns in found.items():
-        wall = min(max(rank[0] for rank in ranks) for ranks in turns)
-        busy = min(sum(rank[1] for rank in ranks) for ranks in turns)
-        print(f"{name:15} step {1e3 * wall:5.0f} ms   CPU {1e3 * busy:5.0f} ms   holds {[round(rank[2]) for rank in turns[0]]} MiB a rank, resident",
-              [round(rank[3]) for rank in turns[0]])  # fmt: skip
-    assert max(rank[2] for rank in found["fsdp"][0]) < 0.51 * found["ddp"][0][0][2]

@@ -1,17 +1,19 @@
 """How gradients are averaged while the backward pass runs: each option is (module, world) -> module.
 
-An option hangs a communication hook on a DistributedDataParallel module and leaves any other module as it is. The hook
+An option gives a DistributedDataParallel module a communication hook and leaves any other module as it is. The hook
 is handed one bucket of gradients after the other, the same on every rank, and promises the ranks' mean of it (Li et al.
 2020, section 4). The ring and the parameter server are the two textbook topologies, written to be read and measured.
 """
 
 import torch
+from torch import nn
 from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.shared_memory import SharedSum
+from lockstep.strategy import average_drift, bare, divisor, part
 
 
 def all_reduce(module, world):
@@ -61,32 +63,27 @@ def powersgd(module, world, rank, after, min_compression, epsilon):
 
 
 def local_sgd(module, world, every):
-    """Each rank steps on its own gradient, and every `every` steps the ranks average their weights (Stich 2019).
-
-    The module gets a method `average`, by which `strategy.average_drift` makes one run of the ranks' several.
-    """
-    if isinstance(module, DistributedDataParallel):
-        apart = Apart(module, world, every)
-        module.register_forward_pre_hook(apart.before_forward)
-        module.average = apart.average
-        _hooked(module, apart, Apart.after_backward)
-    return module
+    """Each rank steps on its own gradient, and every `every` steps the ranks average their weights (Stich 2019)."""
+    return LocalSGD(module, world, every) if isinstance(module, DistributedDataParallel) else module
 
 
-class Apart:
+class LocalSGD(nn.Module):
     """Counts the steps that ranks have taken apart, and brings the ranks together."""
 
     def __init__(self, module, world, every):
+        super().__init__()
         self.module, self.world, self.every, self.steps = module, world, every, 0
+        _hooked(module, None, self._after_backward)
 
-    def after_backward(self, bucket):
+    def _after_backward(self, _, bucket):
         """The communication hook: there is none."""
         self.steps += bucket.is_last()
         return _promise(bucket.buffer())
 
-    def before_forward(self, module, inputs):
+    def forward(self, inputs):
         if self.steps == self.every:
             self.average(self.module.parameters())
+        return self.module(inputs)
 
     @torch.no_grad()
     def average(self, tensors):
@@ -94,9 +91,29 @@ class Apart:
         if self.steps:
             tensors = list(tensors)
             vector = self.world.total(torch.cat([tensor.reshape(-1) for tensor in tensors])).div_(self.world.size)
-            for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, mean in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
             self.steps = 0
+
+
+@bare.register
+def _(module: LocalSGD):
+    return bare(module.module)
+
+
+@part.register
+def _(module: LocalSGD, last):
+    return part(module.module, last)
+
+
+@divisor.register
+def _(module: LocalSGD, world):
+    return divisor(module.module, world)
+
+
+@average_drift.register
+def _(module: LocalSGD, tensors):
+    module.average(tensors)
 
 
 def ring_sum(vector, rank, size):
@@ -112,11 +129,11 @@ def ring_sum(vector, rank, size):
     for step in range(size - 1):
         mine, next_part = parts[(rank - step) % size], parts[(rank - step - 1) % size]
         arrived = torch.empty_like(next_part)
-        _exchange(P2POp(isend, mine, right), P2POp(irecv, arrived, left))
+        _exchange(P2POp(irecv, arrived, left), P2POp(isend, mine, right))
         next_part.add_(arrived)
     for step in range(size - 1):
         finished, next_part = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        _exchange(P2POp(isend, finished, right), P2POp(irecv, next_part, left))
+        _exchange(P2POp(irecv, next_part, left), P2POp(isend, finished, right))
 
 
 def server_sum(vector, rank, size):
@@ -134,9 +151,12 @@ def server_sum(vector, rank, size):
         _exchange(P2POp(irecv, vector, 0))
 
 
-def _exchange(*sends_and_receives):
-    """All of them at once, or two ranks that send to each other would both wait to be received."""
-    for work in batch_isend_irecv(list(sends_and_receives)):
+def _exchange(*receives_and_sends):
+    """All of them at once, or two ranks that send to each other would both wait to be received.
+
+    Receives first: gloo tells a peer on the same wire that it may send, and would tell it only after what this rank sends.
+    """
+    for work in batch_isend_irecv(list(receives_and_sends)):
         work.wait()
 
 

@@ -194,10 +194,16 @@ def update(run):
 
 def agree(run):
     """The same weights and the same optimizer on every rank, before they are judged or saved."""
-    states = [value for state in run.optimizer.state.values() for value in state.values()]
-    optimizer = [value for value in states if torch.is_tensor(value) and value.is_floating_point()]
-    average = [] if run.average is None else run.average.values.values()
-    average_drift(run.model, [*run.model.parameters(), *optimizer, *average])
+    average_drift(run.model, _drifting(run))
+
+
+def _drifting(run):
+    """What ranks that step on their own gradients hold apart."""
+    yield from run.model.parameters()
+    for state in run.optimizer.state.values():
+        yield from (value for value in state.values() if torch.is_tensor(value) and value.is_floating_point())
+    if run.average is not None:
+        yield from run.average.values.values()
 
 
 def evaluate(run, loader):

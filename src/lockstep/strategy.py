@@ -67,6 +67,11 @@ def agree_on_buffers(module, world):
 
 
 @singledispatch
+def average_drift(module, tensors):
+    """The ranks' mean of `tensors`, an iterator, on every rank. Where ranks never drift apart nothing is drawn from it."""
+
+
+@singledispatch
 def whole(module, named):
     """{name: tensors}, of parameters and buffers as this rank holds them -> the same of the whole net, on rank 0.
 
@@ -111,8 +116,3 @@ def _(module: DistributedDataParallel, last):
 @divisor.register
 def _(module: DistributedDataParallel, world):
     return world.size
-
-
-def average_drift(module, tensors):
-    """The ranks' mean of `tensors` on every rank, where gradient_sync=local_sgd lets them drift apart; no other run is touched."""
-    getattr(module, "average", lambda tensors: None)(tensors)

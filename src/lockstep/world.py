@@ -175,7 +175,11 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
 
 
 def _keep_freed_memory():
-    """Have glibc keep what a step frees for the next step, from the first: handing it back costs 3000 page faults a step."""
+    """Have glibc keep what a step frees for the next step, from the first one on.
+
+    Left alone it hands memory back, 3000 page faults a step until it learns better; and blocks beyond 32 MB always, so that
+    a sample of the convolution net cost 1.8 times as much in a batch of 1024 as in one of 512.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # another C library
