@@ -265,7 +265,7 @@ def payoff(there):
                 ranks: [name for name in ends if ends[name] == ranks] for ranks in sorted(set(ends.values()), key=lambda ranks: ranks or math.inf)
             }
             said = "; ".join(f"{', '.join(names)} {f'at W = {ranks}' if ranks else 'not up to 4096'}" for ranks, names in groups.items())
-            sentences.append(f"- {place}, {case}: each stops paying (falls below half its ranks' worth) so: {said}.")
+            sentences.append(f"- {place}, {case}: stops paying: {said}.")
     return lines, sentences
 
 

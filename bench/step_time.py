@@ -158,10 +158,10 @@ def pipeline(work, machine, samples, ranks):
 
 
 STRATEGIES = {
-    "DDP, ring": ddp,
-    "DDP, tree": lambda *case: ddp(*case, way=tree),
-    "DDP, ring, bf16": lambda *case: ddp(*case, shrink=2),
-    "local SGD, every 8": lambda *case: local_sgd(*case, every=8),
+    "DDP by ring": ddp,
+    "DDP by tree": lambda *case: ddp(*case, way=tree),
+    "DDP in bf16": lambda *case: ddp(*case, shrink=2),
+    "local SGD every 8": lambda *case: local_sgd(*case, every=8),
     "FSDP": fsdp,
     "pipeline": pipeline,
     "parameter server": lambda *case: one_by_one(*case, way=server),

@@ -85,7 +85,7 @@ def test_the_slowest_of_many_is_the_expected_maximum():
 
 def test_sharing_one_batch_stops_paying_before_a_batch_each():
     worlds = [2**power for power in range(13)]
-    for step in (step_time.STRATEGIES["DDP, ring"], step_time.STRATEGIES["parameter server"]):
+    for step in (step_time.STRATEGIES["DDP by ring"], step_time.STRATEGIES["parameter server"]):
         weak, shared = (step_time.stops(step, WORK, MACHINE, 1024, weak, worlds)[0] for weak in (True, False))
         assert shared <= (weak or 8192)
     assert step_time.stops(step_time.STRATEGIES["parameter server"], WORK, MACHINE, 1024, True, worlds)[0] == 4
