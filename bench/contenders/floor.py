@@ -3,7 +3,7 @@
 python floor.py
 torchrun --standalone --nproc_per_node=2 floor.py --sync=ddp
 
-By default with Lockstep's own net, layout, optimizer and DDP options, as conf/ has them. --sync=none: the ranks begin
+By default with Lockstep's own net, layout, allocator, optimizer and DDP options, as conf/ has them. --sync=none: the ranks begin
 together and never speak again.
 """
 
@@ -29,8 +29,10 @@ def conf(name):
 
 def main():
     args = course.arguments(sync=["none", "ddp"], precision=["fp32", "bf16"], layout=["channels_last", "contiguous"], net=["lockstep", "tutorial"])
-    from lockstep import datasets, models
+    from lockstep import datasets, models, world
 
+    if args.net == "lockstep":
+        world.keep_freed_memory()
     record, rank, size = course.Record(), int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = torch.channels_last if args.layout == "channels_last" else torch.contiguous_format
     whole = datasets.mnist(args.data, "MNIST", train=True)

@@ -158,7 +158,7 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
         torch.cuda.set_device(device)
     # Twice as many threads as cores halve the speed, and no launcher counts them right for every number of ranks.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_size))
-    _keep_freed_memory()
+    keep_freed_memory()
 
     wait = timedelta(seconds=timeout)
     try:
@@ -174,7 +174,7 @@ def join(name, timeout, socket_ifname=None, debug=None, p2p_disable=None, ib_dis
             dist.destroy_process_group()  # a peer still waiting for this rank learns of its end at once
 
 
-def _keep_freed_memory():
+def keep_freed_memory():
     """Have glibc keep what a step frees for the next step, from the first one on.
 
     Left alone it hands memory back, 3000 page faults a step until it learns better; and blocks beyond 32 MB always, so that
