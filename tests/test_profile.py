@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import sys
 import time
 
@@ -81,7 +82,7 @@ class SlowDigits(torch.utils.data.Dataset):
 
 
 class SlowBackward(torch.autograd.Function):
-    """10 ms on rank 0, 50 ms on rank 1."""
+    """10 ms on rank 0, 100 ms on rank 1."""
 
     @staticmethod
     def forward(context, outputs):
@@ -89,7 +90,7 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        time.sleep(0.05 if os.environ["RANK"] == "1" else 0.01)
+        time.sleep(0.1 if os.environ["RANK"] == "1" else 0.01)
         return gradient
 
 
@@ -113,12 +114,13 @@ def test_what_takes_long_is_what_is_shown_to_take_long(tmp_path):
     slow = ["dataset.train._target_=test_profile.SlowDigits", "model._target_=test_profile.SlowNet", "optimizer._target_=test_profile.SlowSGD"]
     cfg = composed(f"run_dir={tmp_path}", *SMALL, "trainer.batch_size=16", "trainer.profile=true", *OFTEN, *slow)
     in_world(2, work, cfg)
-    best = {part: min(step[part] for step in check(tmp_path, 2)) for part in PARTS}  # the least disturbed
-    assert 8 <= best["data"] < 20  # 8 samples
-    assert 15 <= best["forward"] < 30
-    assert 10 <= best["backward"] < 30
-    assert 30 <= best["gradient_sync"] < 60  # rank 0 waits for rank 1
-    assert 20 <= best["optimizer"] < 40
+    steps = check(tmp_path, 2)
+    usual = {part: statistics.median(step[part] for step in steps) for part in PARTS}
+    assert usual["data"] >= 8  # samples
+    assert usual["forward"] >= 15
+    assert usual["backward"] >= 10
+    assert usual["gradient_sync"] >= 40  # rank 0 waits for rank 1
+    assert usual["optimizer"] >= 20
 
 
 @pytest.mark.parametrize(
