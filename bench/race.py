@@ -33,7 +33,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", 
 
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
 OURS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
-SHARED = {precision: f"{ours}, shared memory" for precision, ours in OURS.items()}  # gradient_sync=shared_memory
+SOCKETS = {precision: f"{ours}, gloo's all_reduce" for precision, ours in OURS.items()}  # and not what gradient_sync=auto takes
 OTHERS = ("Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")  # of which conf/launch may lack some
 CROWD = 8  # ranks whose memory is looked at
@@ -116,9 +116,8 @@ def contestants(settings):
             for name, sync in (("bare DDP", "ddp"), ("no synchronisation", "none"))
         ),
     ]
-    if (ROOT / "conf" / "gradient_sync" / "shared_memory.yaml").exists():
-        shared = [*two, TRAIN, *ours("gradient_sync=shared_memory")]
-        double += [one(name, 2, "floor", [*shared, f"trainer.precision={precision}"]) for precision, name in SHARED.items()]
+    sockets = [*two, TRAIN, *ours("gradient_sync=all_reduce")]
+    double += [one(name, 2, "floor", [*sockets, f"trainer.precision={precision}"]) for precision, name in SOCKETS.items()]
 
     short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
     starts = [[one("leanest", 1, "startup", alone + script("lean")), one("start by python", 1, "startup", [*alone, TRAIN, *ours(part=short)])]]
@@ -284,7 +283,7 @@ def floors(ranks):
     """[(which of ours, what it is held against, in which precision)]"""
     if ranks == 1:
         return [(OURS[precision], "bare loop", precision) for precision in OURS]
-    return [(ours[precision], what, precision) for ours in (OURS, SHARED) for what in ("bare DDP", "no synchronisation") for precision in OURS]
+    return [(ours[precision], what, precision) for ours in (OURS, SOCKETS) for what in ("bare DDP", "no synchronisation") for precision in OURS]
 
 
 def floor(results):
@@ -347,7 +346,8 @@ def reach(results):
         for ours, what, precision in floors(ranks):
             limits = {"bare loop": (0.97, 0.99), "bare DDP": (0.95, 0.99), "no synchronisation": (0.88, 0.95)}[what]
             ratios = results.ratio("speed", (ours, ranks), (f"{what}, {precision}", ranks))
-            rows.append((f"of the speed of {what}, {where}, {precision}{', shared memory' * (ours in SHARED.values())}", ratios, *limits))
+            how = f"{precision}, gloo's all_reduce" if ours in SOCKETS.values() else precision
+            rows.append((f"of the speed of {what}, {where}, {how}", ratios, *limits))
         rows.append(
             (f"evaluation against the tutorial's, {where}, fp32", results.ratio("evaluation", (OURS["fp32"], ranks), ("tutorial", ranks)), 2.2, 4)
         )

@@ -39,10 +39,10 @@ EVERY = 4  # steps between two averages of the local SGD that is measured
 SLEEPER = ["dataset=random", "dataset.features=256", "dataset.samples=4096", "model=mlp", "model._target_=scaling.sleeper", "model.width=256",
            "model.depth=8", "~model.dropout", "+model.seconds=0.03", "trainer.batch_size_per_rank=8", 
            "trainer.log_every=1000", "objective=test/loss"]  # fmt: skip
-REAL = ["model=mlp", "model.width=1024", "model.depth=2", "trainer.batch_size_per_rank=128", "trainer.log_every=1000"]
+REAL = ["model=mlp", "model.width=1024", "model.depth=2", "trainer.batch_size_per_rank=128", "trainer.log_every=1000", "gradient_sync=all_reduce"]
 BUCKETS = "strategy.bucket_cap_mb=0.5"
 STEPS = {  # what is measured of it: the overrides, and the formula, see `predicted`
-    "DDP, all-reduce": ([BUCKETS], step_time.ddp),
+    "DDP, all-reduce": ([BUCKETS, "gradient_sync=all_reduce"], step_time.ddp),
     "DDP, bf16": ([BUCKETS, "gradient_sync=bf16"], lambda *case: step_time.ddp(*case, shrink=2)),
     "ring, waited for": ([BUCKETS, "gradient_sync=ring"], lambda *case: step_time.one_by_one(*case, way=step_time.ring)),
     "parameter server": ([BUCKETS, "gradient_sync=parameter_server"], lambda *case: step_time.one_by_one(*case, way=step_time.server)),

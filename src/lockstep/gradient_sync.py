@@ -12,8 +12,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.refusal import Refusal
 from lockstep.shared_memory import SharedSum
 from lockstep.strategy import average_drift, bare, divisor, part
+
+
+def auto(module, world):
+    """`shared_memory` between CPUs of one machine, else `all_reduce`."""
+    try:
+        return shared_memory(module, world)
+    except Refusal:  # said to all ranks alike
+        return all_reduce(module, world)
 
 
 def all_reduce(module, world):

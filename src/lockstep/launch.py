@@ -7,6 +7,7 @@ How a launcher of ours makes a process is its start_method: "spawn" is a fresh i
 """
 
 import atexit
+import gc
 import importlib
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ def import_once(start_method):
     elif start_method == "fork":
         for name in NEEDED:
             importlib.import_module(name)
+        gc.freeze()  # what is shared is not written to: the collector marks what it looks at
 
 
 def env(work, cfg):

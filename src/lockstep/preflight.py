@@ -116,8 +116,8 @@ def strategy(name, options, size, trainer, sync_bn, optimizer):
 def gradient_sync(option, strategy, precision):
     """Refuse a communication hook without DDP to call it, and what ranks that train apart cannot share."""
     option = option.rpartition(".")[2]
-    if option != "all_reduce" and not strategy.endswith(".ddp"):
-        raise Refusal(f"gradient_sync={option} is a hook in DDP; type strategy=ddp gradient_sync={option}, or gradient_sync=all_reduce")
+    if option not in ("auto", "all_reduce") and not strategy.endswith(".ddp"):
+        raise Refusal(f"gradient_sync={option} is a hook in DDP; type strategy=ddp gradient_sync={option}, or gradient_sync=auto")
     if option == "local_sgd" and precision == "fp16":
         raise Refusal("gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16")
 

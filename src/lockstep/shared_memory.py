@@ -3,6 +3,7 @@
 import os
 import select
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,21 +11,27 @@ import torch
 
 from lockstep.refusal import Refusal
 
+PIECE = 2**20  # values added up at once: enough that waiting is little, few enough to stay in a cache
+
 
 class SharedSum:
-    """Sums vectors of up to `length` values over the ranks of `world`, which must be CPUs of one machine.
+    """Sums vectors, of up to `length` values as a rule, over the ranks of `world`, which must be CPUs of one machine.
 
     Every rank lays its vector into a slot of its own, adds up one part of all slots, and takes the whole sum: each part is
     added up once, so all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: nobody spins
-    where there are more ranks than cores, and a rank that ends is noticed at once. Raises Refusal for GPUs or several machines.
+    where there are more ranks than cores, and a rank that ends is noticed at once. Raises Refusal, on all ranks, for GPUs
+    and for ranks that do not see one another's files.
     """
 
     def __init__(self, world, length, dtype):
-        if world.device.type != "cpu" or world.local_size < world.size:
-            raise Refusal("gradient_sync=shared_memory is for CPU ranks on one machine; type gradient_sync=all_reduce")
-        self.world, peers = world, [rank for rank in range(world.size) if rank != world.rank]
+        self.world, peers, length = world, [rank for rank in range(world.size) if rank != world.rank], min(length, PIECE)
         values = (world.size + 1) * length
-        folder = Path(world.from_leader(_furnish(world.size, values * dtype.itemsize) if world.leads else None))
+        possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
+        folder = Path(world.from_leader(_furnish(world.size, values * dtype.itemsize) if world.leads and possible else ""))
+        if not possible or not all(world.gather(folder.exists())):  # containers of one machine may each have a /dev/shm
+            if world.leads and possible:
+                shutil.rmtree(folder)
+            raise Refusal("gradient_sync=shared_memory is for CPU ranks on one Linux machine; type gradient_sync=all_reduce")
         self.slots = torch.from_file(str(folder / "slots"), shared=True, size=values, dtype=dtype).view(-1, length)
         self.heard = {os.open(folder / f"{peer}-{world.rank}", os.O_RDONLY | os.O_NONBLOCK): peer for peer in peers}
         world.barrier()  # a pipe can be opened for writing once somebody reads it
@@ -35,12 +42,13 @@ class SharedSum:
 
     def __call__(self, vector, rank, size):
         """Sum `vector` (n,) over the ranks in place. Raises TimeoutError or ConnectionError for a rank that does not come."""
-        slots, total = self.slots[:size, : len(vector)], self.slots[size, : len(vector)]
-        slots[rank].copy_(vector)
-        self._meet()
-        torch.sum(slots.tensor_split(size, dim=1)[rank], dim=0, out=total.tensor_split(size)[rank])
-        self._meet()
-        vector.copy_(total)
+        for piece in vector.split(self.slots.shape[1]):
+            slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
+            slots[rank].copy_(piece)
+            self._meet()
+            torch.sum(slots.tensor_split(size, dim=1)[rank], dim=0, out=total.tensor_split(size)[rank])
+            self._meet()
+            piece.copy_(total)
 
     def _meet(self):
         """Wait until every rank is here. A byte in a pipe also orders memory: what was written before it is seen after it."""
