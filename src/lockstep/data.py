@@ -77,9 +77,7 @@ class Augment:
         return torch.cat([shifts, flips], dim=1)
 
     def __call__(self, images, plan):
-        """images: (N, C, H, W) and their plan, both on one device. Pixels from beyond the edge are 0."""
-        if not plan.numel():
-            return images
+        """images: (N, C, H, W) and their plan (N, 3), both on one device. Pixels from beyond the edge are 0."""
         _, _, height, width = images.shape
         rows = plan[:, 0, None] + torch.arange(height, device=images.device)
         columns = plan[:, 1, None] + torch.arange(width, device=images.device)
@@ -156,7 +154,7 @@ class Loader:
 
     def _deliver(self, samples, targets, plan=None):
         samples, targets = self._send(samples), self._send(targets)
-        if plan is not None:
+        if plan is not None and plan.numel():
             samples = self.augment(samples, self._send(plan))
         if samples.dtype == torch.uint8:
             samples = samples.to(self.dtype).mul_(self.scale).add_(self.shift)

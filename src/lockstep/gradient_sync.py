@@ -43,8 +43,10 @@ def parameter_server(module, world):
 def shared_memory(module, world):
     """The ranks of one machine add up in memory that all of them see, see `SharedSum`: the fastest way between CPUs."""
     if isinstance(module, DistributedDataParallel):
-        (dtype,) = {parameter.dtype for parameter in module.parameters()}
-        module.register_comm_hook(world, _mean_by(SharedSum(world, sum(parameter.numel() for parameter in module.parameters()), dtype)))
+        parameters = list(module.parameters())
+        if len({parameter.dtype for parameter in parameters}) > 1:
+            raise Refusal("gradient_sync=shared_memory is for weights of one type; type gradient_sync=all_reduce")
+        _hooked(module, world, _mean_by(SharedSum(world, sum(parameter.numel() for parameter in parameters), parameters[0].dtype)))
     return module
 
 

@@ -87,18 +87,25 @@ def spawn(work, cfg, start_method, nproc_per_node, nnodes, node_rank, master_add
     master_addr:master_port: where node 0 listens; port 0 picks a free one and is for one node only.
     """
     refuse_nesting(start_method if start_method == "fork" else "spawn")
+    if start_method == "fork" and nnodes > 1:
+        raise Refusal("launch=fork is for one machine, since parents that meet have threads, which no fork survives; type launch=spawn")
     import torch.multiprocessing as mp
 
     node = spawn_node(nnodes, node_rank, master_addr, master_port)
-    port = rendezvous.store(node).port
     answer, answers = mp.Pipe(duplex=False)
     described = dict(
         WORLD_SIZE=nnodes * nproc_per_node, LOCAL_WORLD_SIZE=nproc_per_node, GROUP_RANK=node_rank,
-        MASTER_ADDR=master_addr, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
+        MASTER_ADDR=master_addr, MASTER_PORT=node.master_port, TORCHELASTIC_USE_AGENT_STORE=True, LOCKSTEP_STARTER="spawn",
     )  # fmt: skip
     ranks = mp.start_processes(
         _spawned_rank, (work, cfg, node_rank * nproc_per_node, described, answers), nproc_per_node, join=False, start_method=start_method
     )
+    try:
+        rendezvous.store(node)  # not before: a fork copies locks that the store's thread may hold, and nobody would ever release the copies
+    except BaseException:
+        for process in ranks.processes:
+            process.kill()
+        raise
     try:
         with signals.passed_on(ranks.pids()):
             while not ranks.join():
@@ -107,6 +114,9 @@ def spawn(work, cfg, start_method, nproc_per_node, nnodes, node_rank, master_add
         raise _failure(node_rank * nproc_per_node + error.error_index, error.exit_code, str(error)) from None
     except mp.ProcessRaisedException as error:
         raise _failure(node_rank * nproc_per_node + error.error_index, 1, str(error).strip()) from None
+    finally:
+        if start_method == "fork":
+            rendezvous.store.cache_clear()  # ends its thread: a sweep forks again
     return answer.recv() if answer.poll() else None
 
 

@@ -58,7 +58,9 @@ class SharedSum:
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
         for pipe, peer in self.heard.items():
-            if not select.select([pipe], [], [], self.world.timeout)[0]:
+            arrival = select.poll()
+            arrival.register(pipe, select.POLLIN)
+            if not arrival.poll(1000 * self.world.timeout):
                 raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
             if not os.read(pipe, 1):
                 raise ConnectionError(f"rank {peer} is gone: closed by peer")
