@@ -132,9 +132,8 @@ def tree_sum(vector, rank, size):
 
 def collectives(sizes, rounds):
     """{(collective, bytes): seconds, the fastest round's}."""
-    from lockstep import gradient_sync, loop, world
+    from lockstep import gradient_sync, world
 
-    loop.keep_memory()  # as a run does
     with world.join("gloo", 120) as ranks:
         place = ranks.rank, ranks.size
         ways = {
