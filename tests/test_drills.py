@@ -13,7 +13,7 @@ import pytest
 
 from conftest import TORCHRUN, TRAIN, events, free_port, wait_for
 from lockstep import snapshot
-from test_resume import SLOW, children, cmdline, model, same_bits
+from test_resume import SLOW, children, cmdline, model, ranks_under, same_bits
 
 pytestmark = pytest.mark.drill
 
@@ -77,7 +77,7 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, t
     run = start(*command, "hydra.run.dir=disturbed")
     wait_for(lambda: position(tmp_path / "disturbed")[0] >= 5, "first snapshot")
     time.sleep(random.uniform(0, 0.5))
-    ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
+    ranks = ranks_under(run.process.pid)
     for pid in [run.process.pid] * ("launcher" in victims) + ranks * ("ranks" in victims):
         os.kill(pid, signal.SIGKILL)
     run.finish(code=None)

@@ -72,6 +72,12 @@ def cmdline(pid):
     return open(f"/proc/{pid}/cmdline", "rb").read()
 
 
+def ranks_under(launcher):
+    """The processes of a launcher of ours that train: what it spawned, or what its fork server forked."""
+    servers = [pid for pid in children(launcher) if b"forkserver" in cmdline(pid)]
+    return [pid for pid in children(launcher) if b"spawn_main" in cmdline(pid)] + [pid for server in servers for pid in children(server)]
+
+
 @pytest.mark.parametrize(
     ("launch", "who", "number"),
     [
@@ -84,12 +90,13 @@ def cmdline(pid):
 def test_asked_to_stop_all_ranks_save_the_step_and_leave_together(start, tmp_path, launch, who, number):
     run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
     wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
-    ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
+    ranks = ranks_under(run.process.pid)
     os.kill(run.process.pid if who == "parent" else ranks[-1], number)
     run.finish(75)
     newest = snapshot.complete(tmp_path / "run" / "snapshots")[0]
     step = json.loads(newest.with_suffix(".json").read_text())["step"]
     assert f"stopped early at step {step}; go on there with hydra.run.dir={tmp_path}/run" in run.output
+    assert len(ranks) == (0 if launch == "env" else 2)
     assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
 
 
@@ -97,7 +104,7 @@ def test_asked_to_stop_all_ranks_save_the_step_and_leave_together(start, tmp_pat
 def test_killing_the_launcher_leaves_no_orphan(start, tmp_path, launch):
     run = start(sys.executable, TRAIN, *SLOW, "trainer.epochs=200", f"launch={launch}", "hydra.run.dir=run")
     wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
-    ranks = [pid for pid in children(run.process.pid) if b"spawn_main" in cmdline(pid)]
+    ranks = ranks_under(run.process.pid)
     assert len(ranks) == 2
     run.process.kill()
     wait_for(lambda: not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")], "end of the ranks", limit=3)

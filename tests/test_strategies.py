@@ -76,8 +76,9 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path):
 def _stopped(cfg):
     """Train three steps or so, in mid-epoch, and be asked to stop."""
     import train
-    from lockstep import loop, signals
+    from lockstep import loop, signals, snapshot
 
+    snapshot.PAUSE = 0  # a vote a step
     update, steps = loop.update, []
 
     def asked(run):

@@ -216,7 +216,7 @@ def evaluate(run, loader):
         meter.add(recipe.loss(outputs, targets)[1], len(targets))
 
     agree_on_buffers(model, loader.world)
-    with run.judged(), torch.inference_mode():
+    with run.judged(), torch.no_grad():  # inference_mode would make FSDP's buffers, if these are its first, useless for training
         for inputs, targets in loader.once(recipe.eval_batch_size):
             examine(model, inputs, targets, count, autocast)
     return meter.means()

@@ -25,6 +25,8 @@ from lockstep.world import Vote
 
 log = logging.getLogger(__name__)
 
+PAUSE = 0.25  # seconds between two votes on stopping and saving
+
 
 class Cadence:
     """When a snapshot is due: "1epochs", "50steps" or "10min" (a bare unit means 1)."""
@@ -79,7 +81,7 @@ class Keeper:
 
     def __init__(self, run, world, run_dir, identity, samples, every, last):
         self.run, self.world, self.run_dir, self.identity, self.samples, self.last = run, world, Path(run_dir), identity, samples, last
-        self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2, pause=0.25), Writer(waiting=2)
+        self.cadence, self.vote, self.writer = Cadence(every), Vote(world, flags=2, pause=PAUSE), Writer(waiting=2)
         self.before_save, self.due = lambda: None, False
 
     def __enter__(self):
