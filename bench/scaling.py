@@ -1,6 +1,6 @@
 """Fits bench/step_time.py's constants to this machine, checks its predictions on 2, 4 and 8 ranks, and says where each strategy stops paying.
 
-python bench/scaling.py [--quick] [--docs] [--out=outputs/scaling]
+python bench/scaling.py [--quick] [--rounds=5] [--docs] [--out=outputs/scaling]
 
 Three checks. Collectives on cables (bench/cable.py) of 1 ms and 100 Mbit/s, where the network and not two cores is what is
 measured. Whole steps of src/train.py's own work() on those cables, of a net that sleeps where others compute: as many hosts
@@ -362,13 +362,14 @@ def check_real(worlds, wire, steps):
 def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--quick", action="store_true", help="two ranks, two strategies, few steps: to see that it runs")
+    options.add_argument("--rounds", type=int, default=5, help="of each collective; how many steps are timed grows with it")
     options.add_argument("--docs", action="store_true", help="put tables and plot into docs/")
     options.add_argument("--out", type=Path, default=ROOT / "outputs" / "scaling")
     asked = options.parse_args()
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker,ignore::FutureWarning"  # of all_gather_into_tensor, whose new name older torches lack
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts on cables have no names, which c10d would tell each time
     asked.out.mkdir(parents=True, exist_ok=True)
-    worlds, rounds, steps = ((2,), 3, EVERY) if asked.quick else ((2, 4, 8), 5, 3 * EVERY)
+    worlds, rounds, steps = ((2,), 3, EVERY) if asked.quick else ((2, 4, 8), asked.rounds, EVERY * -(-3 * asked.rounds // 5))
     lines = []
 
     def tell(*more):
