@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 RESULTS = ROOT / "bench" / "RESULTS.md"
 
 COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one captures CUDA graphs
@@ -76,12 +76,10 @@ class Watch:
 
 
 def composed(folder, *overrides):
-    import hydra
-
+    import test_configs
     from lockstep import entry
 
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return entry.resolved(hydra.compose("config", overrides=[f"run_dir={folder}", *QUIET, *overrides]))
+    return entry.resolved(test_configs.composed(f"run_dir={folder}", *QUIET, *overrides))
 
 
 def life(cfg, told):
@@ -255,11 +253,7 @@ def main():
     options.add_argument("--quick", action="store_true", help="a few samples, to see that it runs")
     options.add_argument("--write", nargs="?", type=Path, const=RESULTS, help="keep the tables in bench/RESULTS.md, or in another file")
     asked = options.parse_args()
-
-    from lockstep import entry
-
     os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # ranks leave without teardown, and Python would call tqdm's lock leaked
-    entry.register()
     began = time.time()
     name, version, rates = alone(matmul_rates, (256,) if asked.quick else (2048, 4096, 8192, 16384))
     compiles = COMPILE[:1] if asked.quick else COMPILE
