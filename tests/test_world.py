@@ -45,6 +45,25 @@ def test_three_ranks_speak(tmp_path):
         }
 
 
+def _recorded_votes():
+    import torch
+
+    from lockstep import world
+
+    with world.join("auto", 60) as ranks:
+        vote = world.Vote(ranks, flags=1, pause=0)
+        with torch.profiler.profile() as profiler:
+            ranks.total(torch.ones(1))
+            vote.cast(True)
+        vote.close()
+        return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+
+
+def test_a_profiler_may_stop_before_a_vote_is_counted():
+    """A recorded collective that outlives torch's profiler corrupts the heap."""
+    assert in_world(2, _recorded_votes) == [["gloo:all_reduce"]] * 2
+
+
 def _fail_on_rank_1():
     from lockstep import world
 

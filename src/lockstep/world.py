@@ -100,7 +100,8 @@ class Vote:
         outcome, now = self.close(), time.monotonic()
         fitting = int(self.pause * self.stride / max(now - self.last, 1e-9))
         votes = torch.cat([torch.tensor([-max(1, min(fitting, 2 * self.stride))], dtype=torch.int32), self.wishes])
-        self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
+        with unrecorded():
+            self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
         self.left, self.last = self.stride, now
         self.wishes.zero_()
         return outcome
@@ -115,6 +116,20 @@ class Vote:
         stride, *outcome = votes.tolist()
         self.stride = -stride
         return tuple(map(bool, outcome))
+
+
+@contextmanager
+def unrecorded():
+    """Around the start of a collective that torch's profiler may not live to see the end of.
+
+    A recorded collective notes its end in the profiler's own memory, from a thread of gloo's; where the profiler has been
+    stopped by then, that memory is freed, and the note ends the process with a corrupted heap (torch 2.14).
+    """
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 def choose_backend(name, local_size=1):
