@@ -126,6 +126,7 @@ def main(cfg):
     cfg = entry.resolved(cfg)
     launch.import_once(cfg.launch.get("start_method"))
     refuse(cfg)
+    entry.collect_garbage()
     return make(cfg.launch)(work, cfg)
 
 

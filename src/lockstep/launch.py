@@ -34,7 +34,6 @@ def import_once(start_method):
     elif start_method == "fork":
         for name in NEEDED:
             importlib.import_module(name)
-        gc.freeze()  # what is shared is not written to: the collector marks what it looks at
 
 
 def env(work, cfg):
@@ -71,6 +70,7 @@ def torchrun(work, cfg, start_method, nproc_per_node, max_restarts):
 
 def _rank(work, cfg):
     """A worker of the in-process agent; what it returns reaches the agent."""
+    gc.freeze()  # the collector writes to what it looks at, and a copy's memory is shared until it is written to
     signals.end_with_parent()
     try:
         value = work(cfg)

@@ -10,22 +10,26 @@ class Meter:
     """
 
     def __init__(self, names, world):
-        self.names, self.world = list(names), world
-        self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
-        self.told = torch.zeros_like(self.sums)
+        self.names, self.world, self.count = list(names), world, 0
+        self.sums = [torch.zeros((), dtype=torch.float64, device=world.device) for _ in self.names]
+        self.told = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
 
     def clear(self):
-        self.sums.zero_()
+        self.count = 0
+        for total in self.sums:
+            total.zero_()
         self.told.zero_()
 
+    @torch.no_grad()
     def add(self, sums, count):
         """sums: {name: 0-d tensor summed over this rank's `count` samples}. Never waits for the device."""
-        self.sums[:-1] += torch.stack([sums[name].detach().double() for name in self.names])
-        self.sums[-1] += count
+        for name, total in zip(self.names, self.sums, strict=True):
+            total += sums[name]
+        self.count += count
 
     def totals(self):
         """The sums over all ranks and, last, the number of samples, as a tensor; this rank's own sums stay as they are."""
-        return self.world.total(self.sums.clone())
+        return self.world.total(torch.stack([*self.sums, self.told.new_tensor(self.count)]))
 
     def means(self):
         """{name: mean over every sample of every rank}."""
@@ -43,5 +47,6 @@ class Meter:
 
     def restore(self, totals):
         """Go on from `totals` of an earlier life, perhaps of another world size: the leader carries them all."""
-        self.told = totals.to(self.sums.device)
-        self.sums = self.told.clone() if self.world.leads else torch.zeros_like(self.told)
+        self.told = totals.to(self.told.device)
+        *self.sums, count = (self.told.clone() if self.world.leads else torch.zeros_like(self.told)).unbind()
+        self.count = int(count)

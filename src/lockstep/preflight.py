@@ -16,7 +16,7 @@ TRAINER = {
     "max_steps": (*MAYBE_WHOLE, 100),
     "batch_size": (*WHOLE, 128),
     "batch_size_per_rank": (*MAYBE_WHOLE, 64),
-    "eval_batch_size": (*WHOLE, 512),
+    "eval_batch_size": (*WHOLE, 128),
     "accumulate": (*WHOLE, 2),
     "shards": (*MAYBE_WHOLE, 4),
     "clip_norm": (lambda value: value is None or _above_zero(value), "a number above 0, or null", 1.0),

@@ -87,23 +87,23 @@ class Vote:
 
     def __init__(self, world, flags, pause):
         self.group, self.pause, self.pending = world.control, pause, None
-        self.wishes = torch.zeros(flags, dtype=torch.int32)
+        self.wishes = [False] * flags
         self.stride = self.left = 1
         self.last = time.monotonic()
 
     def cast(self, *wishes):
         """Wish for flags; returns those that some rank had wished for at the last vote, if one is now counted."""
-        self.wishes |= torch.tensor(wishes, dtype=torch.int32)
+        self.wishes = [wish or old for wish, old in zip(wishes, self.wishes, strict=True)]
         self.left -= 1
         if self.left:
             return (False,) * len(wishes)
         outcome, now = self.close(), time.monotonic()
         fitting = int(self.pause * self.stride / max(now - self.last, 1e-9))
-        votes = torch.cat([torch.tensor([-max(1, min(fitting, 2 * self.stride))], dtype=torch.int32), self.wishes])
+        votes = torch.tensor([-max(1, min(fitting, 2 * self.stride)), *self.wishes], dtype=torch.int32)
         with unrecorded():
             self.pending = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True), votes
         self.left, self.last = self.stride, now
-        self.wishes.zero_()
+        self.wishes = [False] * len(wishes)
         return outcome
 
     def close(self):
