@@ -33,7 +33,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", 
 
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
 OURS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
-SOCKETS = {precision: f"{ours}, gloo's all_reduce" for precision, ours in OURS.items()}  # and not what gradient_sync=auto takes
+FLOORS = {"bare loop": (1, 0.97, 0.99), "bare DDP": (2, 0.95, 0.99), "no synchronisation": (2, 0.88, 0.95)}  # {name: (ranks, reach, moonshot)}
 OTHERS = ("Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")  # of which conf/launch may lack some
 CROWD = 8  # ranks whose memory is looked at
@@ -49,6 +49,7 @@ class Settings:
     batch: int = 128
     worlds: tuple = (2, 4, 8)  # of the start-up
     jobs: int = 8  # of the sweep
+    pairs: int = 6  # epochs of the floors
 
 
 @dataclass(frozen=True)
@@ -88,36 +89,36 @@ def contestants(settings):
         recipe = [f"trainer.batch_size_per_rank={part.batch}", f"trainer.epochs={part.epochs}"]
         return ["dataset=mnist", f"data_dir={part.data}", *cut, *recipe, "loop._target_=ours.train", "hydra.run.dir=run", *own]
 
+    def beside(precision, *own):
+        """Overrides of src/train.py: the same, and its floors by turns with it; more epochs, so that there are pairs to choose a middle from."""
+        return ours(f"trainer.precision={precision}", "loop._target_=beside.train", f"trainer.epochs={settings.pairs}", *own)
+
     def one(name, ranks, parts, *commands):
         return Contestant(name, ranks, frozenset(parts.split()), list(commands))
 
     single = [
-        one("tutorial", 1, "train floor memory", alone + script("mnist")),
-        one(OURS["fp32"], 1, "train floor memory", [*alone, TRAIN, *ours()]),
+        one("tutorial", 1, "train memory", alone + script("mnist")),
+        one(OURS["fp32"], 1, "train memory", [*alone, TRAIN, *ours()]),
         one("Lightning", 1, "train", alone + script("lightning_mnist")),
         one("Accelerate", 1, "train", [*alone, *ACCELERATE, *script("accelerate_mnist")]),
-        one(OURS["bf16"], 1, "train floor", [*alone, TRAIN, *ours("trainer.precision=bf16")]),
+        one(OURS["bf16"], 1, "train", [*alone, TRAIN, *ours("trainer.precision=bf16")]),
         one("references", 1, "train", alone + script("references")),
-        one("bare loop, fp32", 1, "floor", alone + script("floor")),
-        one("bare loop, bf16", 1, "floor", alone + script("floor", "--precision=bf16")),
-        one("bare loop of the tutorial's net", 1, "floor", alone + script("floor", "--net=tutorial", "--layout=contiguous")),
+        *(one(f"Lockstep beside its floor, {precision}", 1, "floor", [*alone, TRAIN, *beside(precision)]) for precision in OURS),
     ]
     two = torchrun(2)
     double = [
         one("tutorial", 2, "train memory", two + script("ddp_mnist")),
-        one(OURS["fp32"], 2, "train floor memory", [*two, TRAIN, *ours()]),
+        one(OURS["fp32"], 2, "train memory", [*two, TRAIN, *ours()]),
         one("Lightning", 2, "train", alone + script("lightning_mnist", "--devices=2")),
         one("Accelerate", 2, "train", two + script("accelerate_mnist")),
-        one(OURS["bf16"], 2, "train floor", [*two, TRAIN, *ours("trainer.precision=bf16")]),
+        one(OURS["bf16"], 2, "train", [*two, TRAIN, *ours("trainer.precision=bf16")]),
         one("references", 2, "train", two + script("references")),
+        *(one(f"Lockstep beside its floor, {precision}", 2, "floor", [*two, TRAIN, *beside(precision)]) for precision in OURS),
         *(
-            one(f"{name}, {precision}", 2, "floor", two + script("floor", f"--sync={sync}", f"--precision={precision}"))
+            one(f"Lockstep beside its floor, {precision}, gloo", 2, "floor", [*two, TRAIN, *beside(precision, "gradient_sync=all_reduce")])
             for precision in OURS
-            for name, sync in (("bare DDP", "ddp"), ("no synchronisation", "none"))
         ),
     ]
-    sockets = [*two, TRAIN, *ours("gradient_sync=all_reduce")]
-    double += [one(name, 2, "floor", [*sockets, f"trainer.precision={precision}"]) for precision, name in SOCKETS.items()]
 
     short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
     starts = [[one("leanest", 1, "startup", alone + script("lean")), one("start by python", 1, "startup", [*alone, TRAIN, *ours(part=short)])]]
@@ -195,7 +196,7 @@ def figures(records, began):
     """{quantity: number} from the ranks' records: a time is the slowest rank's, CPU time is the sum of all ranks'.
 
     speed, first_epoch, later_epochs, evaluation: samples/s; cpu: CPU seconds for 1000 training samples; first_step: seconds
-    since the command; rss, private, pss: MB of the rank that has most.
+    since the command; rss, private, pss: MB of the rank that has most; of bare loop, ...: of a floor's speed, the middle of all epochs.
     """
 
     def laps(what, epochs=slice(None)):
@@ -215,6 +216,11 @@ def figures(records, began):
     samples, _, cpu = laps("training")
     if samples:
         found["cpu"] = 1000 * cpu / samples
+    for name in FLOORS.keys() & records[0].keys():
+        seconds = [
+            [max(lap["seconds"] for lap in laps) for laps in zip(*(record[what] for record in records), strict=True)] for what in (name, "training")
+        ]
+        found[f"of {name}"] = statistics.median(floor / ours for floor, ours in zip(*seconds, strict=True))
     found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
     if records[0]["accuracy"] is not None:
         found["accuracy"] = records[0]["accuracy"]
@@ -279,22 +285,22 @@ def processes(ranks):
     return f"{ranks} process{'es' * (ranks > 1)}"
 
 
-def floors(ranks):
-    """[(which of ours, what it is held against, in which precision)]"""
-    if ranks == 1:
-        return [(OURS[precision], "bare loop", precision) for precision in OURS]
-    return [(ours[precision], what, precision) for ours in (OURS, SOCKETS) for what in ("bare DDP", "no synchronisation") for precision in OURS]
+def fractions(results):
+    """[(floor, ranks, how Lockstep ran, the fractions of its speed that were kept)]"""
+    return [
+        (name, ranks, how, [*results.values(f"Lockstep beside its floor, {how}", ranks, f"of {name}").values()])
+        for name, (ranks, _, _) in FLOORS.items()
+        for how in [*OURS, *(f"{precision}, gloo" for precision in OURS)]
+    ]
 
 
 def floor(results):
-    pairs = [(ours, f"{what}, {precision}", ranks) for ranks in (1, 2) for ours, what, precision in floors(ranks)]
-    rows = []
-    for ours, name, ranks in [*pairs, ("tutorial", "bare loop of the tutorial's net", 1)]:
-        fractions = [results.ratio(what, (ours, ranks), (name, ranks)) for what in ("speed", "first_epoch", "later_epochs")]
-        fractions.append(results.ratio("cpu", (name, ranks), (ours, ranks)))
-        rows.append([ours, name, str(ranks), number(results.median(name, ranks, "speed")), *map(said, fractions)])
-    head = ["", "against", "processes", "its samples/s", "fraction", "first epoch", "later epochs", "CPU time"]
-    return markdown("The floor: the fraction of a bare loop's speed that is kept", head, [row for row in rows if row[4] != "-"])
+    rows = [
+        [name, str(ranks), how, number(results.median(f"Lockstep beside its floor, {how}", ranks, "speed")), said(kept)]
+        for name, ranks, how, kept in fractions(results)
+    ]
+    head = ["of the speed of", "processes", "Lockstep in", "its samples/s", "fraction kept"]
+    return markdown("The floor, by turns in the same processes", head, [row for row in rows if row[4] != "-"])
 
 
 def startup(results):
@@ -343,11 +349,9 @@ def reach(results):
         if others:
             worst = min(others, key=lambda other: statistics.median(others[other]))
             rows.append((f"samples/s against the fastest other, {worst}, {where}, fp32", others[worst], 1.4, 1.6))
-        for ours, what, precision in floors(ranks):
-            limits = {"bare loop": (0.97, 0.99), "bare DDP": (0.95, 0.99), "no synchronisation": (0.88, 0.95)}[what]
-            ratios = results.ratio("speed", (ours, ranks), (f"{what}, {precision}", ranks))
-            how = f"{precision}, gloo's all_reduce" if ours in SOCKETS.values() else precision
-            rows.append((f"of the speed of {what}, {where}, {how}", ratios, *limits))
+        for name, over, how, kept in fractions(results):
+            if over == ranks:
+                rows.append((f"of the speed of {name}, {where}, {how}", kept, *FLOORS[name][1:]))
         rows.append(
             (f"evaluation against the tutorial's, {where}, fp32", results.ratio("evaluation", (OURS["fp32"], ranks), ("tutorial", ranks)), 2.2, 4)
         )
@@ -488,7 +492,7 @@ def main():
         sys.exit(f"{' and '.join(missing)} would take part and cannot be imported; type {sys.executable} -m pip install -r requirements-bench.txt")
     if parts - {"sweep", "help"}:
         download(asked.data)
-    size = {"worlds": (2, 4), "jobs": 4} if asked.quick else {}
+    size = {"worlds": (2, 4), "jobs": 4, "pairs": 2} if asked.quick else {}
     settings = Settings(str(asked.data.resolve()), asked.samples, asked.test_samples, asked.epochs, **size)
     rounds = asked.rounds or (1 if asked.quick else 4)
 

@@ -10,12 +10,12 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 import race  # noqa: E402
 
-TINY = race.Settings(os.environ.get("LOCKSTEP_DATA", ""), samples=256, test_samples=256, epochs=1)
+TINY = race.Settings(os.environ.get("LOCKSTEP_DATA", ""), samples=256, test_samples=256, epochs=1, pairs=1)
 NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
-FLOORS = {("bare loop, fp32", 1), ("bare DDP, fp32", 2), ("leanest", 1)}  # the other floors differ by an option
+ALSO = {("Lockstep beside its floor, fp32", 1), ("Lockstep beside its floor, bf16, gloo", 2), ("leanest", 1)}  # the others differ by an option
 FIELD = [
     each for group in race.contestants(TINY) for each in group
-    if "train" in each.parts and each.name != "Lockstep, bf16" or (each.name, each.ranks) in FLOORS
+    if "train" in each.parts and each.name != "Lockstep, bf16" or (each.name, each.ranks) in ALSO
 ]  # fmt: skip
 
 
@@ -35,6 +35,9 @@ def test_a_contender_runs_and_measures_itself(contestant, tmp_path):
         assert found["speed"] == found["first_epoch"] > 0
         assert found["cpu"] > 0
         assert "later_epochs" not in found
+    floors = {f"of {name}" for name, (ranks, *_) in race.FLOORS.items() if ranks == contestant.ranks and "floor" in contestant.parts}
+    assert {key for key in found if key.startswith("of ")} == floors
+    assert all(0 < found[key] < 10 for key in floors)
 
 
 def measured(number, name, ranks, **quantities):

@@ -69,10 +69,10 @@ class Record:
         self.began, self.cpu = time.perf_counter(), _cpu_seconds()
 
     def lap(self, what, samples):
-        """`what` (training, evaluation) of `samples`, over all ranks, has taken all the time since `start` or the lap before."""
+        """`what` (training, evaluation, a floor) of `samples`, over all ranks, has taken all the time since `start` or the lap before."""
         began, cpu = self.began, self.cpu
         self.start()
-        self.laps[what].append({"seconds": self.began - began, "cpu": self.cpu - cpu, "samples": samples})
+        self.laps.setdefault(what, []).append({"seconds": self.began - began, "cpu": self.cpu - cpu, "samples": samples})
 
     def write(self, accuracy=None, rank=None):
         rank = int(os.environ.get("RANK", 0)) if rank is None else rank
