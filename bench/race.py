@@ -13,7 +13,6 @@ import contextlib
 import csv
 import importlib.metadata
 import json
-import operator
 import os
 import platform
 import pty
@@ -218,8 +217,9 @@ def figures(records, began):
     if samples:
         found["cpu"] = 1000 * cpu / samples
     for name in FLOORS.keys() & records[0].keys():
-        theirs, ours = ([max(lap["seconds"] for lap in epoch) for epoch in zip(*(record[what] for record in records), strict=True)] for what in (name, "training"))
-        found[f"of {name}"] = statistics.median(map(operator.truediv, theirs, ours))
+        epochs = zip(*(zip(record[name], record["training"], strict=True) for record in records), strict=True)
+        slowest = [[max(lap["seconds"] for lap in laps) for laps in zip(*ranks, strict=True)] for ranks in epochs]
+        found[f"of {name}"] = statistics.median(floor / ours for floor, ours in slowest)
     found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
     if records[0]["accuracy"] is not None:
         found["accuracy"] = records[0]["accuracy"]

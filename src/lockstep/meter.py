@@ -2,6 +2,8 @@
 
 import torch
 
+TOGETHER = 64  # steps' sums are added up at once: one by one, a sum of two numbers costs far more in calling than in adding
+
 
 class Meter:
     """Adds up named sums and a sample count in float64 on the device; a mean over all ranks costs one all-reduce.
@@ -10,26 +12,33 @@ class Meter:
     """
 
     def __init__(self, names, world):
-        self.names, self.world, self.count = list(names), world, 0
-        self.sums = [torch.zeros((), dtype=torch.float64, device=world.device) for _ in self.names]
-        self.told = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
+        self.names, self.world = list(names), world
+        self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=world.device)
+        self.told = torch.zeros_like(self.sums)
+        self.new, self.count = [], 0  # not yet in the sums
 
     def clear(self):
-        self.count = 0
-        for total in self.sums:
-            total.zero_()
+        self.new, self.count = [], 0
+        self.sums.zero_()
         self.told.zero_()
 
-    @torch.no_grad()
     def add(self, sums, count):
         """sums: {name: 0-d tensor summed over this rank's `count` samples}. Never waits for the device."""
-        for name, total in zip(self.names, self.sums, strict=True):
-            total += sums[name]
+        self.new.append([sums[name].detach() for name in self.names])
         self.count += count
+        if len(self.new) == TOGETHER:
+            self._add_up()
+
+    def _add_up(self):
+        if self.new:
+            columns = [torch.stack(column).sum(dtype=torch.float64) for column in zip(*self.new, strict=True)]
+            self.sums += torch.stack([*columns, self.sums.new_full((), self.count)])
+            self.new, self.count = [], 0
 
     def totals(self):
         """The sums over all ranks and, last, the number of samples, as a tensor; this rank's own sums stay as they are."""
-        return self.world.total(torch.stack([*self.sums, self.told.new_tensor(self.count)]))
+        self._add_up()
+        return self.world.total(self.sums.clone())
 
     def means(self):
         """{name: mean over every sample of every rank}."""
@@ -47,6 +56,5 @@ class Meter:
 
     def restore(self, totals):
         """Go on from `totals` of an earlier life, perhaps of another world size: the leader carries them all."""
-        self.told = totals.to(self.told.device)
-        *self.sums, count = (self.told.clone() if self.world.leads else torch.zeros_like(self.told)).unbind()
-        self.count = int(count)
+        self.told = totals.to(self.sums.device)
+        self.sums = self.told.clone() if self.world.leads else torch.zeros_like(self.told)
