@@ -1,6 +1,9 @@
 """What is not imported until it is needed, and what then becomes of it."""
 
+import gc
 import sys
+
+import pytest
 
 from conftest import ROOT
 
@@ -40,3 +43,20 @@ def test_the_compiler_comes_when_somebody_compiles(start):
 
 def test_the_compiler_comes_when_somebody_imports_a_part_of_it(start):
     start(sys.executable, "-c", SUBMODULE, PYTHONPATH=ROOT / "src").finish()
+
+
+def train(run, loader, after_step):
+    """What conf calls `loop`: it tells of Python's collector, and trains."""
+    from lockstep import loop
+
+    print(f"collects: {gc.isenabled()}, leaves alone: {gc.get_freeze_count() > 100_000}")
+    return loop.train(run, loader, after_step)
+
+
+@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
+def test_the_collector_leaves_alone_what_was_imported(start, tmp_path, launch):
+    run = start(
+        sys.executable, ROOT / "src" / "train.py", f"launch={launch}", "trainer.max_steps=1", "loop._target_=test_lean.train",
+        f"hydra.run.dir={tmp_path}", PYTHONPATH=ROOT / "tests",
+    )  # fmt: skip
+    assert "collects: True, leaves alone: True" in run.finish().output
