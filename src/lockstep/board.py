@@ -68,10 +68,11 @@ class Board:
     """Writes TensorBoard events to the run folder. The x-axis is always the number of optimizer steps done."""
 
     def __init__(self, folder, run, config, log_every):
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
-        self.folder, self.run, self.log_every, self.tqdm = Path(folder), run, log_every, tqdm
+        self.folder, self.run, self.log_every, self.tqdm, self.summary = Path(folder), run, log_every, tqdm, Summary
         # Points a killed life wrote after the snapshot it left are taken back: one curve, no step twice.
         self.writer = SummaryWriter(folder, purge_step=run.progress.step + 1 if run.progress.step else None)
         if not run.progress.step:
@@ -119,8 +120,9 @@ class Board:
         log.info("%s   step %d%s   %.0f samples/s", self.title, self.run.progress.step, self.line, self.speed)
 
     def post(self, values):
-        """values: {tag: number}, at the present step."""
-        self._guarded(lambda: [self.writer.add_scalar(tag, value, self.run.progress.step) for tag, value in values.items()])
+        """values: {tag: number}, at the present step. They share one event: an event for each tag takes several times as long."""
+        summary = self.summary(value=[self.summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()])
+        self._guarded(lambda: self.writer.file_writer.add_summary(summary, self.run.progress.step))
 
     def farewell(self, tested):
         self._guarded(self.writer.close)
