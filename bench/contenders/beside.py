@@ -5,8 +5,8 @@ python src/train.py loop._target_=beside.train ...
 One process has a bare loop beside it. Of several, the floors are DistributedDataParallel with Lockstep's options, and ranks that never
 speak. They take turns of a few steps in the same processes: on a machine whose speed wanders by a fifth within seconds, nothing else would
 tell. All that belongs to an epoch is in Lockstep's turns. A floor's net, optimizer, layout and precision are Lockstep's; it trains over one
-batch that lies in memory, each time from the weights that Lockstep has come to: a net that knows its batch by heart computes with zeros,
-which takes 5 % less time in bf16.
+batch that lies in memory, each time from the weights that Lockstep has come to: a net that has come to know its batch by heart takes
+5 % less time in bf16.
 """
 
 import copy
