@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lockstep.datasets import InMemory
 from lockstep.refusal import Refusal
 
-AHEAD = 2**20  # values of samples looked up and converted at once: in a step's own small calls, calling costs more than their work
+AHEAD = 2**20  # values of samples looked up and converted at once: done step by step, the calls cost more than their work
 
 
 class Batch(NamedTuple):
@@ -150,7 +150,7 @@ class Loader:
     def _read(self, shares):
         """The raw samples and targets of the shares of indices, in order: of several shares at once, and how many each has."""
         if isinstance(self.dataset, InMemory):
-            several = max(1, AHEAD // max(1, len(shares[0]) * self.dataset.samples[0].numel()))
+            several = max(1, AHEAD // max(1, max(map(len, shares), default=0) * self.dataset.samples.shape[1:].numel()))
             for first in range(0, len(shares), several):
                 group = shares[first : first + several]
                 # Not samples[indices]: rows are copied whole, not value by value, five times as fast.
