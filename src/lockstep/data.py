@@ -153,8 +153,9 @@ class Loader:
             several = max(1, AHEAD // max(1, max(map(len, shares), default=0) * self.dataset.samples.shape[1:].numel()))
             for first in range(0, len(shares), several):
                 group = shares[first : first + several]
+                indices = torch.cat(group)
                 # Not samples[indices]: rows are copied whole, not value by value, five times as fast.
-                samples, targets = (tensor.index_select(0, torch.cat(group)) for tensor in self.dataset)
+                samples, targets = (tensor.index_select(0, indices) for tensor in self.dataset)
                 yield samples, targets, [len(share) for share in group]
         else:
             # An empty share has nothing to collate: any one sample tells the shape, and none of it is kept.

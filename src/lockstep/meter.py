@@ -56,5 +56,6 @@ class Meter:
 
     def restore(self, totals):
         """Go on from `totals` of an earlier life, perhaps of another world size: the leader carries them all."""
+        self.clear()
         self.told = totals.to(self.sums.device)
         self.sums = self.told.clone() if self.world.leads else torch.zeros_like(self.told)
