@@ -34,6 +34,8 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", 
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
 OURS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
 FLOORS = {"bare loop": (1, 0.97, 0.99), "bare DDP": (2, 0.95, 0.99), "no synchronisation": (2, 0.88, 0.95)}  # {name: (ranks, reach, moonshot)}
+BESIDE = {precision: [f"trainer.precision={precision}"] for precision in OURS}  # {how Lockstep runs beside its floors: its overrides}
+SOCKETS = {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in BESIDE.items()}  # and not what gradient_sync=auto takes
 OTHERS = ("Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")  # of which conf/launch may lack some
 CROWD = 8  # ranks whose memory is looked at
@@ -73,6 +75,11 @@ def launches(ranks):
     return {launch: start for launch, start in words.items() if (ROOT / "conf" / "launch" / f"{launch.removeprefix('launch=')}.yaml").exists()}
 
 
+def floored(how):
+    """The name of Lockstep that runs beside its floors."""
+    return f"Lockstep beside its floor, {how}"
+
+
 def contestants(settings):
     """Groups of contestants; those of a group are compared with each other and run close together."""
     alone = [sys.executable]
@@ -89,12 +96,13 @@ def contestants(settings):
         recipe = [f"trainer.batch_size_per_rank={part.batch}", f"trainer.epochs={part.epochs}"]
         return ["dataset=mnist", f"data_dir={part.data}", *cut, *recipe, "loop._target_=ours.train", "hydra.run.dir=run", *own]
 
-    def beside(precision, *own):
-        """Overrides of src/train.py: the same, and its floors by turns with it; more epochs, so that there are pairs to choose a middle from."""
-        return ours(f"trainer.precision={precision}", "loop._target_=beside.train", f"trainer.epochs={settings.pairs}", *own)
-
     def one(name, ranks, parts, *commands):
         return Contestant(name, ranks, frozenset(parts.split()), list(commands))
+
+    def beside(ranks, start, ways):
+        """src/train.py with its floors by turns, in each of `ways`; more epochs, so that there are pairs to choose a middle from."""
+        own = ["loop._target_=beside.train", f"trainer.epochs={settings.pairs}"]
+        return [one(floored(how), ranks, "floor", [*start, TRAIN, *ours(*words, *own)]) for how, words in ways.items()]
 
     single = [
         one("tutorial", 1, "train memory", alone + script("mnist")),
@@ -103,7 +111,7 @@ def contestants(settings):
         one("Accelerate", 1, "train", [*alone, *ACCELERATE, *script("accelerate_mnist")]),
         one(OURS["bf16"], 1, "train", [*alone, TRAIN, *ours("trainer.precision=bf16")]),
         one("references", 1, "train", alone + script("references")),
-        *(one(f"Lockstep beside its floor, {precision}", 1, "floor", [*alone, TRAIN, *beside(precision)]) for precision in OURS),
+        *beside(1, alone, BESIDE),
     ]
     two = torchrun(2)
     double = [
@@ -113,11 +121,7 @@ def contestants(settings):
         one("Accelerate", 2, "train", two + script("accelerate_mnist")),
         one(OURS["bf16"], 2, "train", [*two, TRAIN, *ours("trainer.precision=bf16")]),
         one("references", 2, "train", two + script("references")),
-        *(one(f"Lockstep beside its floor, {precision}", 2, "floor", [*two, TRAIN, *beside(precision)]) for precision in OURS),
-        *(
-            one(f"Lockstep beside its floor, {precision}, gloo", 2, "floor", [*two, TRAIN, *beside(precision, "gradient_sync=all_reduce")])
-            for precision in OURS
-        ),
+        *beside(2, two, BESIDE | SOCKETS),
     ]
 
     short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
@@ -217,9 +221,8 @@ def figures(records, began):
     if samples:
         found["cpu"] = 1000 * cpu / samples
     for name in FLOORS.keys() & records[0].keys():
-        epochs = zip(*(zip(record[name], record["training"], strict=True) for record in records), strict=True)
-        slowest = [[max(lap["seconds"] for lap in laps) for laps in zip(*ranks, strict=True)] for ranks in epochs]
-        found[f"of {name}"] = statistics.median(floor / ours for floor, ours in slowest)
+        epochs = [slice(epoch, epoch + 1) for epoch in range(len(records[0][name]))]
+        found[f"of {name}"] = statistics.median(laps(name, epoch)[1] / laps("training", epoch)[1] for epoch in epochs)
     found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
     if records[0]["accuracy"] is not None:
         found["accuracy"] = records[0]["accuracy"]
@@ -287,16 +290,15 @@ def processes(ranks):
 def fractions(results):
     """[(floor, ranks, how Lockstep ran, the fractions of its speed that were kept)]"""
     return [
-        (name, ranks, how, [*results.values(f"Lockstep beside its floor, {how}", ranks, f"of {name}").values()])
+        (name, ranks, how, [*results.values(floored(how), ranks, f"of {name}").values()])
         for name, (ranks, _, _) in FLOORS.items()
-        for how in [*OURS, *(f"{precision}, gloo" for precision in OURS)]
+        for how in BESIDE | SOCKETS
     ]
 
 
 def floor(results):
     rows = [
-        [name, str(ranks), how, number(results.median(f"Lockstep beside its floor, {how}", ranks, "speed")), said(kept)]
-        for name, ranks, how, kept in fractions(results)
+        [name, str(ranks), how, number(results.median(floored(how), ranks, "speed")), said(kept)] for name, ranks, how, kept in fractions(results)
     ]
     head = ["of the speed of", "processes", "Lockstep in", "its samples/s", "fraction kept"]
     return markdown("The floor, by turns in the same processes", head, [row for row in rows if row[4] != "-"])

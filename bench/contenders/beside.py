@@ -16,10 +16,9 @@ import course
 import ours
 import yaml
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import loop
-from lockstep.strategy import bare
+from lockstep.strategy import bare, ddp
 
 TURN = 20  # steps
 floors = {}
@@ -61,17 +60,17 @@ def train(run, loader, after_step):
 
 def made(run, loader):
     """{name: Floor}"""
-    options = yaml.safe_load((Path(loop.__file__).parents[2] / "conf" / "strategy" / "ddp.yaml").read_text())
-
-    def ddp(net):
-        return DistributedDataParallel(net, forward_sync_buffers=False, **{key: value for key, value in options.items() if not key.startswith("_")})
-
-    if loader.world.size == 1:
-        return {"bare loop": Floor(run, loader, lambda net: net)}
-    return {"bare DDP": Floor(run, loader, ddp), "no synchronisation": Floor(run, loader, lambda net: net)}
+    world, alone = loader.world, Floor(run, loader, lambda net: net)
+    if world.size == 1:
+        return {"bare loop": alone}
+    conf = yaml.safe_load((Path(loop.__file__).parents[2] / "conf" / "strategy" / "ddp.yaml").read_text())
+    options = {key: value for key, value in conf.items() if not key.startswith("_")}
+    return {"bare DDP": Floor(run, loader, lambda net: ddp(net, world, **options)), "no synchronisation": alone}
 
 
 class Floor:
+    """A copy of the run's net, made by `wrap` into what is trained, and its first batch."""
+
     def __init__(self, run, loader, wrap):
         (_, self.images, self.labels), *_ = next(loader.epoch(0, run.recipe.batch_size, run.recipe.cut)).parts
         self.net = copy.deepcopy(bare(run.model))
