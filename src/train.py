@@ -1,134 +1,277 @@
-"""The door of Lockstep, and one rank's whole life.
+"""The entry point of Lockstep.
 
 python src/train.py
 torchrun --standalone --nproc_per_node=2 src/train.py backend=gloo trainer.epochs=10
 python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
+
+Functions import torch, and what needs it, inside: `--help` and `--cfg job` answer without torch.
 """
 
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import hydra
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 
-from lockstep import entry, launch, preflight, rendezvous, signals
-from lockstep.refusal import Refusal
+from lockstep import cli
+from lockstep.config.check import check_config
+from lockstep.config.instantiate import hydra_record, instantiate
 
+if TYPE_CHECKING:
+    from lockstep.data.loader import BatchLoader
+    from lockstep.distributed.world import World
+    from lockstep.launchers.base import Launcher
+    from lockstep.loggers.base import LoggerList, RunInfo
+    from lockstep.snapshots.manager import SnapshotManager
+    from lockstep.strategies.base import Strategy
+    from lockstep.training.state import TrainState
+    from lockstep.training.timer import StepTimer
 
-def make(node, **more):
-    """What a config node describes, None for an empty one. The only place where a config becomes an object."""
-    try:
-        return None if node is None else instantiate(node, _convert_="all", **more)
-    except InstantiationException as error:
-        raise error.__cause__ if isinstance(error.__cause__, Refusal) else error from None
-
-
-def work(cfg):
-    """One rank's whole life. Returns the last value of cfg.objective, which is what a sweep optimises."""
-    # Imported here, not above: `--help` and `--cfg job` answer without torch.
-    from lockstep import board, lean, lock, loop, snapshot, strategy, world
-
-    signals.listen()
-    lean.put_off_dynamo()
-    with board.logs(cfg.run_dir, rendezvous.read().rank), world.join(**cfg.backend) as ranks, lock.hold(cfg.run_dir, ranks):
-        ranks.same_on_all(entry.flat({key: value for key, value in cfg.items() if key != "launch"}), hint="start every rank with the same command")
-        loop.settle(cfg.seed, cfg.trainer.deterministic)
-        with ranks.leader_first():
-            make(cfg.dataset.prepare)
-        net = make(cfg.sync_bn)(loop.place(make(cfg.model), ranks, cfg.trainer.precision, cfg.trainer.channels_last, cfg.trainer.compile), ranks)
-        like = next(net.parameters()).detach()  # as it lies before a strategy may take it apart
-        model = make(cfg.gradient_sync)(make(cfg.strategy)(net, ranks), ranks)
-        train_data, test_data = feed(cfg, strategy.reader(model, ranks), like)
-        run = assemble(cfg, ranks, model, len(train_data))
-
-        with snapshot.Keeper(run, ranks, cfg.run_dir, identity(cfg, train_data), len(train_data), cfg.trainer.save_every, cfg.trainer.keep) as keeper:
-            keeper.resume(cfg.resume)
-
-            panel = board.open_board(ranks, cfg.run_dir, run, OmegaConf.to_yaml(cfg), cfg.trainer.log_every)
-            keeper.before_save = panel.flush  # a killed run's curves reach as far as its snapshots
-            panel.welcome(ranks.size, train_data.world.size, len(train_data), len(test_data))
-            train, tested = make(cfg.loop), {}
-            if preflight.on(cfg.trainer.profile):
-                from lockstep import timeline
-
-                train = timeline.watched(train, ranks, panel.post, cfg.run_dir, **cfg.timeline)
-            while not run.finished:
-                panel.start_epoch(len(train_data))
-                figures = train(run, train_data, after_step=[panel.after_step, keeper.after_step])
-                panel.end_training(run.meter.means(), figures)
-                if run.evaluation_due:
-                    tested = loop.evaluate(run, test_data)
-                    panel.end_evaluation(tested)
-                    if run.judge(tested[cfg.objective.removeprefix("test/")], lower_is_better=cfg.objective == "test/loss"):
-                        keeper.save("best")
-                panel.end_epoch()
-                keeper.after_epoch()
-
-            tested = tested or loop.evaluate(run, test_data)  # a finished run, started again
-            keeper.export()
-            panel.farewell(tested)
-            return tested[cfg.objective.removeprefix("test/")]
-
-
-def feed(cfg, reader, like):
-    """This reader's training and test data, delivered in the type and layout of the parameter `like`."""
-    from lockstep import data
-
-    how = {"world": reader, "seed": cfg.seed, "mean": cfg.dataset.mean, "std": cfg.dataset.std, "like": like, "workers": cfg.dataset.workers}
-    return data.Loader(make(cfg.dataset.train), augment=data.Augment(**cfg.dataset.augment), **how), data.Loader(make(cfg.dataset.test), **how)
-
-
-def assemble(cfg, ranks, model, samples):
-    """The run that trains `model` on `samples` samples: its recipe, and everything that changes as it goes."""
-    from lockstep import average, data, loop, meter, strategy
-
-    trainer, loss = cfg.trainer, make(cfg.dataset.loss)
-    same = ("epochs", "max_steps", "clip_norm", "precision", "eval_batch_size", "eval_every", "patience")
-    batch_size = data.global_batch(strategy.reader(model, ranks).size, trainer.batch_size, trainer.batch_size_per_rank, trainer.accumulate)
-    cut = data.virtual_ranks(trainer.shards) if trainer.shards else data.micro_batches(trainer.accumulate)
-    recipe = loop.Recipe(loss=loss, batch_size=batch_size, cut=cut, **{key: trainer[key] for key in same})
-    optimizer = make(cfg.optimizer)(model.parameters())
-    scheduler = make(cfg.scheduler)(optimizer, *recipe.steps(samples))
-    scaler, ema = loop.scaler(ranks, trainer.precision), trainer.ema and average.Average(strategy.bare(model), trainer.ema)
-    return loop.Run(recipe, model, optimizer, scheduler, scaler, meter.Meter(loss.names, ranks), ema)
-
-
-def identity(cfg, train_data):
-    """What a snapshot must share with a run that resumes from it."""
-    return entry.flat(cfg.model, "model") | {"optimizer": cfg.optimizer._target_, "training samples": len(train_data)}
-
-
-def refuse(cfg):
-    """Say no before any process is started, to whatever can be known to fail."""
-    from lockstep import data, snapshot, world
-
-    preflight.trainer(cfg.trainer)
-    preflight.timeline(cfg.timeline)
-    for group in ("optimizer", "scheduler", "model"):
-        preflight.numbers(group, cfg[group])
-    preflight.objective(cfg.objective, make(cfg.dataset.loss).names)
-    snapshot.Cadence(cfg.trainer.save_every)
-    snapshot.locate(cfg.resume, cfg.run_dir)
-    here, starts, submits = rendezvous.read(), cfg.launch.get("nproc_per_node"), cfg.launch.get("ntasks_per_node")
-    if not submits:  # the nodes of a job may have the GPUs that this machine lacks
-        world.choose_backend(cfg.backend.name, starts or here.local_size)
-    preflight.gradient_sync(cfg.gradient_sync._target_, strategy=cfg.strategy._target_, precision=cfg.trainer.precision)
-    preflight.shards(cfg.trainer.shards, strategy=cfg.strategy._target_, accumulate=cfg.trainer.accumulate, sync_bn=cfg.sync_bn._target_)
-    size = submits * cfg.launch.nodes if submits else starts * cfg.launch.get("nnodes", 1) if starts else here.size
-    preflight.loop(cfg.loop._target_, strategy=cfg.strategy._target_)
-    preflight.strategy(cfg.strategy._target_, cfg.strategy, size, cfg.trainer, cfg.sync_bn._target_, cfg.optimizer)
-    data.global_batch(size, cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank, cfg.trainer.accumulate)
-    if starts:
-        make(cfg.dataset.prepare)
+log = logging.getLogger(__name__)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
-def main(cfg):
-    cfg = entry.resolved(cfg)
-    launch.import_once(cfg.launch.get("start_method"))
-    refuse(cfg)
-    entry.collect_garbage()
-    return make(cfg.launch)(work, cfg)
+def main(cfg: DictConfig) -> Any:
+    """Check the config, then train in every rank. Returns the objective, for a sweeper."""
+    record = hydra_record(cfg, HydraConfig.get())
+    cfg = cli.resolve(cfg)
+    check_config(cfg)
+    launcher: Launcher = instantiate(cfg.launch)
+    launcher.prepare()
+    from lockstep.preflight import preflight  # imports torch, while the launcher's helper does the same
+
+    preflight(cfg, launcher)
+    cli.collect_garbage()
+    return launcher.launch(train_worker, cfg, record)
+
+
+def train_worker(cfg: DictConfig, record: Mapping[str, str]) -> float:
+    """What one rank does from start to end. Returns the last value of `cfg.objective`.
+
+    record: the files that rank 0 writes to the run folder's `.hydra`, {name: text}.
+    """
+    from lockstep.distributed import signals
+    from lockstep.distributed.environment import read_rank_info
+    from lockstep.distributed.lazy_dynamo import postpone_dynamo
+    from lockstep.distributed.run_folder_lock import hold_run_folder
+    from lockstep.distributed.world import init_distributed
+    from lockstep.loggers.rank_logs import rank_logs
+    from lockstep.snapshots.record import write_record
+    from lockstep.training.setup import set_determinism
+
+    signals.listen()
+    postpone_dynamo()
+    strategy: Strategy = instantiate(cfg.strategy)
+    with (
+        rank_logs(cfg.run_dir, read_rank_info().rank),
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+        hold_run_folder(cfg.run_dir, world),
+    ):
+        world.require_same_config(flat_config(cfg), hint="start every rank with the same command")
+        set_determinism(cfg.seed, cfg.trainer.deterministic)
+        train_loader, eval_loader = build_model_and_data(cfg, world, strategy)
+        state = build_train_state(cfg, strategy, len(train_loader))
+        with build_snapshots(cfg, state, train_loader) as snapshots, closing(build_loggers(cfg, world)) as loggers:
+            snapshots.resume(cfg.resume)
+            if not state.finished:
+                write_record(world, cfg.run_dir, record, state.progress.step)
+            loggers.on_fit_start(run_info(cfg, state, train_loader, eval_loader, record))
+            return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
+
+
+def fit(
+    cfg: DictConfig,
+    state: "TrainState",
+    train_loader: "BatchLoader",
+    eval_loader: "BatchLoader",
+    snapshots: "SnapshotManager",
+    loggers: "LoggerList",
+) -> float:
+    """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
+    from lockstep.loggers.base import EpochSummary
+    from lockstep.training.loop import evaluate, train_epoch
+    from lockstep.training.running_metrics import RunningMetrics
+
+    objective, progress = cfg.objective.removeprefix("test/"), state.progress
+    tested: dict[str, float] = {}
+    running = RunningMetrics(state, loggers, snapshots.newest)
+    timer = build_timer(cfg, state, train_loader, loggers)
+    snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
+    while not state.finished:
+        epoch, start = progress.epoch + 1, time.perf_counter()
+        loggers.on_epoch_start(epoch, state.settings.epochs, len(train_loader), progress.samples)
+        samples = train_epoch(state, train_loader, timer, [running.after_step, snapshots.after_step])
+        metrics = {"train": running.finite("loss", state.meter.means())}
+        samples_per_second = samples / (time.perf_counter() - start)
+        loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
+        if state.evaluation_due:
+            tested = metrics["test"] = running.finite("test loss", evaluate(state, eval_loader))
+            if state.update_best(tested[objective], state.task.mode(cfg.objective)):
+                snapshots.save("best")
+        loggers.on_epoch_end(EpochSummary(epoch, state.settings.epochs, progress.step, metrics, samples_per_second))
+        snapshots.after_epoch()
+    tested = tested or evaluate(state, eval_loader)  # a finished run was started again
+    snapshots.export()
+    loggers.on_fit_end(Path(cfg.run_dir), tested)
+    return tested[objective]
+
+
+def build_model_and_data(cfg: DictConfig, world: "World", strategy: "Strategy") -> tuple["BatchLoader", "BatchLoader"]:
+    """Hand the model to the strategy, and return the loaders of training and test data.
+
+    Nothing here keeps the model: a strategy may hold only a part of it on this rank.
+    """
+    from lockstep.data.augment import Augment
+    from lockstep.data.in_memory import check_classes
+    from lockstep.data.loader import BatchLoader, Converter
+    from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
+    from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
+
+    with world.local_rank_zero_first():
+        instantiate(cfg.dataset.prepare)
+    trainer, data = cfg.trainer, cfg.dataset
+    model = instantiate(cfg.model)
+    memory_format = model_memory_format(model, trainer.channels_last)
+    model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+    if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
+        model = convert_sync_batch_norm(model, world)
+    strategy.setup(model, world, instantiate(cfg.gradient_sync))
+
+    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+    shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
+    train_data, test_data = instantiate(data.train), instantiate(data.test)
+    check_classes(train_data, data.classes)
+    train_loader = BatchLoader(train_data, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
+    return train_loader, BatchLoader(test_data, converter, *shard, cfg.seed, workers=data.workers)
+
+
+def build_train_state(cfg: DictConfig, strategy: "Strategy", samples: int) -> "TrainState":
+    """The run that trains the strategy's model on `samples` samples an epoch."""
+    from lockstep.preflight import check_batch_size
+    from lockstep.training.ema import ExponentialMovingAverage
+    from lockstep.training.meter import Meter
+    from lockstep.training.setup import grad_scaler
+    from lockstep.training.state import TrainSettings, TrainState
+
+    world, trainer, task = strategy.world, cfg.trainer, instantiate(cfg.task)
+    settings = TrainSettings(
+        epochs=trainer.epochs,
+        max_steps=trainer.max_steps,
+        batch_size=check_batch_size(cfg, strategy.data_parallel_size(world.size)),
+        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
+        max_grad_norm=trainer.max_grad_norm,
+        precision=trainer.precision,
+        eval_batch_size=cfg.evaluation.batch_size,
+        eval_every=cfg.evaluation.every,
+        patience=cfg.evaluation.patience,
+        log_every=cfg.logging.every,
+    )
+    optimizer = instantiate(cfg.optimizer)(strategy.module.parameters())
+    initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    schedule = instantiate(cfg.scheduler)
+    return TrainState(
+        settings=settings,
+        task=task,
+        strategy=strategy,
+        optimizer=optimizer,
+        initial_hyperparameters=initial,
+        scheduler=schedule(optimizer, settings.steps_per_epoch(samples), settings.total_steps(samples)),
+        scaler=grad_scaler(world, trainer.precision),
+        meter=Meter(list(task.metrics), world),
+        ema=None if trainer.ema is None else ExponentialMovingAverage(strategy.model, trainer.ema),
+    )
+
+
+def build_snapshots(cfg: DictConfig, state: "TrainState", train_loader: "BatchLoader") -> "SnapshotManager":
+    """The manager of this run's snapshots."""
+    from lockstep.snapshots.fingerprint import data_fingerprint
+    from lockstep.snapshots.manager import SnapshotManager
+
+    fingerprint = cli.flatten(cfg.model, "model") | {
+        "optimizer": cfg.optimizer._target_,
+        "training samples": len(train_loader),
+        "training data": data_fingerprint(train_loader.dataset),
+        "seed": cfg.seed,
+    }
+    return SnapshotManager(
+        state,
+        state.strategy.world,
+        cfg.run_dir,
+        fingerprint,
+        flat_config(cfg),
+        epoch_samples=len(train_loader),
+        every=cfg.snapshot.every,
+        keep_last=cfg.snapshot.keep_last,
+    )
+
+
+def build_loggers(cfg: DictConfig, world: "World") -> "LoggerList":
+    """The loggers on rank 0, none on other ranks."""
+    from lockstep.loggers.base import LoggerList
+
+    nodes = cfg.logger.values() if world.is_rank_zero else []
+    return LoggerList([instantiate(node) for node in nodes])
+
+
+def build_timer(
+    cfg: DictConfig, state: "TrainState", train_loader: "BatchLoader", loggers: "LoggerList"
+) -> "StepTimer":
+    """The profiler with profiler.enabled=true, else a timer that does nothing."""
+    from lockstep.training.timer import StepTimer
+
+    if not cfg.profiler.enabled:
+        return StepTimer()
+    from lockstep.loggers.profiler import StepProfiler
+
+    strategy, options = state.strategy, cfg.profiler
+    return StepProfiler(
+        strategy.world.device,
+        strategy.world.rank,
+        [parameter for parameter in strategy.model.parameters() if parameter.requires_grad],
+        lambda metrics: loggers.log_metrics(metrics, state.progress.step),
+        cfg.run_dir,
+        lambda: state.progress.step,
+        len(train_loader) // state.settings.batch_size,
+        options.every,
+        options.trace_after,
+        options.trace_steps,
+    )
+
+
+def run_info(
+    cfg: DictConfig,
+    state: "TrainState",
+    train_loader: "BatchLoader",
+    eval_loader: "BatchLoader",
+    record: Mapping[str, str],
+) -> "RunInfo":
+    """What loggers are told at the start."""
+    from lockstep.loggers.base import RunInfo
+
+    world = state.strategy.world
+    return RunInfo(
+        run_dir=Path(cfg.run_dir),
+        config_yaml=record.get("config.yaml", ""),
+        world_size=world.size,
+        data_parallel_size=train_loader.size,
+        train_samples=len(train_loader),
+        eval_samples=len(eval_loader),
+        batch_size=state.settings.batch_size,
+        epochs=state.settings.epochs,
+        start_step=state.progress.step,
+        start_epoch=state.progress.epoch,
+    )
+
+
+def flat_config(cfg: DictConfig) -> dict[str, Any]:
+    """{key: value} of what all ranks must agree on: all but how they were launched."""
+    return cli.flatten({key: value for key, value in cfg.items() if key != "launch"})
 
 
 if __name__ == "__main__":
-    entry.enter(main)
+    cli.run_main(main)

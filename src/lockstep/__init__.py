@@ -1,1 +1,1 @@
-"""The rooms of Lockstep. Importing this package imports none of them: `--help` must answer before torch is loaded."""
+"""Hydra-configured, distributed PyTorch training in which every rank agrees."""

@@ -1,0 +1,106 @@
+"""The words typed after `src/train.py`, before Hydra reads them."""
+
+import re
+from typing import Any
+
+from lockstep.cli_errors import compose_typed, typed_value
+from lockstep.config.check import NEEDED_GROUPS
+from lockstep.config.suggest import removed_key
+from lockstep.distributed.environment import RankInfo
+from lockstep.errors import ConfigError
+
+TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+MULTIRUN_FLAGS = {"--multirun", "-m"}
+FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
+FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
+GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
+SWITCHES = {"true": "on", "false": "off"}
+OPTUNA = "optuna"
+
+
+def prepare_arguments(argv: list[str]) -> list[str]:
+    """The command as Hydra reads it: overrides first, then flags, without what torch's old launcher adds.
+
+    `+experiment=x` becomes `experiment=x`. Raises ConfigError for --experimental-rerun.
+    """
+    words = [word for word in argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if any(word.partition("=")[0] == "--experimental-rerun" for word in words):
+        raise ConfigError(
+            "--experimental-rerun needs a pickled config, which these runs do not write; "
+            "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
+        )
+    overrides, flags = _split(words)
+    for word in overrides:
+        _check_group_override(*word.partition("=")[::2])
+    return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """(overrides, flags). argparse refuses overrides on both sides of a flag such as `-m`."""
+    overrides: list[str] = []
+    flags: list[str] = []
+    takes_value = False
+    for word in words:
+        if takes_value or word.startswith("-"):
+            flags.append(word)
+        elif flags and flags[-1] in ("--info", "-i") and not re.search(r"[=~]", word):
+            flags.append(word)  # --info may have a value
+        else:
+            overrides.append(word)
+        takes_value = not takes_value and word in FLAGS_WITH_VALUE
+    return overrides, flags
+
+
+def _check_group_override(group: str, option: str) -> None:
+    """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
+    if group not in GROUPS_OF_ONE:
+        return
+    several = re.fullmatch(r"\[(.*,.*)\]", option)
+    if several:
+        names = several[1].replace(" ", "")
+        raise ConfigError(
+            f"{group}={option} chooses several options, and a run has one; "
+            f"type {group}={names.partition(',')[0]}, or for a sweep -m {group}={names}"
+        )
+    word = option.lower()
+    if group == "sync_bn" and word in SWITCHES:
+        raise ConfigError(f"sync_bn={option} is no option; type sync_bn={SWITCHES[word]}")
+    if word == "null":
+        raise ConfigError(removed_key(group, []))
+    if word in SWITCHES or re.fullmatch(r"-?[\d.]+", word):
+        raise ConfigError(f"{group}={option} is no option; type {group}=<an option in conf/{group}>")
+
+
+def asks_for_text(argv: list[str]) -> bool:
+    """Whether the command only prints something, such as --help."""
+    return any(word.partition("=")[0] in TEXT_FLAGS for word in argv[1:])
+
+
+def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
+    """Check a sweep's sweeper. Returns the command, with the direction of the objective if Optuna needs it.
+
+    Raises ConfigError for a sweeper that draws values at random inside a world of several ranks: every rank would
+    draw its own.
+    """
+    if not MULTIRUN_FLAGS & set(argv[1:]):
+        return argv
+    sweeper = typed_value("hydra/sweeper", argv[1:]) or "basic"
+    if sweeper != "basic" and info.world_size > 1:
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} would draw other values on every rank; "
+            f"type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ..."
+        )
+    if sweeper != OPTUNA or typed_value("hydra.sweeper.direction", argv[1:]) is not None:
+        return argv
+    direction = _direction(argv[1:])
+    return [argv[0], *direction, *argv[1:]]
+
+
+def _direction(arguments: list[str]) -> list[str]:
+    """`hydra.sweeper.direction=` of the objective. Empty if the config already asks for another than the default."""
+    cfg: Any = compose_typed(arguments)
+    if cfg is None or cfg.hydra.sweeper.get("direction", "minimize") != "minimize":
+        return []
+    mode = cfg.task.metrics.get(cfg.objective.removeprefix("test/"))
+    names = {"min": "minimize", "max": "maximize"}
+    return [f"hydra.sweeper.direction={names[mode]}"] if mode in names else []

@@ -1,0 +1,181 @@
+"""Errors of Hydra and OmegaConf as one sentence that ends in what to type instead. No torch here."""
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config.check import join, wrong_value
+from lockstep.config.renamed import renamed_option
+from lockstep.config.schema import find_rule
+from lockstep.config.suggest import ALL_KEYS, closest, removed_key, unknown_key
+from lockstep.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
+PLUGINS |= {"ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher"}
+
+
+def as_config_error(error: BaseException, arguments: list[str]) -> ConfigError | None:
+    """The ConfigError for an error of the user's input, None for any other error. arguments: the words typed."""
+    cause = find_cause(error)
+    if cause is not None:
+        return cause
+    sentence = _sentence(error, arguments)
+    return ConfigError(sentence) if sentence else None
+
+
+def find_cause(error: BaseException | None) -> ConfigError | None:
+    """The ConfigError behind `error`: OmegaConf and Hydra wrap what a resolver raises."""
+    while error is not None:
+        if isinstance(error, ConfigError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _sentence(error: BaseException, arguments: list[str]) -> str | None:
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable_override(error)
+    if isinstance(error, ConfigCompositionException | OmegaConfBaseException):
+        return _composition_error(error, arguments)
+    if isinstance(error, OSError):
+        return _run_folder_error(error, arguments)
+    if isinstance(error, HydraException | ValueError) and _raised_by_hydra(error):
+        return f"{_one_line(error)}; type {ALL_KEYS}"
+    return None
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    for plugin, package in PLUGINS.items():
+        if group.startswith("hydra/") and option.startswith(plugin):
+            instead = ", or launch=slurm without it" if plugin == "submitit" else ""
+            return f"{group}={option} needs a plugin of Hydra; type pip install {package}{instead}"
+    renamed = renamed_option(group, option)
+    if renamed is not None:
+        return renamed
+    options = sorted(error.options or [path.stem for path in (CONF / group).glob("*.yaml")])
+    if not group or not options:
+        return f"there is no config {error.missing_cfg_file}; type --config-dir=<folder> to add a folder of configs"
+    meant = closest(option, options)
+    instead = f"{group}={meant}" if meant else f"one of {' '.join(f'{group}={name}' for name in options)}"
+    return f"{group}={option} is no option; type {instead}"
+
+
+def _unreadable_override(error: OverrideParseException) -> str:
+    typed = str(error.override)
+    if "=" not in typed:
+        return f"{typed} has no value; type {typed}=<value>"
+    reason = str(error.message).splitlines()[0]
+    return f"{typed} cannot be read ({reason}); type key=value, with quotes around special characters"
+
+
+def _composition_error(error: BaseException, arguments: list[str]) -> str:
+    text = f"{error}\n{error.__cause__ or ''}"
+    key = _group(r"full_key: (\S+)", text) or _group(r"Could not (?:override|delete from config\.) '([^']+)'", text)
+    typed = _group(r"argument '([^']+)'", text) or _group(r"Sweep parameters '([^']+)'", text)
+    if typed is not None:
+        return f"{typed} is a sweep; type -m {typed}"
+    if key is not None and "Could not delete" in text:
+        return removed_key(key.partition("=")[0], composed_keys(arguments))
+    if key is not None and ("not in" in text or "Could not override" in text):
+        return unknown_key(key, typed_value(key, arguments), composed_keys(arguments), chosen_options(arguments))
+    rule = find_rule(re.sub(r"\[\d+\]$", "", key)) if key else None
+    if key is not None and rule is not None:
+        return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
+    return f"{_one_line(error)}; type {ALL_KEYS}"
+
+
+def missing_value(error: OmegaConfBaseException) -> ConfigError:
+    """The ConfigError for a config in which a mandatory value is missing, or an interpolation cannot be resolved."""
+    missing = _group(r"Missing mandatory value: (\S+)", str(error))
+    if missing is not None:
+        return ConfigError(f"{missing} has no value; type {missing}=<value>")
+    key = error.full_key or "a key"
+    return ConfigError(f"{key} has no usable value ({_one_line(str(error).splitlines()[0])}); type {key}=<value>")
+
+
+def _run_folder_error(error: OSError, arguments: list[str]) -> str | None:
+    """Hydra creates the run's folder itself, with Path.mkdir."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    names = [(frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in frames]
+    callers = [index for index, (file, _) in enumerate(names) if "/hydra/" in file.replace("\\", "/")]
+    if not callers or callers[-1] + 1 >= len(names) or names[callers[-1] + 1][1] != "mkdir":
+        return None
+    multirun = {"-m", "--multirun"} & set(arguments)
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    folder = typed_value(key, arguments) or error.filename
+    return f"the run folder {folder} cannot be created ({error.strerror}); type {key}=<a folder you can write to>"
+
+
+def _raised_by_hydra(error: BaseException) -> bool:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and "/hydra/" in frames[-1][0].f_code.co_filename.replace("\\", "/")
+
+
+def typed_value(key: str, arguments: list[str]) -> str | None:
+    """What was typed for `key`, None if nothing was."""
+    for word in reversed(arguments):
+        name, equals, value = word.lstrip("+").partition("=")
+        if equals and name == key:
+            return value
+    return None
+
+
+def composed_keys(arguments: list[str]) -> list[str]:
+    """Every key of the config that the typed options of groups compose."""
+    cfg = compose_typed(arguments)
+    return [] if cfg is None else _leaves({key: value for key, value in cfg.items() if key != "hydra"}, "")
+
+
+def chosen_options(arguments: list[str]) -> dict[str, str]:
+    """{group: option} of that config."""
+    cfg: Any = compose_typed(arguments)
+    return {} if cfg is None else dict(cfg.hydra.runtime.choices)
+
+
+def compose_typed(arguments: list[str]) -> DictConfig | None:
+    """The config with those of the typed overrides that choose an option, or without them if that fails.
+
+    It contains the node `hydra`. None if nothing can be composed, which Hydra then explains.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    options = [word for word in arguments if re.fullmatch(r"[\w/]+=[\w-]+", word) and _is_group(word)]
+    for overrides in (options, []):
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                return compose("config", overrides=["run_dir=.", *overrides], return_hydra_config=True)
+        except Exception:
+            continue
+    return None
+
+
+def _is_group(word: str) -> bool:
+    group = word.partition("=")[0]
+    return group.startswith("hydra/") or (CONF / group).is_dir()
+
+
+def _leaves(node: Any, prefix: str) -> list[str]:
+    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
+    if not isinstance(plain, dict):
+        return [prefix]
+    return [key for name, child in plain.items() for key in _leaves(child, join(prefix, name))]
+
+
+def _group(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,142 @@
+"""Checks that a class or function named in the config exists and takes the keys beside its name.
+
+It imports what the config names, so it runs where torch may be imported.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lockstep.config.check import HYDRA_KEYS, Node, as_dict, join, nodes_with_target
+from lockstep.config.fields import enumerate_words
+from lockstep.config.renamed import renamed_key
+from lockstep.config.suggest import closest
+from lockstep.errors import ConfigError
+
+CONF = Path(__file__).parents[3] / "conf"
+CHECKED = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "logger")
+# What train.py passes: the first argument by position, the others by name to those that have a parameter of that name.
+PASSED_FIRST = {"optimizer": "the parameters of the model", "scheduler": "the optimizer"}
+PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check_arguments(cfg: DictConfig) -> None:
+    """Raise ConfigError for a `_target_` that cannot be imported, or does not take the keys of its node."""
+    config = as_dict(cfg)
+    for group in CHECKED:
+        for key, node in nodes_with_target(config.get(group), group):
+            target = locate(f"{key}._target_", node["_target_"], group)
+            if key in PASSED_FIRST and not node.get("_partial_"):
+                raise ConfigError(f"{key} is called later, with {PASSED_FIRST[key]}; type ++{key}._partial_=true")
+            _check_signature(key, node, target)
+
+
+def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `offered` arguments that `target` has a parameter for, or takes as **kwargs."""
+    parameters = _parameters(target)
+    if parameters is None:
+        return {}
+    if _takes_any_name(parameters):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def locate(key: str, path: str, group: str) -> Callable[..., Any]:
+    """The object with the dotted `path`. Raises ConfigError with the error of the import."""
+    try:
+        found = _import(path)
+    except Exception as error:  # a module of the user's may raise anything
+        reason = " ".join(str(error).split()) or "no message"
+        raise ConfigError(
+            f"{key}={path} cannot be imported ({type(error).__name__}: {reason}); "
+            f"type PYTHONPATH=<folder of your module> before the command, correct {key}, or choose {_options(group)}"
+        ) from error
+    if callable(found):
+        target: Callable[..., Any] = found
+        return target
+    raise ConfigError(f"{key}={path} is neither a class nor a function; type {key}=<module>.<class>")
+
+
+def _import(path: str) -> Any:
+    parts = path.split(".")
+    if not all(parts):
+        raise ValueError("it is not a dotted name")
+    found = importlib.import_module(parts[0])
+    for count, name in enumerate(parts[1:], start=2):
+        if not hasattr(found, name) and inspect.ismodule(found):
+            _import_submodule(found.__name__, name, ".".join(parts[:count]))
+        found = getattr(found, name)
+    return found
+
+
+def _import_submodule(parent: str, name: str, path: str) -> None:
+    try:
+        importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise AttributeError(f"module {parent!r} has no attribute {name!r}") from None
+
+
+def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
+    parameters = _parameters(target)
+    if parameters is None:
+        return
+    given = set(node) - HYDRA_KEYS
+    group = key.partition(".")[0]
+    by_position = len(node.get("_args_") or ()) + (key in PASSED_FIRST)
+    filled = set(list(_positional(parameters))[:by_position])
+    unknown = [name for name in node if name in given and (name not in parameters or name in filled)]
+    if unknown and not (_takes_any_name(parameters) and not set(unknown) & filled):
+        raise ConfigError(_unknown_sentence(key, node, unknown, sorted(set(parameters) - given - filled)))
+    filled |= given | PASSED_BY_NAME.get(key, frozenset())
+    missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in filled]
+    if missing and (not node.get("_partial_") or key in PASSED_FIRST):
+        typed = " ".join(f"+{join(key, name)}=<value>" for name in missing)
+        raise ConfigError(
+            f"{node['_target_']} needs {enumerate_words(missing, 'and')}; type {typed}, or {_options(group)}"
+        )
+
+
+def _unknown_sentence(key: str, node: Node, unknown: list[str], free: list[str]) -> str:
+    name = unknown[0]
+    sentence = f"{node['_target_']} takes no {enumerate_words(unknown, 'and no')}"
+    renamed = renamed_key(join(key, name), str(node[name]))
+    if renamed is not None:
+        return renamed
+    meant = closest(name, free)
+    if len(unknown) == 1 and meant is not None:
+        return f"{sentence}; type +{join(key, meant)}={node[name]}"
+    removed = " ".join(f"~{join(key, item)}" for item in unknown)
+    return f"{sentence}; type {removed}, or {_options(key.partition('.')[0])}"
+
+
+def _options(group: str) -> str:
+    folder = CONF / group
+    return f"{group}=<an option in conf/{group}>" if folder.is_dir() else f"another {group}"
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """None if Python cannot tell, as for functions written in C."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _positional(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    return (name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
+
+
+def _takes_any_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in variable

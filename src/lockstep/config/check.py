@@ -1,0 +1,174 @@
+"""Checks of the values of a composed config, before anything is started."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config.dataset_options import DATASETS
+from lockstep.config.fields import Rule, enumerate_words, rules, show
+from lockstep.config.options import SGD, TARGETS, Slurm
+from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
+from lockstep.config.schema import SECTIONS, Augment, Dataset, Run
+from lockstep.config.suggest import removed_key, unknown_key
+from lockstep.errors import ConfigError
+
+Node = dict[str, Any]
+NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch")
+HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Check every value that has a schema. Raises ConfigError for the first that is of the wrong type or out of range.
+
+    Values of a node with a `_target_` that is not this project's own are not checked.
+    """
+    config = as_dict(cfg)
+    _refuse_old_sections(config)
+    _check_sections(config)
+    for prefix, node, schema in described_nodes(config):
+        for name, rule in rules(schema).items():
+            if name in node:
+                check_value(join(prefix, name), node[name], rule)
+    _check_metrics(config)
+    _check_nesterov(config)
+    _check_network_interface(config)
+
+
+def check_value(key: str, value: object, rule: Rule) -> None:
+    """Raise ConfigError if `rule` does not accept the value of `key`."""
+    if not rule.accepts(value):
+        raise ConfigError(wrong_value(key, value, rule))
+
+
+def wrong_value(key: str, value: object, rule: Rule) -> str:
+    """The sentence for a value that `rule` does not accept."""
+    return f"{key}={show(value)} wants {rule.wants}; type {rule.what_to_type(key)}"
+
+
+def unchecked_keys(cfg: DictConfig) -> list[str]:
+    """One sentence for each key that only the config or only the schema has. Empty for every option in conf/."""
+    config = as_dict(cfg)
+    problems, described = [], set()
+    for prefix, node, schema in described_nodes(config):
+        names = set(rules(schema))
+        described |= {join(prefix, name) for name in names}
+        problems += [f"{join(prefix, name)} has a schema and no value in conf/" for name in sorted(names - set(node))]
+    for key, parents in _leaves(config, "", []):
+        if key not in described and not described & set(parents):
+            problems.append(f"{key} has a value in conf/ and no schema")
+    return problems
+
+
+def described_nodes(config: Node) -> Iterator[tuple[str, Node, type]]:
+    """(key, node, schema) of every node that has a schema: sections first, then the options of the groups."""
+    yield "", config, Run
+    for name, schema in SECTIONS.items():
+        if name in config:
+            yield name, config[name], schema
+    dataset = config.get("dataset")
+    if isinstance(dataset, dict):
+        reader = dataset.get("train") or {}
+        yield "dataset", dataset, DATASETS.get(str(reader.get("_target_")), Dataset)
+        augment = dataset.get("augment")
+        if isinstance(augment, dict) and "_target_" not in augment:
+            yield "dataset.augment", augment, Augment
+    for key, node in nodes_with_target(config):
+        if node["_target_"] in TARGETS:
+            yield key, node, TARGETS[node["_target_"]]
+
+
+def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]:
+    """(key, node) of every node with a `_target_` inside `node`, itself included."""
+    if isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from nodes_with_target(child, f"{key}[{index}]")
+    if isinstance(node, dict):
+        if isinstance(node.get("_target_"), str):
+            yield key, node
+        for name, child in node.items():
+            yield from nodes_with_target(child, join(key, name))
+
+
+def as_dict(cfg: DictConfig) -> Node:
+    """A config as plain dicts and lists, interpolations resolved where they can be."""
+    try:
+        container = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:
+        container = OmegaConf.to_container(cfg, resolve=False)
+    return cast(Node, container)
+
+
+def join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def _leaves(node: object, key: str, parents: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """(key, keys of the nodes around it) of every value. A node with a `_target_` starts a new list of parents."""
+    if not isinstance(node, dict):
+        yield key, parents
+        return
+    inside = [] if "_target_" in node else [*parents, key]
+    for name, child in node.items():
+        if name not in HYDRA_KEYS:
+            yield from _leaves(child, join(key, name), inside)
+
+
+def _refuse_old_sections(config: Node) -> None:
+    """Sections of the first version that `+` has brought back. An old key in another section is an unknown key."""
+    if isinstance(config.get("loop"), str):
+        raise ConfigError(str(renamed_option("loop", config["loop"])))
+    for key in RENAMED:
+        section, _, name = key.partition(".")
+        if section in ("timeline", "loop") and name in (config.get(section) or {}):
+            raise ConfigError(str(renamed_key(key, show(config[section][name]))))
+
+
+def _check_sections(config: Node) -> None:
+    """`~key`, `key=value` for a whole section, and `+key` can change what the composition guarantees."""
+    for name in (*SECTIONS, *NEEDED_GROUPS):
+        if name not in config or config[name] is None:
+            raise ConfigError(removed_key(name, []))
+        if not isinstance(config[name], dict):
+            raise ConfigError(f"{name} is a section, not a value; type {name}.<key>={show(config[name])}")
+    for name, schema in SECTIONS.items():
+        for key, value in config[name].items():
+            if key not in rules(schema):
+                keys = [join(section, known) for section in SECTIONS for known in rules(SECTIONS[section])]
+                keys += [join(group, known) for group in NEEDED_GROUPS for known in config[group]]
+                raise ConfigError(unknown_key(join(name, key), show(value), keys, {}))
+
+
+def _check_metrics(config: Node) -> None:
+    task = config.get("task") or {}
+    if task.get("_target_") not in TARGETS:
+        return
+    for name, mode in task["metrics"].items():
+        if mode not in ("min", "max"):
+            raise ConfigError(f"task.metrics.{name}={show(mode)} wants min or max; type task.metrics.{name}=max")
+
+
+def _check_nesterov(config: Node) -> None:
+    optimizer = config.get("optimizer") or {}
+    if (
+        TARGETS.get(str(optimizer.get("_target_"))) is SGD
+        and optimizer.get("nesterov")
+        and not optimizer.get("momentum")
+    ):
+        raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")
+
+
+def _check_network_interface(config: Node) -> None:
+    """NCCL accepts several names, beginnings of names, and `^` or `=` in front."""
+    names = config["backend"]["socket_ifname"]
+    if names is None or TARGETS.get(config["launch"].get("_target_")) is Slurm:
+        return
+    present = [name for _, name in socket.if_nameindex()]
+    for name in names.split(","):
+        if not name.startswith(("^", "=")) and not any(candidate.startswith(name) for candidate in present):
+            raise ConfigError(
+                f"backend.socket_ifname={names} is no network interface of this machine; "
+                f"type {enumerate_words([f'backend.socket_ifname={candidate}' for candidate in present], 'or')}"
+            )

@@ -1,0 +1,97 @@
+"""The options of the group dataset. As `options.py`.
+
+A data set's YAML has keys of its own, and readers (`dataset.train`, `dataset.test`) that take their values from them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.config.fields import LARGEST_SEED, number, value
+from lockstep.config.options import GROUPS, describes
+from lockstep.config.schema import Dataset
+
+DATASETS: dict[str, type] = {}  # {_target_ of dataset.train: schema of the node dataset}
+
+
+def reads(target: str, *options: str) -> Callable[[type], type]:
+    """Class decorator: the schema of the node dataset if the `_target_` of dataset.train is `target`."""
+
+    def register(schema: type) -> type:
+        DATASETS[target] = schema
+        GROUPS.setdefault("dataset", {}).update(dict.fromkeys(options, schema))
+        return schema
+
+    return register
+
+
+@reads("lockstep.data.digits.digits", "digits")
+@reads("lockstep.data.cifar10.cifar10", "cifar10")
+@dataclass
+class TenClasses(Dataset):
+    shape: list[int] = number("Shape of an image.", min=1, length=3, example=[1, 28, 28])
+    classes: int = number("Outputs of the model; the labels are 0 to 9.", min=10, example=10)
+
+
+@reads("lockstep.data.mnist.mnist", "mnist", "fashion_mnist")
+@dataclass
+class MNIST(TenClasses):
+    name: str = value("Folder of the files inside data_dir.", example="MNIST")
+
+
+@reads("lockstep.data.image_folder.ImageFolder", "image_folder")
+@dataclass
+class ImageFolder(Dataset):
+    root: str = value("Folder that holds train/<class>/*.jpg and test/<class>/*.jpg.", example="data")
+    size: int = number("Pixels of the square that each image is resized and cropped to.", min=1, example=224)
+    shape: list[int] = number("Shape of an image.", min=1, length=3, example=[3, 224, 224])
+    classes: int = number("Folders in train/.", min=1, example=2)
+
+
+@reads("lockstep.data.random_pairs.random_pairs", "random")
+@dataclass
+class RandomPairs(Dataset):
+    samples: int = number("Pairs in each half.", min=1, example=2048)
+    features: int = number("Numbers in a sample.", min=1, example=20)
+    shape: list[int] = number("Shape of a sample.", min=1, example=[20])
+    classes: int = number("Outputs of the model.", min=1, max=1, example=1)
+
+
+@describes("lockstep.data.digits.digits")
+@dataclass
+class Half:
+    train: bool = value("Whether this is the training data.", example=True)
+
+
+@describes("lockstep.data.cifar10.cifar10")
+@dataclass
+class FilesReader(Half):
+    data_dir: str = value("Folder of the data sets.", example="data")
+
+
+@describes("lockstep.data.mnist.mnist")
+@dataclass
+class MNISTReader(FilesReader):
+    name: str = value("Folder of the files inside data_dir.", example="MNIST")
+
+
+@describes("lockstep.data.image_folder.ImageFolder")
+@dataclass
+class ImageFolderReader(Half):
+    root: str = value("As dataset.root.", example="data")
+    size: int = number("As dataset.size.", min=1, example=224)
+    classes: int = number("As dataset.classes.", min=1, example=2)
+
+
+@describes("lockstep.data.random_pairs.random_pairs")
+@dataclass
+class RandomPairsReader(Half):
+    samples: int = number("As dataset.samples.", min=1, example=2048)
+    features: int = number("As dataset.features.", min=1, example=20)
+    seed: int = number("As seed.", min=0, max=LARGEST_SEED, example=0)
+
+
+@describes("lockstep.data.download.download")
+@dataclass
+class Download:
+    data_dir: str = value("Folder of the data sets.", example="data")
+    name: str = value("Name of the data set in torchvision.", example="MNIST")

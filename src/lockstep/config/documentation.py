@@ -1,0 +1,78 @@
+"""docs/configuration.md: every key, its type and range, its value in conf/ and what it is for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lockstep.config.check import Node, join
+from lockstep.config.fields import rules, show
+from lockstep.config.options import GROUPS, NoKeys
+from lockstep.config.renamed import RENAMED, RENAMED_OPTIONS
+from lockstep.config.schema import SECTIONS, Augment, Dataset, Run
+from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
+
+CONF = Path(__file__).parents[3] / "conf"
+TABLE = ["| key | accepts | default | |", "|---|---|---|---|"]
+
+
+def documentation() -> str:
+    """Markdown tables of every key. The schema must be registered."""
+    defaults = _compose([])
+    lines = ["## The run", "", *TABLE, *_rows("", Run, defaults), ""]
+    for name, schema in SECTIONS.items():
+        lines += [f"## {name}", "", *TABLE, *_rows(name, schema, defaults[name]), ""]
+    lines += ["## dataset", "", "Of every data set.", "", *TABLE, *_rows("dataset", Dataset, defaults["dataset"])]
+    lines += [*_rows("dataset.augment", Augment, defaults["dataset"]["augment"]), ""]
+    for group, options in GROUPS.items():
+        if group not in SECTIONS:
+            lines += _group(group, options)
+    return "\n".join([*lines, *_renamed()]) + "\n"
+
+
+def _group(group: str, options: dict[str, type]) -> Iterator[str]:
+    """A heading, and a table for each option that has keys."""
+    if group != "dataset":
+        yield from (f"## {group}", "")
+    without_keys = [f"`{group}={option}`" for option, schema in options.items() if schema is NoKeys]
+    if without_keys:
+        yield from (f"Without keys: {', '.join(without_keys)}.", "")
+    for option, schema in options.items():
+        if schema is NoKeys:
+            continue
+        node = _compose([f"{group}={option}"])[group]
+        key = group
+        if group == "logger":
+            node, key = node[option], f"logger.{option}"
+        yield from (f"`{group}={option}`", "", *TABLE, *_rows(key, schema, node, skip=Dataset), "")
+
+
+def _rows(prefix: str, schema: type, node: Node, skip: type | None = None) -> Iterator[str]:
+    inherited = rules(skip) if skip is not None and issubclass(schema, skip) else {}
+    for name, rule in rules(schema).items():
+        if name not in inherited:
+            accepts = rule.wants.replace("|", "\\|")
+            yield f"| `{join(prefix, name)}` | {accepts} | `{_show(node[name])}` | {rule.limits.help} |"
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else show(value)
+
+
+def _renamed() -> list[str]:
+    lines = ["## Names of the first version", "", "| then | now |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in (RENAMED | RENAMED_OPTIONS).items()]
+    return [*lines, "| `loop=...` | `strategy=...` |"]
+
+
+def _compose(overrides: list[str]) -> Node:
+    """The composed config, interpolations as they are written."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        container = OmegaConf.to_container(compose("config", overrides=overrides), resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}

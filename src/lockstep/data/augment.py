@@ -1,0 +1,38 @@
+"""Random shifts and mirror images of a whole batch at once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random shifts by up to `pad` pixels and, with `flip`, random mirror images.
+
+    The random numbers are drawn for the global batch and cut like it, so a sample is augmented alike at any world size.
+    """
+
+    pad: int = 0
+    flip: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.pad or self.flip)
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, 3) int64: vertical shift, horizontal shift, and 1 for a mirror image, of each sample."""
+        shifts = torch.randint(0, 2 * self.pad + 1, (count, 2), generator=generator)
+        flips = torch.randint(0, 2, (count, 1), generator=generator) * int(self.flip)
+        return torch.cat([shifts, flips], dim=1)
+
+    def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
+        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0."""
+        _, _, height, width = images.shape
+        rows = plan[:, 0, None] + torch.arange(height, device=images.device)
+        columns = plan[:, 1, None] + torch.arange(width, device=images.device)
+        columns = torch.where(plan[:, 2, None].bool(), columns.flip(1), columns)
+        padded = torch.nn.functional.pad(images, [self.pad] * 4)
+        samples = torch.arange(len(images), device=images.device)
+        picked = padded[samples[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        return picked.permute(0, 3, 1, 2)

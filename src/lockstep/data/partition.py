@@ -1,0 +1,76 @@
+"""How an epoch is cut into global batches, micro-batches and the parts of one rank. Every rank computes it alike.
+
+A rank's number only selects parts. A run that stopped after any number of samples goes on from there at any world size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+
+
+class Part(NamedTuple):
+    """The samples of one forward pass of one rank. `number` counts all parts of the global batch, over all ranks."""
+
+    number: int
+    indices: Tensor
+
+
+class LoadedPart(NamedTuple):
+    """A part whose samples are loaded: inputs (N, ...) and targets (N, ...), on the rank's device."""
+
+    number: int
+    inputs: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One optimizer step's work for one rank. `count`: samples of the global batch, over all ranks."""
+
+    count: int
+    parts: list[LoadedPart]
+
+
+def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: int) -> list[Part]:
+    """Cut a global batch (N,) into micro-batches, and each of these into `size` shares; return share `rank` of each."""
+    parts = []
+    for number, micro_batch in enumerate(batch.tensor_split(accumulation_steps)):
+        parts.append(Part(number * size + rank, micro_batch.tensor_split(size)[rank]))
+    return parts
+
+
+def fold_in(*numbers: int) -> int:
+    """A seed that depends on `numbers` (seed, epoch, step, ...) alone, so no random state has to be saved."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 6364136223846793005 + 1442695040888963407 + number) % 2**63  # Knuth's MMIX constants
+    return seed
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A CPU generator seeded with `fold_in(*numbers)`."""
+    return torch.Generator().manual_seed(fold_in(*numbers))
+
+
+def global_batch_size(
+    data_parallel_size: int, batch_size: int, batch_size_per_rank: int | None, accumulation_steps: int
+) -> int:
+    """Samples of an optimizer step over all ranks. Raises ConfigError if a rank would get none in an ordinary step."""
+    if batch_size_per_rank is not None:
+        batch_size = batch_size_per_rank * data_parallel_size
+    smallest = data_parallel_size * accumulation_steps
+    if batch_size < smallest:
+        shares = []
+        if data_parallel_size > 1:
+            shares.append(f"{data_parallel_size} ranks")
+        if accumulation_steps > 1:
+            shares.append(f"{accumulation_steps} micro-batches" + (" each" if shares else ""))
+        raise ConfigError(
+            f"trainer.batch_size={batch_size} is too small for {' and '.join(shares)}; "
+            f"type trainer.batch_size={smallest} or more"
+        )
+    return batch_size

@@ -1,0 +1,1 @@
+"""Ranks: who they are, how they find each other and what they say to each other."""

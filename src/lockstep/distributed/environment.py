@@ -1,0 +1,240 @@
+"""This process's rank, world size and local rank, read from the environment. No torch here."""
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One process's place in its world, as the program that started it describes it.
+
+    started_by: "python" (a plain start), "torchrun", "srun", "mpirun", "environment" (RANK and WORLD_SIZE set by
+    another program), or "spawn" or "fork" (this project's own launchers).
+    master_addr, master_port: where the ranks' store listens. Port 0: a world of one, which needs none.
+    agent_store: the starter listens there already, so rank 0 must not.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    started_by: str = "python"
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+
+def read_rank_info(env: Environment | None = None) -> RankInfo:
+    """Read torchrun's variables, else Slurm's, else MPI's; a world of one if there are none.
+
+    Raises ConfigError for variables that are malformed, contradict each other, or leave out where the store listens.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    if "SLURM_STEP_NUM_TASKS" in env:  # set for the tasks of an srun step, not in the batch script around it
+        return _from_slurm(env)
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return _from_mpi(env, OPEN_MPI)
+    if "PMI_SIZE" in env:
+        return _from_mpi(env, MPICH)
+    return RankInfo()
+
+
+def export_rank_info(info: RankInfo) -> None:
+    """Set torchrun's variables in this process, so that other libraries find the rank where they look for it."""
+    environ: MutableMapping[str, str] = os.environ
+    environ["RANK"] = str(info.rank)
+    environ["WORLD_SIZE"] = str(info.world_size)
+    environ["LOCAL_RANK"] = str(info.local_rank)
+    environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
+    environ["MASTER_ADDR"] = info.master_addr or "127.0.0.1"
+    environ["MASTER_PORT"] = str(info.master_port or 29500)
+
+
+def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:
+    """The place of a `launch=spawn` parent among the parents of all nodes. The first of them hosts the ranks' store.
+
+    master_port 0 is replaced by a free port, which only one node can use. Raises ConfigError for several nodes.
+    """
+    if nnodes > 1 and not master_port:
+        raise ConfigError(
+            "launch=spawn on several nodes needs a port that all of them know; type launch.master_port=29500 on each"
+        )
+    if not 0 <= node_rank < nnodes:
+        choices = "launch.node_rank=0" if nnodes <= 1 else f"launch.node_rank=0 to {nnodes - 1}"
+        raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
+    port = master_port or free_port()
+    return RankInfo(rank=node_rank, world_size=nnodes, started_by="spawn", master_addr=master_addr, master_port=port)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that no program listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def first_host(nodelist: str) -> str:
+    """The first name in a Slurm node list: "gpu[07-09,12],cpu1" -> "gpu07". An empty list is this machine."""
+    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?", nodelist)
+    name, numbers = match.groups() if match else ("", None)
+    if numbers:
+        return str(name) + re.split(r"[-,]", numbers)[0]
+    return name or "127.0.0.1"
+
+
+def _from_torchrun(env: Environment) -> RankInfo:
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
+    numbers = _Numbers(env, unset=" ".join(present), starter="torchrun")
+    given = {name: numbers[name] for name in present}
+    for missing in {"RANK", "WORLD_SIZE"} - given.keys():
+        raise ConfigError(
+            f"{present[0]} is set in the environment but {missing} is not, so this rank cannot know its world; "
+            f"type `unset {present[0]}` to train alone, or start with torchrun"
+        )
+    _check_one_torchrun_per_node(env)
+    rank, world_size = given["RANK"], given["WORLD_SIZE"]
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks are 0, 1, ... up to WORLD_SIZE - 1; "
+            f"type `unset RANK WORLD_SIZE` to train alone, or start with torchrun"
+        )
+    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=numbers.get("LOCAL_RANK", 0 if "LOCAL_WORLD_SIZE" in env else rank),
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", world_size),
+        started_by=env.get("LOCKSTEP_STARTED_BY") or started_by,
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=numbers.get("MASTER_PORT", 29500),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _check_one_torchrun_per_node(env: Environment) -> None:
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return
+    agents = max(_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    if agents > 1:
+        raise ConfigError(
+            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
+            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
+        )
+
+
+def _from_slurm(env: Environment) -> RankInfo:
+    numbers = _Numbers(env, unset="SLURM_STEP_NUM_TASKS", starter="srun")
+    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
+    node = numbers["SLURM_NODEID"]
+    if not 0 <= node < len(tasks):
+        raise ConfigError(
+            f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE, which lists {len(tasks)} nodes; "
+            f"type `unset SLURM_STEP_NUM_TASKS` to train alone, or start with srun"
+        )
+    step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
+    nodelist = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    return RankInfo(
+        rank=numbers["SLURM_PROCID"],
+        world_size=numbers["SLURM_STEP_NUM_TASKS"],
+        local_rank=numbers["SLURM_LOCALID"],
+        local_world_size=tasks[node],
+        started_by="srun",
+        master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
+        master_port=numbers.get("MASTER_PORT", _port_of_job(step)),
+    )
+
+
+def _tasks_per_node(counts: str) -> list[int]:
+    """Slurm's "2(x2),1" -> [2, 2, 1]."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
+                f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+@dataclass(frozen=True)
+class _MpiNames:
+    """The names of one MPI's variables. job: a value that all ranks of a job share and other jobs do not."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: str
+
+
+OPEN_MPI = _MpiNames(
+    rank="OMPI_COMM_WORLD_RANK",
+    world_size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job="OMPI_MCA_ess_base_jobid",
+)
+MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="HYDI_CONTROL_FD")  # and Intel MPI
+
+
+def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
+    numbers = _Numbers(env, unset=names.world_size, starter="mpirun")
+    rank, world_size = numbers[names.rank], numbers[names.world_size]
+    local_world_size = numbers.get(names.local_world_size, world_size)
+    if local_world_size < world_size and not env.get("MASTER_ADDR"):
+        raise ConfigError(
+            "mpirun started ranks on several hosts and MPI does not say where their store listens; "
+            "type mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
+        )
+    return RankInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=numbers.get(names.local_rank, rank),
+        local_world_size=local_world_size,
+        started_by="mpirun",
+        master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
+        master_port=numbers.get("MASTER_PORT", _port_of_job(env.get(names.job) or str(os.getppid()))),
+    )
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Whole numbers in the environment. `unset` and `starter` say in a ConfigError how to do without or get them."""
+
+    env: Environment
+    unset: str
+    starter: str
+
+    def get(self, name: str, default: int) -> int:
+        return self[name] if self.env.get(name) else default
+
+    def __getitem__(self, name: str) -> int:
+        advice = f"type `unset {self.unset}` to train alone, or start with {self.starter}"
+        if name not in self.env:
+            raise ConfigError(f"{name} is missing in the environment although {self.unset} is set; {advice}")
+        try:
+            return int(self.env[name])
+        except ValueError:
+            raise ConfigError(f"{name}={self.env[name]} in the environment is not a whole number; {advice}") from None
+
+
+def _port_of_job(job: str) -> int:
+    """A port that all ranks of one job compute alike and that two jobs on one machine rarely share."""
+    return 15000 + zlib.crc32(job.encode()) % 15000

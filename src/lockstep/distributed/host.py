@@ -1,0 +1,44 @@
+"""Settings of the operating system: cores, memory, and an end together with the parent process. No torch here."""
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+
+
+def cpu_count() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; macOS has no affinity
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory that a step frees, so that the next step need not ask the kernel for it.
+
+    By default glibc returns it: 3000 page faults a step until its thresholds have grown, and always for blocks above
+    32 MB. A sample of the convolution net then costs 1.8 times as much in a batch of 1024 as in one of 512.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def end_with_parent() -> None:
+    """Make the kernel send SIGTERM to this process when its parent dies: kill -9 of a launcher must leave no ranks.
+
+    Only Linux can do that; elsewhere this does nothing.
+    """
+    parent = os.getppid()
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):
+        return
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # the parent died before the kernel knew
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,104 @@
+"""Sums over the ranks of one machine through shared memory, faster there than through sockets."""
+
+import os
+import select
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+
+PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
+
+
+class SharedMemorySum:
+    """Sums vectors over the ranks of `world`, which must be CPU ranks of one machine.
+
+    length: the usual number of values in a vector; longer vectors are summed in pieces. Each rank copies its vector
+    into its own slot, sums one part of all slots, and copies the whole sum back. Each part is summed once, so all
+    ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if there are more ranks
+    than cores, and a rank that exits is noticed at once. Raises ConfigError on all ranks for GPUs, for several
+    machines, and for ranks that do not see each other's files.
+    """
+
+    def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
+        self.world = world
+        length = min(length, PIECE)
+        values = (world.size + 1) * length
+        folder = self._agree_on_folder(values * dtype.itemsize)
+        slots = torch.from_file(str(folder / "slots"), shared=True, size=values, dtype=dtype)
+        self.slots = slots.view(-1, length)  # one per rank, and the sum
+        self._open_pipes(folder)
+        if world.is_rank_zero:
+            shutil.rmtree(folder)  # only the names: what is open lives until the last rank exits, however it exits
+
+    def __call__(self, vector: torch.Tensor, rank: int, size: int) -> None:
+        """Sum `vector` (n,) over the ranks, in place.
+
+        Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
+        """
+        for piece in torch.split(vector, self.slots.shape[1]):
+            slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
+            slots[rank].copy_(piece)
+            self._wait_for_all()
+            torch.sum(slots.tensor_split(size, dim=1)[rank], dim=0, out=total.tensor_split(size)[rank])
+            self._wait_for_all()
+            piece.copy_(total)
+
+    def _agree_on_folder(self, size: int) -> Path:
+        """The folder that rank 0 creates, with `size` bytes for the slots."""
+        world = self.world
+        possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
+        created = _create_folder(world.size, size) if world.is_rank_zero and possible else ""
+        folder = Path(world.broadcast_object(created))
+        usable = possible and folder.exists()  # containers of one machine may each have their own /dev/shm
+        if not all(world.all_gather_object(usable)):
+            if created:
+                shutil.rmtree(created)
+            raise ConfigError(
+                "gradient_sync=shared_memory is for CPU ranks on one Linux machine; type gradient_sync=all_reduce"
+            )
+        return folder
+
+    def _open_pipes(self, folder: Path) -> None:
+        world = self.world
+        peers = [rank for rank in range(world.size) if rank != world.rank]
+        self.readers = {os.open(folder / f"{peer}-{world.rank}", os.O_RDONLY | os.O_NONBLOCK): peer for peer in peers}
+        world.barrier()  # a pipe can be opened for writing only after it is open for reading
+        self.writers = {os.open(folder / f"{world.rank}-{peer}", os.O_WRONLY): peer for peer in peers}
+        world.barrier()
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is here. A byte in a pipe also orders memory: what is written before it, is seen."""
+        for pipe, peer in self.writers.items():
+            try:
+                os.write(pipe, b".")
+            except BrokenPipeError:
+                raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
+        for pipe, peer in self.readers.items():
+            arrival = select.poll()
+            arrival.register(pipe, select.POLLIN)
+            if not arrival.poll(1000 * self.world.timeout):
+                raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
+            if not os.read(pipe, 1):
+                raise ConnectionError(f"rank {peer} is gone: closed by peer")
+
+
+def _create_folder(ranks: int, size: int) -> str:
+    """A folder with a file of `size` bytes and a pipe for each pair of ranks, in memory if there is room."""
+    memory = Path("/dev/shm")
+    has_room = False
+    if os.access(memory, os.W_OK):
+        stats = os.statvfs(memory)
+        has_room = stats.f_bavail * stats.f_frsize > size  # a container may have 64 MB
+    folder = tempfile.mkdtemp(prefix="lockstep-", dir=memory if has_room else None)
+    for writer in range(ranks):
+        for reader in range(ranks):
+            os.mkfifo(f"{folder}/{writer}-{reader}")
+    with open(f"{folder}/slots", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS
+    return folder

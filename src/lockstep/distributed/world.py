@@ -1,0 +1,208 @@
+"""The world of ranks: join it, communicate in it, leave it. A world of one is a world, too."""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
+from lockstep.distributed.host import cpu_count, keep_freed_memory
+from lockstep.distributed.rendezvous import form_group
+from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the ranks that train together, and the collectives they use.
+
+    local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
+    control: a gloo group beside the backend's own, for votes and Python objects, which never makes a GPU wait.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    timeout: float
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum `tensor` over all ranks, in place. Returns it."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather_object(self, value: Value) -> list[Value]:
+        """Every rank's `value`, which pickle can store, in the order of ranks, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def broadcast_object(self, value: Value) -> Value:
+        """Rank 0's `value`, which pickle can store, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        dist.barrier(group=self.control)
+
+    @contextmanager
+    def local_rank_zero_first(self) -> Iterator[None]:
+        """The first rank of each machine runs the block before the other ranks do: one download per machine."""
+        if self.local_rank != 0:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if self.local_rank == 0:
+                self.barrier()
+
+    def require_same_config(self, flat: dict[str, Any], hint: str) -> None:
+        """Raise ConfigError, naming the first key, if ranks hold different `flat` configs {key: value}.
+
+        hint: the end of the message, what to type instead.
+        """
+        configs = self.all_gather_object(flat)
+        first = configs[0]
+        for rank, config in enumerate(configs):
+            for key in sorted({*first, *config}):
+                on_zero, here = first.get(key, "missing"), config.get(key, "missing")
+                if on_zero != here:
+                    raise ConfigError(
+                        f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}"
+                    )
+
+
+def choose_backend(name: str, local_size: int = 1) -> str:
+    """Replace `auto` by nccl if there is a GPU for each of the `local_size` ranks of this machine, else by gloo.
+
+    Raises ConfigError for nccl without a GPU, for more ranks than GPUs, and for mpi if this torch lacks it.
+    """
+    gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
+    if name == "auto":
+        return "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
+    if name == "mpi" and not dist.is_mpi_available():
+        raise ConfigError(
+            "backend=mpi needs a torch built with MPI and this one is not; mpirun can start gloo ranks, too: "
+            "type backend=gloo"
+        )
+    if name == "nccl" and not gpus:
+        raise ConfigError("backend=nccl needs a GPU and this machine shows none; type backend=gloo")
+    if name == "nccl" and local_size > gpus:
+        raise ConfigError(
+            f"backend=nccl needs one GPU per rank: {local_size} ranks on this machine but {gpus} GPUs; "
+            f"type --nproc_per_node={gpus} or launch.nproc_per_node={gpus}, or backend=gloo"
+        )
+    return name
+
+
+def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> str:
+    """Check the options of `backend` before anything starts. Returns the backend that `auto` stands for.
+
+    socket_ifname: one network interface, or several with commas between them. Raises ConfigError for an interface that
+    this machine does not have, and as `choose_backend` does.
+    """
+    chosen = choose_backend(name, local_size)
+    if socket_ifname is not None:
+        present = [interface for _, interface in socket.if_nameindex()]
+        missing = [asked for asked in str(socket_ifname).split(",") if asked not in present]
+        if missing:
+            raise ConfigError(
+                f"backend.socket_ifname={socket_ifname}: this machine has no network interface {missing[0]}; "
+                f"type backend.socket_ifname= and one of {', '.join(present)}"
+            )
+    return chosen
+
+
+@contextmanager
+def init_distributed(
+    name: str,
+    timeout: float,
+    socket_ifname: str | None = None,
+    debug: str | None = None,
+    p2p_disable: bool | int | None = None,
+    ib_disable: bool | int | None = None,
+    bind_device: bool = True,
+) -> Iterator[World]:
+    """Form a process group with the other ranks, and destroy it however the block ends.
+
+    name: auto, gloo, nccl or mpi. timeout: seconds that a collective waits for a rank. The next four become gloo's and
+    NCCL's environment variables where they are set. bind_device: False if this rank computes on several GPUs, so that
+    NCCL is not bound to one. Raises ConfigError as `choose_backend` does.
+    """
+    info = read_rank_info()
+    backend = choose_backend(name, info.local_world_size)
+    _warn_of_unused_gpus(name, backend, info.local_world_size)
+    _export_backend_options(socket_ifname, debug, p2p_disable, ib_disable)
+    if info.world_size > 1:
+        export_rank_info(info)
+    device = _set_up_device(backend, info)
+    wait = timedelta(seconds=timeout)
+    try:
+        dist.init_process_group(
+            backend,
+            store=form_group(info, wait),
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=wait,
+            device_id=device if backend == "nccl" and bind_device else None,
+        )
+        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+        assert isinstance(control, dist.ProcessGroup)
+        log.info("rank %d of %d: %s on %s, started by %s", info.rank, info.world_size, backend, device, info.started_by)
+        yield World(info.rank, info.world_size, info.local_rank, info.local_world_size, device, control, timeout)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
+
+
+def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
+    gpus = torch.cuda.device_count()
+    if name == "auto" and backend == "gloo" and 0 < gpus < local_size:
+        log.warning(
+            "backend=auto trains on the CPU: %d ranks on this machine but %d GPUs; to train on GPUs type "
+            "--nproc_per_node=%d or launch.nproc_per_node=%d, to hide this warning type backend=gloo",
+            *(local_size, gpus, gpus, gpus),
+        )
+
+
+def _export_backend_options(
+    socket_ifname: str | None, debug: str | None, p2p_disable: bool | int | None, ib_disable: bool | int | None
+) -> None:
+    options: dict[str, str | int | None] = {
+        "GLOO_SOCKET_IFNAME": socket_ifname,
+        "NCCL_SOCKET_IFNAME": socket_ifname,
+        "NCCL_DEBUG": debug,
+        "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
+        "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
+    }
+    os.environ.update({key: str(value) for key, value in options.items() if value is not None})
+
+
+def _set_up_device(backend: str, info: RankInfo) -> torch.device:
+    """This rank's device. Also sets the number of threads: one per core of this rank's share of the machine."""
+    # Twice as many threads as cores halve the speed, and no launcher sets the right number for every number of ranks.
+    torch.set_num_threads(max(1, cpu_count() // info.local_world_size))
+    keep_freed_memory()
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(device)
+    return device

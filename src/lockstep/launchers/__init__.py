@@ -1,0 +1,1 @@
+"""Launchers: each runs one function in every rank."""

@@ -1,0 +1,143 @@
+"""launch=slurm: write an sbatch script into the run folder and submit it. Every requeue finds the same folder again."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import EXIT_RESUMABLE, ConfigError
+from lockstep.launchers.base import Launcher, Worker, refuse_nesting
+
+SCRIPT = """\
+#!/bin/bash
+{options}
+
+{setup}
+# USR1 comes {warning} s before the time limit, and TERM when another job takes the nodes. The ranks then save and exit
+# with {resumable}.
+srun --kill-on-bad-exit=1 {cpus}{command} &
+ranks=$!
+trap 'kill -USR1 $ranks' USR1
+while kill -0 $ranks 2>/dev/null; do wait $ranks; done
+wait $ranks
+code=$?
+# Slurm requeues no job that exits by itself, so a run that stopped early asks for it.
+[ $code = {resumable} ] && scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+
+class SlurmLauncher(Launcher):
+    """Submits this run; srun starts its ranks on the job's nodes, and `launch=env` joins them there.
+
+    run_dir: the run folder, on a file system that all nodes share. overrides: the words that composed this run.
+    time: the limit, as sbatch reads it. warning: seconds before the limit at which the ranks are told to save.
+    options: more options for sbatch. setup: shell lines before srun. dry_run: print the script and submit nothing.
+    """
+
+    runs_elsewhere = True
+
+    def __init__(
+        self,
+        nodes: int,
+        ntasks_per_node: int,
+        cpus_per_task: int | None,
+        partition: str | None,
+        account: str | None,
+        time: str | int | None,
+        warning: int,
+        options: list[str],
+        setup: list[str],
+        dry_run: bool,
+        run_dir: str,
+        overrides: list[str],
+    ) -> None:
+        self.nodes, self.ntasks_per_node, self.cpus_per_task = nodes, ntasks_per_node, cpus_per_task
+        self.partition, self.account, self.time, self.warning = partition, account, time, warning
+        self.options, self.setup, self.dry_run = options, setup, dry_run
+        self.folder, self.overrides = Path(run_dir).resolve(), overrides
+
+    def validate(self) -> None:
+        refuse_nesting("slurm")
+        if "SLURM_JOB_ID" in os.environ:
+            raise ConfigError(
+                f"launch=slurm inside Slurm job {os.environ['SLURM_JOB_ID']} would submit another one; "
+                f"type srun python src/train.py ..."
+            )
+        if not self.dry_run and not shutil.which("sbatch"):
+            raise ConfigError(
+                "launch=slurm needs Slurm's sbatch and this machine has none; "
+                "type launch.dry_run=true to see the script, or launch=torchrun"
+            )
+
+    def num_ranks(self) -> tuple[int, int]:
+        return self.nodes * self.ntasks_per_node, self.ntasks_per_node
+
+    def launch(self, worker: Worker, *args: Any) -> None:
+        """Submit the job, which starts `src/train.py` anew: `worker` and `args` are not used. Raises ConfigError."""
+        script = self.script()
+        if self.dry_run:
+            print(script, end="")
+            return
+        path = self.folder / "job.sh"
+        path.write_text(script)
+        answer = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True)
+        if answer.returncode:
+            raise ConfigError(
+                f"sbatch refused the job ({' '.join(answer.stderr.split())}); "
+                f"type launch.partition=, launch.time= ... to suit, or sbatch {path}"
+            )
+        job = answer.stdout.split(";")[0].strip()
+        print(
+            f"submitted Slurm job {job}: squeue -j {job} shows its state, "
+            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}"
+        )
+
+    def script(self) -> str:
+        """The text of the sbatch script."""
+        return SCRIPT.format(
+            options="\n".join(f"#SBATCH {option}" for option in self._sbatch_options()),
+            setup="\n".join([*self.setup, ""]),
+            warning=self.warning,
+            resumable=EXIT_RESUMABLE,
+            cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
+            command=shlex.join(self._command()),
+        )
+
+    def _sbatch_options(self) -> list[str]:
+        values = {
+            "nodes": self.nodes,
+            "ntasks-per-node": self.ntasks_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            "partition": self.partition,
+            "account": self.account,
+            "time": self.time,
+            "signal": f"B:USR1@{self.warning}",
+            "chdir": Path.cwd(),
+            "output": self.folder / "slurm-%j.out",
+            "open-mode": "append",
+            "job-name": "lockstep",
+        }
+        words = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
+        return [*words, "--requeue", *self.options]
+
+    def _command(self) -> list[str]:
+        """What each task runs: this command, with launch=env in place of launch=slurm, and with a fixed run folder."""
+        overrides = [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
+        script = str(Path(sys.argv[0]).resolve())
+        folder = f'hydra.run.dir="{self.folder}"'
+        return [sys.executable, script, *config_flags(sys.argv[1:]), *overrides, "launch=env", folder]
+
+
+def config_flags(arguments: list[str]) -> list[str]:
+    """Hydra's flags among `arguments` that say which config is composed. They are no part of its overrides."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for short, long in (("-cd", "--config-dir"), ("-cn", "--config-name"), ("-cp", "--config-path")):
+        parser.add_argument(short, long)
+    found, _ = parser.parse_known_args(arguments)
+    return [f"--{name.replace('_', '-')}={value}" for name, value in vars(found).items() if value is not None]

@@ -1,0 +1,1 @@
+"""Loggers: TensorBoard, console, progress bar, log files; and the profiler."""

@@ -1,0 +1,178 @@
+"""The contract of a logger, and the list that hands every call to several loggers.
+
+To add a logger:
+
+1. Write a subclass of `Logger` in a file of its own. Override the methods you need; the others do nothing.
+2. Write `conf/logger/<name>.yaml` with one key, whose value has the `_target_`:
+
+       my_logger:
+         _target_: my_package.my_module.MyLogger
+         run_dir: ${run_dir}
+
+3. Type `logger=[tensorboard,console,my_logger]`.
+
+Only rank 0 has loggers, so a logger must not call a collective. The other ranks have an empty LoggerList.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+WARN_SECONDS = 60.0  # at most one warning per logger in this time
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known about a run when it starts or resumes.
+
+    config_yaml: the composed config. data_parallel_size: into how many shares a global batch is cut.
+    batch_size: samples of a global batch. start_step: optimizer steps already done, 0 for a fresh run.
+    start_epoch: whole epochs already done.
+    """
+
+    run_dir: Path
+    config_yaml: str
+    world_size: int
+    data_parallel_size: int
+    train_samples: int
+    eval_samples: int
+    batch_size: int
+    epochs: int
+    start_step: int
+    start_epoch: int
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """The results of one epoch. They are not passed to `log_metrics` as well.
+
+    epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
+    mean over all samples; "test" is missing if the epoch had no evaluation. samples_per_second: of training, over all
+    ranks.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    metrics: dict[str, dict[str, float]]
+    samples_per_second: float
+
+    def tagged_metrics(self) -> dict[str, float]:
+        """{"speed/samples_per_s": ..., "train/loss": ..., "test/loss": ...}: all numbers, as `log_metrics` has them."""
+        tagged = {"speed/samples_per_s": self.samples_per_second}
+        for group, means in self.metrics.items():
+            for name, value in means.items():
+                tagged[f"{group}/{name}"] = value
+        return tagged
+
+
+class Logger:
+    """Receives what a run reports. Every method does nothing here.
+
+    Steps are counted from 1: `step` is the number of optimizer steps done. A method may raise OSError, for example on
+    a full disk: the user gets a warning, training goes on, and the next call comes as usual. Any other exception ends
+    the run.
+    """
+
+    def on_fit_start(self, run: RunInfo) -> None:
+        """Training is about to start or to resume. This is the first call.
+
+        A run that was killed may have logged steps after `run.start_step`. It repeats them, so drop them here.
+        """
+
+    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
+        """Training of an epoch starts.
+
+        epoch: counted from 1. samples: of the whole epoch, over all ranks. samples_done: how many of these were
+        trained on before the run resumed, else 0.
+        """
+
+    def on_step(self, step: int, samples: int) -> None:
+        """An optimizer step has ended. samples: of its global batch. Called at every step, so it must be cheap."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Numbers by tag, such as {"train/running_loss": 0.1, "train/lr": 0.05}. Called every `logging.every` steps."""
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """A text, in Markdown."""
+
+    def log_image(self, tag: str, image: Tensor, step: int) -> None:
+        """An image: a float tensor (C, H, W) with 1 or 3 channels and values from 0 to 1."""
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        """An epoch has ended, and its evaluation if there was one."""
+
+    def flush(self) -> None:
+        """Write everything received so far. Called before each snapshot, so that a resumed run has no gaps."""
+
+    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
+        """Training has finished. metrics: those of the last evaluation, by name: {"loss": 0.1, "accuracy": 0.9}.
+
+        Not called if the run stops early or fails.
+        """
+
+    def close(self) -> None:
+        """Release files and threads. This is the last call, even if the run fails."""
+
+
+class LoggerList(Logger):
+    """Hands every call to each logger. An OSError of one logger is a warning, at most once a minute for this logger.
+
+    Calls that mark a start or a step go through the list in its order. Calls that mark an end go through it in reverse
+    order: with `logger=[tensorboard,console,progress_bar]` the bar is gone before the console writes its line.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = list(loggers)
+        self._last_warning: dict[int, float] = {}  # index of a logger -> time.monotonic()
+
+    def on_fit_start(self, run: RunInfo) -> None:
+        self._call_each(lambda logger: logger.on_fit_start(run))
+
+    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
+        self._call_each(lambda logger: logger.on_epoch_start(epoch, epochs, samples, samples_done))
+
+    def on_step(self, step: int, samples: int) -> None:
+        self._call_each(lambda logger: logger.on_step(step, samples))
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._call_each(lambda logger: logger.log_metrics(metrics, step))
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        self._call_each(lambda logger: logger.log_text(tag, text, step))
+
+    def log_image(self, tag: str, image: Tensor, step: int) -> None:
+        self._call_each(lambda logger: logger.log_image(tag, image, step))
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
+
+    def flush(self) -> None:
+        self._call_each(lambda logger: logger.flush())
+
+    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
+        self._call_each(lambda logger: logger.on_fit_end(run_dir, metrics), reverse=True)
+
+    def close(self) -> None:
+        self._call_each(lambda logger: logger.close(), reverse=True)
+
+    def _call_each(self, call: Callable[[Logger], None], reverse: bool = False) -> None:
+        indices = range(len(self.loggers))
+        for index in reversed(indices) if reverse else indices:
+            try:
+                call(self.loggers[index])
+            except OSError as error:
+                self._warn(index, error)
+
+    def _warn(self, index: int, error: OSError) -> None:
+        now = time.monotonic()
+        last = self._last_warning.get(index)
+        if last is None or now - last >= WARN_SECONDS:
+            self._last_warning[index] = now
+            log.warning("%s cannot write (%s); training goes on", type(self.loggers[index]).__name__, error)

@@ -1,0 +1,43 @@
+"""One line per epoch on the console and in train.log, and a few lines at the start and the end."""
+
+import logging
+from pathlib import Path
+
+from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+
+log = logging.getLogger(__name__)
+
+
+class ConsoleLogger(Logger):
+    """Writes through `logging`; `rank_logs` decides where the lines go."""
+
+    def on_fit_start(self, run: RunInfo) -> None:
+        log.info(
+            "%d training and %d test samples; batches of %d samples%s",
+            run.train_samples,
+            run.eval_samples,
+            run.batch_size,
+            _share(run),
+        )
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   test loss 0.0447   3667 samples/s"""
+        columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
+        for group, means in summary.metrics.items():
+            numbers = [f"{name} {value:.4f}" for name, value in means.items()]
+            columns.append(" ".join([group, *numbers]))
+        columns.append(f"{summary.samples_per_second:.0f} samples/s")
+        log.info("%s", "   ".join(columns))
+
+    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
+        log.info("finished: test %s", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        log.info("run folder: %s", run_dir)
+
+
+def _share(run: RunInfo) -> str:
+    """ ", 21 or 22 for each of 3 ranks": how many samples of a global batch a rank gets. Empty for one rank."""
+    if run.world_size == 1:
+        return ""
+    smallest, remainder = divmod(run.batch_size, run.data_parallel_size)
+    share = f"{smallest} or {smallest + 1}" if remainder else f"{smallest}"
+    return f", {share} for each of {run.world_size} ranks"

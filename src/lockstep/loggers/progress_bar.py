@@ -1,0 +1,46 @@
+"""A progress bar over the samples of each epoch, shown only where a terminal watches."""
+
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lockstep.loggers.base import EpochSummary, Logger
+
+
+class ProgressBarLogger(Logger):
+    """A tqdm bar on stderr with the running loss. It disappears when the epoch's training ends."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._samples_left = 0
+
+    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
+        self._samples_left = samples - samples_done
+        self._bar = tqdm(
+            total=samples,
+            initial=samples_done,
+            desc=f"epoch {epoch}/{epochs}",
+            unit=" samples",
+            leave=False,
+            disable=None,  # on if stderr is a terminal
+        )
+
+    def on_step(self, step: int, samples: int) -> None:
+        if self._bar is not None:
+            self._bar.update(samples)
+            self._samples_left -= samples
+            if self._samples_left <= 0:
+                self.close()  # not during the evaluation, which may take long
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        loss = metrics.get("train/running_loss")
+        if self._bar is not None and loss is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        self.close()  # an epoch that trainer.max_steps ends leaves samples over
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,1 @@
+"""Models, as functions of the data's shape."""

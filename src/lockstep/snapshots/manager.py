@@ -1,0 +1,244 @@
+"""Saves a run's snapshots when they are due, and brings a run back from them."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lockstep.distributed import signals
+from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.snapshots.files import (
+    explain,
+    find_snapshots,
+    list_snapshots,
+    load_first_good,
+    remove_leftovers,
+    save_file,
+    save_snapshot,
+    step_of,
+)
+from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes, plain_values
+from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
+from lockstep.snapshots.writer import BackgroundWriter
+from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+VOTE_PAUSE = 0.25  # seconds between two votes on stopping and saving
+MAX_PENDING = 2  # snapshots in memory that are not on the disk yet
+
+
+class SnapshotManager:
+    """Saves and restores `state`. Every rank calls every method; rank 0 writes. Build it before the first step.
+
+    As a context manager it finishes the pending writes, however the run ends.
+
+    fingerprint: flat dict of what a snapshot must have in common with the run that resumes from it.
+    config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
+    epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last: how many snapshots to keep.
+    before_save: called on rank 0 before each save, to bring to the disk what must not be older than the snapshot.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        world: World,
+        run_dir: str | Path,
+        fingerprint: dict[str, Any],
+        config: dict[str, Any],
+        epoch_samples: int,
+        every: str,
+        keep_last: int,
+    ) -> None:
+        self.state, self.world, self.run_dir = state, world, Path(run_dir)
+        self.fingerprint, self.config = plain_values(fingerprint), plain_values(config)
+        self.epoch_samples, self.keep_last = epoch_samples, keep_last
+        self.interval = SaveInterval(every)
+        self.vote = StopVote(world, flags=2, pause=VOTE_PAUSE)
+        self.writer = BackgroundWriter(MAX_PENDING)
+        self.scheduler_as_built = plain_copy(state.scheduler.state_dict())
+        self.before_save: Callable[[], None] = lambda: None
+        self.resumed_from: Path | None = None
+        self.is_due = False
+
+    def __enter__(self) -> Self:
+        if self.world.is_rank_zero:
+            (self.run_dir / "model.pt.tmp").unlink(missing_ok=True)
+            remove_leftovers(self.folder)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.writer.close()
+        if error is None:
+            self.vote.close()
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / "snapshots"
+
+    def resume(self, where: str | Path | None) -> Path | None:
+        """Restore the run's own newest snapshot, else the one that `where` names. Returns its path, None without one.
+
+        Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
+        `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
+        """
+        saved, answer = self._find(where) if self.world.is_rank_zero else (None, None)
+        answer = self.world.broadcast_object(answer)
+        if isinstance(answer, ConfigError):
+            raise answer
+        if answer is None:
+            return None
+        path: Path = answer
+        saved = saved or _load(path)
+        restore_state(self.state, saved)
+        log_config_changes(saved["config"], self.config)
+        self.interval.last_step = self.state.progress.step
+        self.resumed_from = path
+        log.info("resumed from %s", path)
+        return path
+
+    def after_step(self, samples: int) -> None:
+        """Save if a snapshot is due. `samples`: global samples since the last call.
+
+        Raises StoppedEarly, with a snapshot of this step, after any rank was asked to stop. After the last step of an
+        epoch a due snapshot waits for `after_epoch`: a run killed between them would log the epoch's evaluation twice.
+        """
+        progress = self.state.progress
+        stop, due_by_clock = self.vote.cast(signals.stop_requested(), self.interval.due_by_clock())
+        due_by_step = self.interval.due_after_step(progress.step)
+        self.is_due = self.is_due or due_by_clock or due_by_step
+        if stop or (self.is_due and progress.samples < self.epoch_samples):
+            self.save()
+        if stop:
+            raise self._stopped_early()
+
+    def after_epoch(self) -> None:
+        """Save if a snapshot is due, and at the end of the run."""
+        if self.is_due or self.state.finished or self.interval.due_after_epoch(self.state.progress.epoch):
+            self.save()
+
+    def save(self, name: str | None = None) -> None:
+        """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
+
+        Raises TrainingDiverged, on all ranks and before anything is written, if the loss or a weight is not finite.
+        """
+        state = self.state
+        totals = state.meter.totals()
+        self._require_finite_loss(totals)
+        state.average_replicas()
+        self._require_finite_weights()
+        contents = collect_state(state, totals, self.scheduler_as_built)
+        if name is None:
+            self.is_due = False
+        if not self.world.is_rank_zero:
+            return
+        self.before_save()
+        contents = plain_copy(contents | {"fingerprint": self.fingerprint, "config": self.config})
+        position = contents["progress"] | {"world_size": self.world.size}
+        self.writer.put(self._write, name or self._numbered(), contents, position)
+
+    def newest(self) -> Path | None:
+        """The newest numbered snapshot, else the one that this run resumed from. Not a collective.
+
+        Rank 0 waits for its pending writes. Other ranks see what is on the disk.
+        """
+        self.writer.drain()
+        now = self.state.progress.step  # a later snapshot was passed over as damaged
+        own = [path for path in list_snapshots(self.folder) if step_of(path) <= now]
+        return own[0] if own else self.resumed_from
+
+    def export(self) -> None:
+        """Write the model, with the averaged weights if there are any, as a plain state dict to model.pt.
+
+        Raises ConfigError on all ranks if it cannot be written.
+        """
+        with self.state.ema_weights():
+            weights = model_state(self.state.strategy)
+            message = self._export(weights) if self.world.is_rank_zero else None
+        message = self.world.broadcast_object(message)
+        if message is not None:
+            raise ConfigError(message)
+
+    def _export(self, weights: dict[str, torch.Tensor]) -> str | None:
+        """None, or why it could not be written."""
+        try:
+            save_file(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in weights.items()})
+        except OSError as error:
+            reason = explain(error, self.run_dir)
+            return f"no model.pt: {reason} and type the command again with hydra.run.dir={self.run_dir}"
+        return None
+
+    def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, Path | ConfigError | None]:
+        """On rank 0: the contents and the path of the snapshot to resume from, or the error that all ranks raise."""
+        try:
+            found = load_first_good(find_snapshots(where, self.run_dir))
+            if found is None:
+                return None, None
+            saved, path = found
+            check_fingerprint(path, saved["fingerprint"], self.fingerprint)
+            return saved, path
+        except ConfigError as error:
+            return None, error
+
+    def _require_finite_loss(self, totals: torch.Tensor) -> None:
+        meter = self.state.meter
+        loss = totals[meter.names.index("loss")].item()
+        if not math.isfinite(loss):
+            step = meter.first_non_finite()
+            raise self._diverged(f"the loss is {loss}", self.state.progress.step if step is None else step)
+
+    def _require_finite_weights(self) -> None:
+        """An update can break the weights one step before a loss shows it."""
+        parameters = [parameter.detach() for parameter in self.state.strategy.model.parameters()]
+        local = [value.to_local() if hasattr(value, "to_local") else value for value in parameters]  # of a DTensor
+        broken = sum(not torch.isfinite(value).all().item() for value in local)
+        count = torch.tensor(float(broken), device=self.world.device)
+        if self.world.all_reduce_sum(count).item():
+            raise self._diverged("the weights are not finite", self.state.progress.step)
+
+    def _diverged(self, what: str, step: int) -> TrainingDiverged:
+        newest = self.newest()
+        saved = f"the last good snapshot is {newest}" if newest else "no snapshot was saved before"
+        return TrainingDiverged(
+            f"{what} at step {step}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
+        )
+
+    def _stopped_early(self) -> StoppedEarly:
+        """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""
+        newest = self.world.broadcast_object(self.newest() if self.world.is_rank_zero else None)
+        self.world.barrier()
+        signals.stop_listening()
+        step = self.state.progress.step
+        if newest == self.folder / f"{self._numbered()}.pt":
+            return StoppedEarly(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
+        where = f"go on from {newest}" if newest else "start again"
+        return StoppedEarly(
+            f"stopped early at step {step}, whose snapshot could not be written; "
+            f"{where} with hydra.run.dir={self.run_dir}"
+        )
+
+    def _numbered(self) -> str:
+        return f"step_{self.state.progress.step:08d}"
+
+    def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+        """In the writer's thread. A full disk costs a warning, not the training."""
+        try:
+            save_snapshot(self.folder, name, contents, self.keep_last, **position)
+        except OSError as error:
+            reason = explain(error, self.folder)
+            log.warning("no snapshot at step %d: %s; training goes on", position["step"], reason)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    found = load_first_good([path])
+    assert found is not None
+    return found[0]

@@ -1,0 +1,168 @@
+"""The state of a run as the whole model's, under the names that the model gave its parameters.
+
+It is the same under every strategy and at every world size, so a snapshot moves between them.
+"""
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.errors import ConfigError
+from lockstep.snapshots.hyperparameters import log_changes, restore_scheduler, resumed_group
+from lockstep.strategies.base import Strategy
+from lockstep.training.state import Progress, TrainState
+
+log = logging.getLogger(__name__)
+
+NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def model_state(strategy: Strategy) -> dict[str, Any]:
+    """The state dict of the whole model, on rank 0. A collective."""
+    return strategy.full_state(strategy.model.state_dict())
+
+
+def collect_state(state: TrainState, meter_totals: Tensor, scheduler_as_built: dict[str, Any]) -> dict[str, Any]:
+    """What `restore_state` takes, complete on rank 0. A collective.
+
+    meter_totals: `state.meter.totals()`. scheduler_as_built: the scheduler's state dict before the first step.
+    """
+    scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built}
+    return {
+        "model": model_state(state.strategy),
+        "optimizer": _optimizer_state(state),
+        "ema": None if state.ema is None else state.strategy.full_state(state.ema.averages),
+        "initial_hyperparameters": state.initial_hyperparameters,
+        "scheduler": scheduler | {"state": state.scheduler.state_dict()},
+        "scaler": state.scaler.state_dict(),
+        "meter": {"names": state.meter.names, "totals": meter_totals},
+        "monitor": state.task.monitor,
+        "progress": asdict(state.progress),
+    }
+
+
+def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
+    """Bring `state`, which has not trained yet, to what `collect_state` gave. Every rank passes all of it.
+
+    The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
+    Raises ConfigError if the optimizer has another number of parameter groups.
+    """
+    strategy = state.strategy
+    strategy.model.load_state_dict(strategy.shard_state(saved["model"]))
+    _restore_optimizer(state, saved)
+    restore_scheduler(state.scheduler, saved["scheduler"]["built"], saved["scheduler"]["state"])
+    if saved["scaler"]:  # empty after a run without loss scaling
+        state.scaler.load_state_dict(saved["scaler"])
+    if state.ema is not None:
+        state.ema.averages = _to_parameter_layout(strategy, saved["ema"] or {})
+    state.progress = Progress(**saved["progress"])
+    _restore_measurements(state, saved)
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy on the CPU that training cannot change: dicts, lists, tuples, tensors and plain values.
+
+    Numbers of other libraries become Python's. Other objects become None: `weights_only` would refuse the file.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: plain_copy(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain_copy(item) for item in value)
+    if isinstance(value, list):
+        return [plain_copy(item) for item in value]
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    return value.item() if hasattr(value, "item") else None
+
+
+def _optimizer_state(state: TrainState) -> dict[str, Any]:
+    names = _parameter_names(state.strategy.model, state.optimizer)
+    indexed = state.optimizer.state_dict()
+    named = {names[index]: values for index, values in indexed["state"].items()}
+    groups = [_hyperparameters(group) for group in indexed["param_groups"]]
+    return {"state": state.strategy.full_state(named), "param_groups": groups}
+
+
+def _restore_optimizer(state: TrainState, saved: dict[str, Any]) -> None:
+    indexed = state.optimizer.state_dict()
+    named = _to_parameter_layout(state.strategy, saved["optimizer"]["state"])
+    names = _parameter_names(state.strategy.model, state.optimizer)
+    groups = _resumed_groups(state, saved, indexed["param_groups"])
+    by_index = {index: named[name] for index, name in names.items() if name in named}
+    state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    log_changes(saved["initial_hyperparameters"], state.initial_hyperparameters)
+
+
+def _resumed_groups(state: TrainState, saved: dict[str, Any], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """This run's parameter groups, `built`, with the hyperparameters to go on with."""
+    saved_groups, saved_initial = saved["optimizer"]["param_groups"], saved["initial_hyperparameters"]
+    if len(saved_groups) != len(built):
+        raise ConfigError(
+            f"the optimizer has {len(built)} parameter groups and the snapshot's had {len(saved_groups)}; "
+            f"type the optimizer=... that it was made with"
+        )
+    same_scheduler = saved["scheduler"]["class"] == _class_name(state.scheduler)
+    resumed = []
+    for number, group in enumerate(built):
+        initial = state.initial_hyperparameters[number]
+        values = resumed_group(
+            saved_groups[number], saved_initial[number], _hyperparameters(group), initial, same_scheduler
+        )
+        resumed.append(group | values)
+    return resumed
+
+
+def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
+    """Go on with the epoch's sums and the best evaluation, unless the task now measures something else."""
+    if saved["meter"]["names"] == state.meter.names:
+        state.meter.restore(saved["meter"]["totals"])
+    else:
+        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", state.progress.step)
+    if saved["monitor"] != state.task.monitor:
+        log.info("task.monitor changed: the best evaluation before step %d does not count", state.progress.step)
+        state.progress.best, state.progress.evals_since_best = None, 0
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+
+
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """{index that the optimizer's state dict gives a parameter: the parameter's name}, matched by identity.
+
+    Parameter groups may list the parameters in another order than the model does.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
+
+
+@torch.no_grad()
+def _to_parameter_layout(strategy: Strategy, named: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of `named`, in its parameters' type, device and memory layout.
+
+    Fused optimizers read a parameter and its state side by side in memory.
+    """
+    parameters = dict(strategy.model.named_parameters())
+    own = strategy.shard_state(named)
+    return {name: _like(parameters[name], values) for name, values in own.items() if name in parameters}
+
+
+def _like(parameter: Tensor, values: Any) -> Any:
+    if isinstance(values, dict):  # "step" counts; the optimizer chooses its type
+        return {key: value if key == "step" else _like(parameter, value) for key, value in values.items()}
+
+    def convert(tensor: Tensor) -> Tensor:
+        return torch.empty_like(parameter).copy_(tensor) if tensor.shape == parameter.shape else tensor
+
+    return tree_map_only(Tensor, convert, values)
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

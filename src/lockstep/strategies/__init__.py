@@ -1,0 +1,1 @@
+"""Strategies: how a model and its training step are spread over ranks."""

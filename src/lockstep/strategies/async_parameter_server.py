@@ -1,0 +1,130 @@
+"""The asynchronous parameter server: rank 0 holds the weights, workers train on the weights they last received.
+
+A worker computes the gradient of a whole global batch, sends it and receives the newest weights. The server takes an
+optimizer step for each gradient when it arrives, and no worker waits for another (Dean et al. 2012, Downpour SGD).
+Other workers' gradients may have changed the weights in the meantime: a gradient is stale by that many steps. Batches,
+steps and learning rates are those of any other run; with one worker the numbers are, too.
+
+Rank 0 does not train: a training thread in the same process would delay every answer.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.data.partition import Part, micro_batch_parts
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import Advance, JobSpec, StepRunner, Strategy
+
+
+class AsyncParameterServer(Strategy):
+    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
+
+    supports_sync_bn = False  # workers compute different batches at the same time
+
+    def __init__(self, sync_every: int) -> None:
+        self.sync_every = sync_every
+        self.staleness: list[int] = []  # of each gradient that this epoch applied
+
+    def validate(self, job: JobSpec) -> None:
+        name = "strategy=async_parameter_server"
+        if job.world_size < 2:
+            raise ConfigError(f"{name} has no worker in a world of 1; type launch=spawn launch.nproc_per_node=3")
+        if job.sync_bn == "on":
+            raise ConfigError(f"{name} computes different batches at the same time; type sync_bn=off")
+        if job.deterministic:
+            raise ConfigError(f"{name} applies gradients in the order they arrive; type trainer.deterministic=false")
+        if job.precision == "fp16":
+            raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
+        if job.profile:
+            raise ConfigError(f"{name} has no common step to measure; type profiler.enabled=false")
+        if job.save_unit == "step":
+            raise ConfigError(
+                f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
+            )
+
+    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
+        """All of a global batch: a worker computes whole batches. An evaluation is shared by all ranks."""
+        return micro_batch_parts(batch, accumulation_steps, rank=0, size=1)
+
+    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
+        """Yields when the ranks have synchronised: only then they hold the same weights, progress and counts."""
+        self.staleness = []
+        while runner.samples_left > 0 and runner.steps_left > 0:
+            steps = min(runner.steps_left, self.sync_every)
+            samples = min(steps * runner.batch_size, runner.samples_left)
+            if self.world.is_rank_zero:
+                self.staleness += self._serve(runner, steps)
+            else:
+                self._work(runner, steps)
+            self._broadcast_weights(runner)
+            yield Advance(samples, steps)
+
+    def _serve(self, runner: StepRunner, steps: int) -> list[int]:
+        """Rank 0: apply `steps` gradients as they arrive, and answer each with the new weights.
+
+        Returns each gradient's staleness: the steps taken since its worker received the weights.
+        """
+        message = to_vector(model_tensors(self.model))
+        last_sent, staleness = [0] * self.world.size, []
+        for step in range(steps):
+            # gloo, on the CPU: NCCL cannot receive from any rank.
+            worker: int = dist.recv(message, group=self.world.control)
+            for parameter in self.model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            from_vector(
+                message, [*(p.grad for p in self.model.parameters() if p.grad is not None), *self.model.buffers()]
+            )
+            runner.apply_gradients()
+            staleness.append(step - last_sent[worker])
+            last_sent[worker] = step + 1
+            dist.send(to_vector(model_tensors(self.model)), worker, group=self.world.control)
+        return staleness
+
+    def _work(self, runner: StepRunner, steps: int) -> None:
+        """A worker: the gradients of its turns among the next `steps` global batches.
+
+        Running statistics travel with the gradients; the server keeps those that arrived last.
+        """
+        turns = slice(self.world.rank - 1, steps, self.world.size - 1)
+        for step, batch in zip(range(steps)[turns], runner.batches(turns), strict=True):
+            runner.compute_gradients(batch, steps_ahead=step)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+            message = to_vector([*gradients, *self.model.buffers()])
+            self.model.zero_grad(set_to_none=True)
+            dist.send(message, 0, group=self.world.control)
+            dist.recv(message, 0, group=self.world.control)
+            from_vector(message, model_tensors(self.model))
+
+    def _broadcast_weights(self, runner: StepRunner) -> None:
+        """Copy the server's weights, buffers and moving average to every rank."""
+        tensors = [*model_tensors(self.model), *runner.ema_tensors]
+        message = to_vector(tensors)
+        dist.broadcast(message, 0, group=self.world.control)
+        from_vector(message, tensors)
+
+    def epoch_metrics(self) -> dict[str, float]:
+        if not self.staleness:
+            return {}
+        mean = math.fsum(self.staleness) / len(self.staleness)
+        return {"async/staleness_mean": mean, "async/staleness_max": max(self.staleness)}
+
+
+def model_tensors(model: nn.Module) -> list[Tensor]:
+    """All parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def to_vector(tensors: Sequence[Tensor]) -> Tensor:
+    """All values of `tensors` in one vector on the CPU."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
+
+
+@torch.no_grad()
+def from_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The reverse of `to_vector`: copy the values into `tensors`, in place."""
+    for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))

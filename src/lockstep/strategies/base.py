@@ -1,0 +1,197 @@
+"""The contract of a strategy: how a model, its data and its training step are spread over ranks.
+
+The base class serves a plain module, whole on every rank. A strategy overrides what differs and nothing else.
+To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` with its `_target_`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.data.partition import Batch, Part, micro_batch_parts
+from lockstep.distributed.world import World
+
+if TYPE_CHECKING:
+    from lockstep.strategies.gradient_sync.base import GradientSync
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> the loss of these samples as one number, summed and weighted as the step needs it."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What the command asks for, as far as options can contradict each other. `train.py` fills it from the config."""
+
+    world_size: int
+    ranks_here: int  # ranks on this machine
+    device_type: str  # "cpu" or "cuda"
+    precision: str
+    sync_bn: str  # "auto", "on" or "off"
+    gradient_accumulation_steps: int
+    compile: bool | str
+    deterministic: bool
+    profile: bool
+    save_unit: str  # "epoch", "step" or "min"
+    optimizer: Any  # the class, or whatever `optimizer._target_` names
+    fused_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How far all ranks are since the last time they agreed: `steps` optimizer steps over `samples` global samples."""
+
+    samples: int
+    steps: int
+
+
+class StepRunner(Protocol):
+    """What the training loop offers to a strategy: the batches of an epoch, and an optimizer step in two halves."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+
+    @property
+    def samples_left(self) -> int:
+        """Samples of this epoch that are not trained on yet."""
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to the end of this epoch, or to `trainer.max_steps` if that comes first."""
+
+    @property
+    def ema_tensors(self) -> list[Tensor]:
+        """The moving average of the weights, empty without one. Creates it if no step has been taken yet."""
+
+    def batches(self, turns: slice = slice(None)) -> Iterator[Batch]:
+        """This rank's parts of the epoch's remaining batches. `turns` selects some of these batches."""
+
+    def compute_gradients(self, batch: Batch, steps_ahead: int = 0) -> None:
+        """Leave this rank's gradient of `batch` in `.grad`. `steps_ahead`: its step number beyond the current one."""
+
+    def apply_gradients(self) -> None:
+        """Take one optimizer step, with clipping, loss scaling, schedule and moving average."""
+
+
+class Strategy:
+    """A plain module, the same on every rank.
+
+    `module` is what a forward pass calls; `model` is the net inside it, whose parameters carry the names that the
+    model gave them. Both are set by `setup`.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    world: World
+
+    uses_communication_hooks = False  # whether gradients are averaged by DistributedDataParallel
+    supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
+    binds_one_device = True  # False if a rank computes on several GPUs
+
+    def validate(self, job: JobSpec) -> None:
+        """Raise ConfigError for what this strategy cannot do or would do wrong. Called before any process starts."""
+
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        """Raise ConfigError for a model that this strategy cannot spread over `world_size` ranks."""
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: "GradientSync") -> None:
+        """Take over `model`, which is on `world.device`, and spread it over the ranks.
+
+        gradient_sync: how DistributedDataParallel averages gradients. Other strategies do not use it.
+        """
+        self.world = world
+        self.module = self.model = model
+
+    def syncs_batch_norm(self, mode: str, world_size: int) -> bool:
+        """Whether batch norm covers the whole global batch. mode: conf/sync_bn's "on", "off" or "auto"."""
+        if mode == "auto":
+            return self.supports_sync_bn and self.data_parallel_size(world_size) > 1
+        return mode == "on"
+
+    # Data: who reads which samples.
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """How many different shares a global batch is cut into. Ranks that work on the same samples count once."""
+        return world_size
+
+    def data_parallel_rank(self, world: World) -> int:
+        """Which of these shares is this rank's."""
+        return world.rank
+
+    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
+        """This rank's parts of a global batch of sample indices (N,), one forward pass each."""
+        size = self.data_parallel_size(self.world.size)
+        return micro_batch_parts(batch, accumulation_steps, self.data_parallel_rank(self.world), size)
+
+    # One step.
+
+    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
+        """Train on the rest of the epoch. Yields whenever all ranks hold the same weights again."""
+        for batch in runner.batches():
+            runner.compute_gradients(batch)
+            runner.apply_gradients()
+            yield Advance(samples=batch.count, steps=1)
+
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: LossFunction,
+        autocast: AbstractContextManager[Any],
+        is_last: bool,
+    ) -> None:
+        """One forward and backward pass. `is_last`: this is the last part of the step, so gradients can be averaged."""
+        with autocast:
+            outputs = self.module(inputs)
+        loss_function(outputs, targets).backward()
+
+    def gradient_divide_factor(self) -> int:
+        """What gradient averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before."""
+        return 1
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        """Scale the gradients so that the norm over the whole model is at most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def eval_step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: Callable[[Tensor, Tensor], None],
+        autocast: AbstractContextManager[Any],
+    ) -> None:
+        """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
+        with autocast:
+            outputs = self.model(inputs)
+        count(outputs, targets)
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """{tag: number} of the epoch just trained, beside loss and metrics."""
+        return {}
+
+    # State: what ranks hold, and what a snapshot holds.
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
+        """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""
+
+    def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        """{parameter or buffer name: nested tensors}, as this rank holds them -> the whole model's, on rank 0.
+
+        Every rank calls this. The values may be nested: a parameter's optimizer state is a dict of tensors.
+        """
+        return named
+
+    def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The reverse of `full_state`, called by every rank with the whole state: this rank's part of it."""
+        return named

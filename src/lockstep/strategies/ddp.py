@@ -1,0 +1,77 @@
+"""One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.distributed.world import World
+from lockstep.strategies.base import LossFunction, Strategy
+from lockstep.strategies.gradient_sync.base import GradientSync
+
+
+class DDP(Strategy):
+    """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged.
+
+    A world of one rank has nobody to average with, and a model without trainable parameters has nothing to average:
+    both stay plain modules. Buffers are not broadcast before every forward pass, because training does not read them;
+    `sync_buffers` does it before an evaluation.
+    """
+
+    uses_communication_hooks = True
+
+    def __init__(
+        self,
+        gradient_as_bucket_view: bool,
+        static_graph: bool,
+        bucket_cap_mb: float,
+        find_unused_parameters: bool,
+    ) -> None:
+        self.options: dict[str, Any] = {
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+        }
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
+        super().setup(model, world, gradient_sync)
+        self.gradient_sync = gradient_sync
+        if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        devices = {parameter.device for parameter in model.parameters()}
+        on_one_gpu = devices == {world.device} and world.device.type == "cuda"
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if on_one_gpu else None,
+            forward_sync_buffers=False,
+            **self.options,
+        )
+        gradient_sync.attach(self.module, world)
+
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: LossFunction,
+        autocast: AbstractContextManager[Any],
+        is_last: bool,
+    ) -> None:
+        with self._gradient_averaging(is_last):
+            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+
+    def _gradient_averaging(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Average gradients in the backward pass of the step's last part only."""
+        if not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        self.gradient_sync.before_step(self.module)
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext if is_last else self.module.no_sync
+        return context()
+
+    def gradient_divide_factor(self) -> int:
+        return self.world.size if isinstance(self.module, DistributedDataParallel) else 1
+
+    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
+        self.gradient_sync.average_replicas(tensors)

@@ -1,0 +1,146 @@
+"""Weights, gradients and optimizer state in parts, one per rank (ZeRO, Rajbhandari et al. 2020; torch's FSDP2)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.gradient_sync.base import GradientSync
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class FSDP(Strategy):
+    """Cuts every parameter along its first dimension, one part per rank, and gathers a block while it computes.
+
+    reshard_after_forward: whether gathered weights are freed between the forward and the backward pass.
+    wrap_classes, wrap_min_parameters: which blocks are gathered one at a time, see `blocks_to_wrap`.
+    A world of one rank has nobody to share with and keeps a plain module.
+    """
+
+    def __init__(self, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int) -> None:
+        self.reshard_after_forward = reshard_after_forward
+        self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters
+
+    def validate(self, job: JobSpec) -> None:
+        if job.optimizer is torch.optim.SGD and job.fused_optimizer:
+            raise ConfigError("strategy=fsdp has no fused SGD in torch; type optimizer.fused=false")
+
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
+        super().setup(model, world, gradient_sync)
+        if world.size == 1:
+            return
+        model.to(memory_format=torch.contiguous_format)  # FSDP2 cannot cut another layout
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+        for wrapped in self._wrapped_modules():
+            # The loss is weighted for a sum over ranks, and gloo has no average.
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)
+
+    def _wrapped_modules(self) -> Iterator[FSDPModule]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                yield module
+
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: LossFunction,
+        autocast: AbstractContextManager[Any],
+        is_last: bool,
+    ) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(is_last)
+        super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+
+    def eval_step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: Callable[[Tensor, Tensor], None],
+        autocast: AbstractContextManager[Any],
+    ) -> None:
+        super().eval_step(inputs, targets, count, autocast)
+        for wrapped in self._wrapped_modules():
+            wrapped.reshard()  # without a backward pass nothing else frees the gathered weights
+
+    def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        def gathered(tensor: DTensor) -> Tensor | None:
+            full = tensor.full_tensor()  # a collective
+            return full.cpu() if self.world.is_rank_zero else None
+
+        result: dict[str, Any] = tree_map_only(DTensor, gathered, named)
+        return result
+
+    def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        parameters = dict(self.model.named_parameters())
+        return {name: self._sharded_like(parameters.get(name), values) for name, values in named.items()}
+
+    def _sharded_like(self, parameter: nn.Parameter | None, values: Any) -> Any:
+        """The nested tensors of one parameter, those of its shape cut as it is cut."""
+        if not isinstance(parameter, DTensor):
+            return values
+
+        def cut(tensor: Tensor) -> Tensor:
+            if tensor.shape != parameter.shape:  # a step count
+                return tensor
+            whole = tensor.contiguous().to(parameter.device)
+            return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+        return tree_map_only(Tensor, cut, values)
+
+
+def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters: int) -> list[nn.Module]:
+    """The blocks of `model` that are gathered one at a time; the rest is gathered with the whole model.
+
+    With class names: every module of these classes. Without: the model's children with at least `min_parameters`
+    parameters, where a container (Sequential, ModuleList, ModuleDict) is not a block but a list of blocks. A module
+    that shares a parameter with the rest of the model (tied weights) is left to the whole model.
+    """
+    if class_names:
+        blocks = [module for module in model.modules() if type(module).__name__ in class_names and module is not model]
+        blocks.reverse()  # fully_shard wants inner modules before outer ones
+        if not blocks:
+            classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ConfigError(
+                f"strategy.wrap_classes={list(class_names)} names no class of this model ({classes}); "
+                f"type strategy.wrap_classes=[]"
+            )
+    else:
+        blocks = [block for block in _children_of_containers(model) if _parameter_count(block) >= min_parameters]
+    return [block for block in blocks if not _shares_parameters(block, model)]
+
+
+def _children_of_containers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _children_of_containers(child)
+        elif _parameter_count(child):
+            yield child
+
+
+def _parameter_count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shares_parameters(block: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of `block` has a second name outside of it."""
+    inside = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+    everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return any(everywhere[key] > count for key, count in inside.items())

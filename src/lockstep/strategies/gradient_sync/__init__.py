@@ -1,0 +1,1 @@
+"""Ways to average gradients under DistributedDataParallel."""

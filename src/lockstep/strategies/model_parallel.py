@@ -1,0 +1,61 @@
+"""One model over several devices of a rank: neighbouring layers share a device, and activations travel."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.layer_groups import layer_groups
+
+
+class ModelParallel(DDP):
+    """Puts the children of the model, in equal groups of neighbours, on `devices` devices of this rank.
+
+    It fits a model that calls its children one after another, in their order. Outputs come back to the rank's first
+    device, where inputs start. With several ranks each holds a replica, averaged as by DDP; `options` are DDP's.
+    """
+
+    binds_one_device = False
+
+    def __init__(self, devices: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.devices = devices
+
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        layer_groups(model, self.devices)
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
+        mine = rank_devices(world, self.devices)
+        for group, device in zip(layer_groups(model, self.devices), mine, strict=True):
+            for child in group.values():
+                child.to(device)
+                child.register_forward_pre_hook(_MoveInputs(device))
+        model.register_forward_hook(lambda module, inputs, outputs: outputs.to(mine[0]))
+        super().setup(model, world, gradient_sync)
+
+
+class _MoveInputs:
+    """A forward pre-hook that moves a layer's inputs to its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self.device) for tensor in inputs)
+
+
+def rank_devices(world: World, count: int) -> list[torch.device]:
+    """The `count` devices of this rank. On GPUs the first is `world.device`, and no two ranks share one."""
+    if world.device.type != "cuda":
+        return [world.device] * count
+    gpus = torch.cuda.device_count()
+    if world.local_size * count > gpus:
+        raise ConfigError(
+            f"strategy=model_parallel needs {count} GPUs for each of {world.local_size} ranks and this machine has "
+            f"{gpus}; type strategy.devices={max(1, gpus // world.local_size)}, fewer ranks, or backend=gloo"
+        )
+    return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]

@@ -1,0 +1,191 @@
+"""A model in stages, one per rank; micro-batches pass from stage to stage (GPipe, Huang et al. 2019).
+
+Every rank reads every batch. The first stage uses its inputs, the last one its targets.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_map_only
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.layer_groups import layer_groups
+
+
+class Stage(nn.Sequential):
+    """Neighbouring layers of the model. Outputs are contiguous and have the inputs' type, as the next rank expects."""
+
+    autocast: AbstractContextManager[Any] = nullcontext()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with self.autocast:
+            outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
+        return outputs.to(rows.dtype).contiguous()
+
+
+class Pipeline(Strategy):
+    """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on.
+
+    schedule: GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer
+    activations. Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a
+    plain module.
+    """
+
+    supports_sync_bn = False  # each layer is on one rank, so there is nobody to share statistics with
+
+    def __init__(self, schedule: str, micro_batches: int) -> None:
+        self.schedule_name, self.micro_batches = schedule, micro_batches
+        self.schedules: dict[tuple[int, int, bool], PipelineScheduleSingle] = {}
+
+    def validate(self, job: JobSpec) -> None:
+        if job.sync_bn == "on":
+            raise ConfigError(
+                "strategy=pipeline has each layer on one rank, with nobody to share statistics with; type sync_bn=off"
+            )
+        if job.precision == "fp16":
+            raise ConfigError(
+                "strategy=pipeline cannot scale a loss that only the last rank knows; type trainer.precision=bf16"
+            )
+        if job.compile:
+            raise ConfigError("strategy=pipeline runs the layers, not the compiled model; type trainer.compile=false")
+        if job.profile:
+            raise ConfigError(
+                "strategy=pipeline alternates forward and backward passes, so a step has no phases to measure; "
+                "type profiler.enabled=false"
+            )
+
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        if world_size == 1:
+            return
+        if not isinstance(model, nn.Sequential):
+            raise ConfigError(
+                "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential); "
+                "type model=convnet, model=mlp or model=toy_parallel"
+            )
+        layer_groups(model, world_size)
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
+        super().setup(model, world, gradient_sync)
+        if world.size == 1:
+            return
+        self.validate_model(model, world.size)
+        stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
+        self.stage = stages[world.rank]
+        # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
+        self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
+        self.module = self.model = self.stage
+
+    def data_parallel_size(self, world_size: int) -> int:
+        return 1
+
+    def data_parallel_rank(self, world: World) -> int:
+        return 0
+
+    def forward_backward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: LossFunction,
+        autocast: AbstractContextManager[Any],
+        is_last: bool,
+    ) -> None:
+        if self.world.size == 1:
+            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        else:
+            self._run(inputs, targets, loss_function, autocast)
+
+    def eval_step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        count: Callable[[Tensor, Tensor], None],
+        autocast: AbstractContextManager[Any],
+    ) -> None:
+        if self.world.size == 1:
+            super().eval_step(inputs, targets, count, autocast)
+        else:
+            self._run(inputs, targets, count, autocast)
+
+    def _run(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_function: Callable[[Tensor, Tensor], Any],
+        autocast: AbstractContextManager[Any],
+    ) -> None:
+        """All of a batch, in micro-batches of one size and perhaps a smaller last one."""
+        self.stage.autocast, self.loss_function = autocast, loss_function
+        rows = max(1, -(-len(inputs) // self.micro_batches))
+        even = len(inputs) // rows * rows
+        for some, some_targets in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):
+            if len(some):
+                self._run_even(some, some_targets, rows)
+
+    def _run_even(self, inputs: Tensor, targets: Tensor, rows: int) -> None:
+        """Micro-batches of at most `rows` rows: forward and, with gradients on, backward."""
+        with_backward = torch.is_grad_enabled()
+        schedule = self._schedule(-(-len(inputs) // rows), inputs[:rows], with_backward)
+        run = schedule.step if with_backward else schedule.eval
+        is_first, is_last = self.world.rank == 0, self.world.rank == self.world.size - 1
+        run(*([inputs] if is_first else []), target=targets if is_last else None)
+
+    def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
+        """The schedule for `count` micro-batches of this size. It is built once and kept."""
+        key = (count, len(inputs), with_backward)
+        if key not in self.schedules:
+            *before, mine = self.shapes
+            entering = torch.empty_like(inputs, device="meta")
+            for earlier in before:
+                entering = earlier(entering)
+            leaving = mine(entering)
+            stage = PipelineStage(
+                self.stage,
+                self.world.rank,
+                self.world.size,
+                self.world.device,
+                entering.detach().requires_grad_(with_backward),
+                leaving.detach().requires_grad_(with_backward),
+            )
+            chosen: Any = get_schedule_class(self.schedule_name)
+            if count < self.world.size:
+                chosen = ScheduleGPipe  # 1F1B needs at least as many micro-batches as ranks
+            self.schedules[key] = chosen(stage, count, self._loss, scale_grads=False)
+        return self.schedules[key]
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self.loss_function(outputs, targets)
+
+    def clip_grad_norm(self, max_norm: float) -> None:
+        if self.world.size == 1:
+            super().clip_grad_norm(max_norm)
+            return
+        norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
+        squares = self.world.all_reduce_sum(norm.square())
+        clip_grads_with_norm_(self.model.parameters(), max_norm, squares.sqrt())
+
+    def sync_buffers(self) -> None:
+        """No two ranks hold the same buffers."""
+
+    def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        if self.world.size == 1:
+            return named
+        on_cpu = tree_map_only(Tensor, Tensor.cpu, named)
+        gathered: list[Any] | None = [None] * self.world.size if self.world.is_rank_zero else None
+        dist.gather_object(on_cpu, gathered, group=self.world.control)
+        return {name: values for stage in gathered or [] for name, values in stage.items()}
+
+    def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
+        mine = self.model.state_dict()
+        return {name: values for name, values in named.items() if name in mine}

@@ -1,0 +1,1 @@
+"""Tasks: the loss that is minimised and the metrics that are reported."""

@@ -1,0 +1,1 @@
+"""The training and evaluation loops, and what changes while they run."""

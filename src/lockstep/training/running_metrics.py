@@ -1,0 +1,56 @@
+"""The metrics of the last few steps, and the check that the loss is still a number."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.errors import TrainingDiverged
+from lockstep.training.state import TrainState
+
+
+class StepLogger(Protocol):
+    """What a logger offers in every step, see `lockstep.loggers.base.Logger`."""
+
+    def on_step(self, step: int, samples: int) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None: ...
+
+
+class RunningMetrics:
+    """Called after every step on every rank. Every `log_every` steps it reports the loss and the learning rate.
+
+    logger: takes metrics by tag. newest_snapshot: finds the last good snapshot, for the error message.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        logger: StepLogger,
+        newest_snapshot: Callable[[], Path | None],
+    ) -> None:
+        self.state, self.logger, self.newest_snapshot = state, logger, newest_snapshot
+
+    def after_step(self, samples: int) -> None:
+        """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
+        step = self.state.progress.step
+        self.logger.on_step(step, samples)
+        if step % self.state.settings.log_every:
+            return
+        loss = self.finite("loss", self.state.meter.means_since_last())["loss"]
+        learning_rate = float(self.state.scheduler.get_last_lr()[0])
+        self.logger.log_metrics({"train/running_loss": loss, "train/lr": learning_rate}, step)
+
+    def finite(self, name: str, means: dict[str, float]) -> dict[str, float]:
+        """`means`, the same on all ranks. Raises TrainingDiverged if their loss, called `name`, is NaN or infinite."""
+        loss = means["loss"]
+        if math.isfinite(loss):
+            return means
+        step, found = self.state.progress.step, self.state.meter.first_non_finite()
+        where = f"by step {step}" if found is None else f"at step {found}"
+        snapshot = self.newest_snapshot()
+        last = "no snapshot was saved before" if snapshot is None else f"the last good snapshot is {snapshot}"
+        raise TrainingDiverged(
+            f"the {name} is {loss} {where}, so training cannot go on; {last}; "
+            f"type a smaller optimizer.lr=, or trainer.max_grad_norm=1.0"
+        )

@@ -1,0 +1,1 @@
+"""What several test files share: commands, worlds of ranks, composed configs, event files."""

@@ -1,0 +1,97 @@
+"""Real commands in real processes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "src" / "train.py")
+PYTHON_TRAIN = [sys.executable, TRAIN]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TIMEOUT = 150  # seconds for a command to end
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
+
+
+class Command:
+    """A started command. `finish` waits for it, and fails the test with its whole output if the exit code is wrong."""
+
+    def __init__(self, command: list[str], cwd: Path, **env: object) -> None:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
+        self.command, self.cwd = [str(word) for word in command], Path(cwd)
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=cwd,
+            env=clean | {key: str(value) for key, value in env.items()},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def finish(self, code: int | None = 0) -> "Command":
+        try:
+            self.output, _ = self.process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.kill_group()
+            self.output, _ = self.process.communicate()
+            pytest.fail(f"{' '.join(self.command)} still ran after {TIMEOUT} s:\n{self.output}")
+        if code is not None:
+            failure = f"{' '.join(self.command)} ended with {self.process.returncode}:\n{self.output}"
+            assert self.process.returncode == code, failure
+        return self
+
+    def kill_group(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def epochs(self) -> list[str]:
+        """The epochs' lines without their speed."""
+        lines = [line for line in self.output.splitlines() if line.startswith("epoch ")]
+        return [re.sub(r"\s+\d+ samples/s", "", line) for line in lines]
+
+    @property
+    def sentence(self) -> str:
+        """The one line that says why the command was refused."""
+        (line,) = [line for line in self.output.splitlines() if line.startswith("lockstep: ")]
+        return line
+
+    @property
+    def folder(self) -> Path:
+        """The one run folder under outputs/."""
+        (folder,) = [path.parent for path in self.cwd.glob("outputs/*/*/train.log")]
+        return folder
+
+
+def wait_for(condition: Callable[[], object], what: str, limit: float = 60) -> None:
+    """Wait until `condition()` is true. Fails the test after `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {limit} s"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def ranks_under(launcher: int) -> list[int]:
+    """The rank processes of one of our launchers: those it spawned, or those that its fork server forked."""
+    servers = [pid for pid in children(launcher) if b"forkserver" in command_line(pid)]
+    spawned = [pid for pid in children(launcher) if b"spawn_main" in command_line(pid)]
+    return spawned + [pid for server in servers for pid in children(server)]
+
+
+def ranks_of_torchrun(agent: int) -> list[int]:
+    """The rank processes of torchrun, which is a process of its own."""
+    return sorted(pid for pid in children(agent) if b"train.py" in command_line(pid))

@@ -1,0 +1,103 @@
+"""Functions in small gloo worlds of real processes."""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.environment import free_port
+from support.commands import TIMEOUT
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "hydra",
+    "train",
+    "lockstep.training.loop",
+    "lockstep.snapshots.manager",
+    "lockstep.loggers.tensorboard",
+]
+
+
+def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float = TIMEOUT) -> list[Any]:
+    """[function(*args) as rank r of a gloo world, for each r], in processes forked from a server that has torch loaded.
+
+    They may take `limit` seconds together.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port, results = free_port(), context.SimpleQueue()
+    processes = [
+        context.Process(target=_rank, args=(rank, size, port, results, function, args)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + limit
+    try:
+        while len(answers) < size:
+            if not results.empty():
+                answers.update([results.get()])
+                continue
+            failed = [process.exitcode for process in processes if process.exitcode]
+            assert not failed, f"a rank ended with {failed[0]}"
+            assert time.monotonic() < deadline, f"a world of {size} still ran after {limit} s"
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [answers[rank] for rank in range(size)]
+
+
+def _rank(rank: int, size: int, port: int, results: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    results.put((rank, function(*args)))
+    os._exit(0)
+
+
+def train(cfg: Any) -> float:
+    """A whole training in this rank, with its console output hidden. Returns the objective."""
+    from train import train_worker
+
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return train_worker(cfg, {})
+
+
+def train_all(configs: list[Any]) -> list[float]:
+    """Several trainings, one after the other, in one world."""
+    return [train(cfg) for cfg in configs]
+
+
+def weights(folder: Path) -> Any:
+    """All weights and buffers of a run's model.pt in one float64 vector."""
+    import torch
+
+    saved = torch.load(folder / "model.pt", weights_only=True)
+    return torch.cat([value.double().flatten() for value in saved.values()])
+
+
+def distance(one: Any, other: Any) -> float:
+    """The relative distance of two vectors."""
+    return float((one - other).norm() / one.norm())
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits in model.pt."""
+    import torch
+
+    first, second = (torch.load(folder / "model.pt", weights_only=True) for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
