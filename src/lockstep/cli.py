@@ -96,25 +96,32 @@ def run_main(main: Callable[[], Any]) -> None:
     Never returns. The exit codes are those of `lockstep.errors`, and 130 for Ctrl-C.
     """
     if sys.platform == "win32":
-        sys.exit("lockstep: Windows is not supported; type wsl --install, and run the same command in WSL 2")
+        print("lockstep: Windows is not supported; type wsl --install, and run the command in WSL 2", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
     _prepare_environment()
     try:
         code = _run(main)
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = _exit_code(error)
     except StoppedEarly:
         code = EXIT_RESUMABLE
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        code = EXIT_FINISHED if asks_for_text(sys.argv) else EXIT_FAILED  # as by `--help | head`
     except Exception as error:
-        code = _report(error)
+        is_closed_pipe = isinstance(error, BrokenPipeError) and asks_for_text(sys.argv)  # `--help | head`
+        code = EXIT_FINISHED if is_closed_pipe else _report(error)
     _flush()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+        return EXIT_FAILED
+    return error.code or EXIT_FINISHED
 
 
 def _run(main: Callable[[], Any]) -> int:

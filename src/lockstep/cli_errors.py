@@ -5,17 +5,24 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.check import join, wrong_value
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import find_rule
-from lockstep.config.suggest import ALL_KEYS, closest, removed_key, unknown_key
+from lockstep.config.suggest import closest, removed_key, unknown_key
 from lockstep.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf"
+HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
 PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
 PLUGINS |= {"ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher"}
 
@@ -47,8 +54,15 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
         return _composition_error(error, arguments)
     if isinstance(error, OSError):
         return _run_folder_error(error, arguments)
+    if "does not support sweep type" in str(error):
+        return (
+            "interval() and other distributions need a sampling sweeper; type pip install hydra-optuna-sweeper, "
+            "and add hydra/sweeper=optuna to the command"
+        )
+    if isinstance(error, InstantiationException):
+        return _target_error(error)
     if isinstance(error, HydraException | ValueError) and _raised_by_hydra(error):
-        return f"{_one_line(error)}; type {ALL_KEYS}"
+        return f"{_one_line(error)}; type {HYDRA_HELP}"
     return None
 
 
@@ -79,10 +93,15 @@ def _unreadable_override(error: OverrideParseException) -> str:
 
 def _composition_error(error: BaseException, arguments: list[str]) -> str:
     text = f"{error}\n{error.__cause__ or ''}"
-    key = _group(r"full_key: (\S+)", text) or _group(r"Could not (?:override|delete from config\.) '([^']+)'", text)
+    key = _group(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", text) or _group(
+        r"full_key: (\S+)", text
+    )
     typed = _group(r"argument '([^']+)'", text) or _group(r"Sweep parameters '([^']+)'", text)
     if typed is not None:
         return f"{typed} is a sweep; type -m {typed}"
+    renamed = renamed_option(key, typed_value(key, arguments) or "...") if key else None
+    if renamed is not None:
+        return renamed
     if key is not None and "Could not delete" in text:
         return removed_key(key.partition("=")[0], composed_keys(arguments))
     if key is not None and ("not in" in text or "Could not override" in text):
@@ -90,7 +109,7 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     rule = find_rule(re.sub(r"\[\d+\]$", "", key)) if key else None
     if key is not None and rule is not None:
         return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
-    return f"{_one_line(error)}; type {ALL_KEYS}"
+    return f"{_one_line(error)}; type {HYDRA_HELP}"
 
 
 def missing_value(error: OmegaConfBaseException) -> ConfigError:
@@ -100,6 +119,21 @@ def missing_value(error: OmegaConfBaseException) -> ConfigError:
         return ConfigError(f"{missing} has no value; type {missing}=<value>")
     key = error.full_key or "a key"
     return ConfigError(f"{key} has no usable value ({_one_line(str(error).splitlines()[0])}); type {key}=<value>")
+
+
+def _target_error(error: InstantiationException) -> str | None:
+    """Why a `_target_` cannot be imported. None if the class itself has failed: its traceback shows where."""
+    from lockstep.config.arguments import locate
+
+    path = _group(r"Error locating target '([^']+)'", str(error))
+    key = _group(r"full_key: (\S+)", str(error))
+    if path is None or key is None:
+        return None
+    try:
+        locate(f"{key}._target_", path, key.partition(".")[0])
+    except ConfigError as reason:
+        return str(reason)
+    return None
 
 
 def _run_folder_error(error: OSError, arguments: list[str]) -> str | None:
@@ -142,14 +176,14 @@ def chosen_options(arguments: list[str]) -> dict[str, str]:
 
 
 def compose_typed(arguments: list[str]) -> DictConfig | None:
-    """The config with those of the typed overrides that choose an option, or without them if that fails.
+    """The config with those of the typed overrides that choose an option or the objective, or without if that fails.
 
     It contains the node `hydra`. None if nothing can be composed, which Hydra then explains.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    options = [word for word in arguments if re.fullmatch(r"[\w/]+=[\w-]+", word) and _is_group(word)]
+    options = [word for word in arguments if _chooses_an_option(word)]
     for overrides in (options, []):
         GlobalHydra.instance().clear()
         try:
@@ -160,9 +194,11 @@ def compose_typed(arguments: list[str]) -> DictConfig | None:
     return None
 
 
-def _is_group(word: str) -> bool:
-    group = word.partition("=")[0]
-    return group.startswith("hydra/") or (CONF / group).is_dir()
+def _chooses_an_option(word: str) -> bool:
+    key, _, value = word.partition("=")
+    if re.fullmatch(r"[\w./-]+", value) is None:
+        return False
+    return key == "objective" or key.startswith(("task.", "hydra/")) or (CONF / key).is_dir()
 
 
 def _leaves(node: Any, prefix: str) -> list[str]:

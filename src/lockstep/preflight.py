@@ -7,7 +7,6 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-
 from lockstep.config.arguments import check_arguments
 from lockstep.config.instantiate import instantiate
 from lockstep.data.partition import global_batch_size

@@ -5,14 +5,15 @@ It imports what the config names, so it runs where torch may be imported.
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lockstep.config.check import HYDRA_KEYS, Node, as_dict, join, nodes_with_target
-from lockstep.config.fields import enumerate_words
+from lockstep.config.fields import enumerate_words, show
 from lockstep.config.renamed import renamed_key
 from lockstep.config.suggest import closest
 from lockstep.errors import ConfigError
@@ -25,10 +26,10 @@ PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def check_arguments(cfg: DictConfig) -> None:
+def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
     """Raise ConfigError for a `_target_` that cannot be imported, or does not take the keys of its node."""
     config = as_dict(cfg)
-    for group in CHECKED:
+    for group in groups:
         for key, node in nodes_with_target(config.get(group), group):
             target = locate(f"{key}._target_", node["_target_"], group)
             if key in PASSED_FIRST and not node.get("_partial_"):
@@ -54,12 +55,23 @@ def locate(key: str, path: str, group: str) -> Callable[..., Any]:
         reason = " ".join(str(error).split()) or "no message"
         raise ConfigError(
             f"{key}={path} cannot be imported ({type(error).__name__}: {reason}); "
-            f"type PYTHONPATH=<folder of your module> before the command, correct {key}, or choose {_options(group)}"
+            f"{_how_to_import(key, path, error)}, or type {_options(group)}"
         ) from error
     if callable(found):
         target: Callable[..., Any] = found
         return target
     raise ConfigError(f"{key}={path} is neither a class nor a function; type {key}=<module>.<class>")
+
+
+def _how_to_import(key: str, path: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        if path.startswith(error.name):
+            return f"type PYTHONPATH=<folder that holds {error.name.partition('.')[0]}> before the command"
+        return f"type pip install {error.name.partition('.')[0]}"
+    if isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name:
+        meant = closest(error.name, dir(error.obj))
+        return f"type {key}={error.obj.__name__}.{meant or '<name>'}"
+    return "repair that module"
 
 
 def _import(path: str) -> Any:
@@ -80,7 +92,8 @@ def _import_submodule(parent: str, name: str, path: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != path:
             raise
-        raise AttributeError(f"module {parent!r} has no attribute {name!r}") from None
+        message = f"module {parent!r} has no attribute {name!r}"
+        raise AttributeError(message, name=name, obj=sys.modules[parent]) from None
 
 
 def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
@@ -106,12 +119,12 @@ def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
 def _unknown_sentence(key: str, node: Node, unknown: list[str], free: list[str]) -> str:
     name = unknown[0]
     sentence = f"{node['_target_']} takes no {enumerate_words(unknown, 'and no')}"
-    renamed = renamed_key(join(key, name), str(node[name]))
+    renamed = renamed_key(join(key, name), show(node[name]))
     if renamed is not None:
         return renamed
     meant = closest(name, free)
     if len(unknown) == 1 and meant is not None:
-        return f"{sentence}; type +{join(key, meant)}={node[name]}"
+        return f"{sentence}; type +{join(key, meant)}={show(node[name])}"
     removed = " ".join(f"~{join(key, item)}" for item in unknown)
     return f"{sentence}; type {removed}, or {_options(key.partition('.')[0])}"
 

@@ -11,7 +11,7 @@ from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, enumerate_words, rules, show
 from lockstep.config.options import SGD, TARGETS, Slurm
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
-from lockstep.config.schema import SECTIONS, Augment, Dataset, Run
+from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import removed_key, unknown_key
 from lockstep.errors import ConfigError
 
@@ -133,12 +133,27 @@ def _check_sections(config: Node) -> None:
             raise ConfigError(removed_key(name, []))
         if not isinstance(config[name], dict):
             raise ConfigError(f"{name} is a section, not a value; type {name}.<key>={show(config[name])}")
+    for section, schema in (("", Run), *OPEN_SECTIONS.items()):
+        node = _open_section(config, section)
+        for key in rules(schema):
+            if node is not None and key not in node:
+                raise ConfigError(removed_key(join(section, key), []))
     for name, schema in SECTIONS.items():
         for key, value in config[name].items():
             if key not in rules(schema):
                 keys = [join(section, known) for section in SECTIONS for known in rules(SECTIONS[section])]
                 keys += [join(group, known) for group in NEEDED_GROUPS for known in config[group]]
                 raise ConfigError(unknown_key(join(name, key), show(value), keys, {}))
+
+
+def _open_section(config: Node, section: str) -> Node | None:
+    """The node of a section of `OPEN_SECTIONS`. None for an augmentation of the user's own, which has other keys."""
+    node: Any = config
+    for name in filter(None, section.split(".")):
+        node = node.get(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{section} is a section, not a value; type {section}.<key>={show(node)}")
+    return None if "_target_" in node else node
 
 
 def _check_metrics(config: Node) -> None:
@@ -169,6 +184,6 @@ def _check_network_interface(config: Node) -> None:
     for name in names.split(","):
         if not name.startswith(("^", "=")) and not any(candidate.startswith(name) for candidate in present):
             raise ConfigError(
-                f"backend.socket_ifname={names} is no network interface of this machine; "
-                f"type {enumerate_words([f'backend.socket_ifname={candidate}' for candidate in present], 'or')}"
+                f"backend.socket_ifname={names} is no network interface of this machine, which has "
+                f"{enumerate_words(present, 'and')}; type backend.socket_ifname={present[-1]}"
             )

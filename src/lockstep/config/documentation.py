@@ -17,7 +17,7 @@ from lockstep.config.schema import SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
 
 CONF = Path(__file__).parents[3] / "conf"
-TABLE = ["| key | accepts | default | |", "|---|---|---|---|"]
+TABLE = ["| key | accepts | default | what it is |", "|---|---|---|---|"]
 
 
 def documentation() -> str:
@@ -28,9 +28,9 @@ def documentation() -> str:
         lines += [f"## {name}", "", *TABLE, *_rows(name, schema, defaults[name]), ""]
     lines += ["## dataset", "", "Of every data set.", "", *TABLE, *_rows("dataset", Dataset, defaults["dataset"])]
     lines += [*_rows("dataset.augment", Augment, defaults["dataset"]["augment"]), ""]
-    for group, options in GROUPS.items():
-        if group not in SECTIONS:
-            lines += _group(group, options)
+    groups = [group for group in GROUPS if group not in (*SECTIONS, "dataset")]
+    for group in ("dataset", *sorted(groups)):
+        lines += _group(group, GROUPS[group])
     return "\n".join([*lines, *_renamed()]) + "\n"
 
 

@@ -78,8 +78,8 @@ class Rule:
         item = self._describe_item()
         if not self.is_list:
             return item
-        count = "a list" if self.limits.length is None else f"a list of {self.limits.length}"
-        return f"{count}, each {item}"
+        count = "items" if self.limits.length is None else f"{self.limits.length} items"
+        return f"a list of {count}, each {item}"
 
     def _describe_item(self) -> str:
         words = [show(word) for word in self.limits.words]
@@ -98,6 +98,8 @@ class Rule:
             return f"{noun} between {limits.above} and {limits.below}, both excluded"
         if limits.min is not None and limits.below is not None:
             return f"{noun} from {limits.min} to less than {limits.below}"
+        if limits.min is not None and limits.min == limits.max:
+            return str(limits.min)
         if limits.min is not None and limits.max is not None:
             return f"{noun} from {limits.min} to {limits.max}"
         if limits.min is not None:
@@ -153,6 +155,8 @@ def show(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value)) if abs(value) < 1e15 else str(value)
     if isinstance(value, list):
         return f"[{','.join(show(item) for item in value)}]"
     if isinstance(value, dict):

@@ -19,28 +19,32 @@ ALIASES = {
 }
 DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo"}
 ALL_KEYS = "python src/train.py --cfg job to see all keys"
+HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
 
 
-def closest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that is spelled most like `word`, None if none is."""
-    match = difflib.get_close_matches(word, list(words), 1, 0.7)
+def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | None:
+    """The one of `words` that is spelled most like `word`, None if none is. similarity: from 0 to 1."""
+    match = difflib.get_close_matches(word, list(words), 1, similarity)
     return match[0] if match else None
 
 
 def closest_key(key: str, keys: Sequence[str]) -> str | None:
-    """The key that was probably meant: with the same last part, or spelled alike, or with a last part spelled alike."""
-    last = key.rpartition(".")[2]
-    same_end = [candidate for candidate in keys if candidate.rpartition(".")[2] == last and candidate != key]
-    if len(same_end) == 1:
-        return same_end[0]
+    """The key that was probably meant: with the same last part, or one spelled alike, first in the same section."""
+    section, _, last = key.rpartition(".")
+    same_end = [candidate for candidate in keys if _last_part(candidate) == last and candidate != key]
     if same_end:
-        return closest(key, same_end) or same_end[0]
-    by_end = {candidate.rpartition(".")[2]: candidate for candidate in reversed(keys)}
-    match = closest(key, keys)
-    if match is None:
-        end = closest(last, by_end)
-        match = by_end[end] if end else None
-    return match
+        return same_end[0]
+    in_section = {_last_part(candidate): candidate for candidate in keys if candidate.rpartition(".")[0] == section}
+    anywhere = {_last_part(candidate): candidate for candidate in reversed(keys)}
+    for names, similarity in ((in_section, 0.6), (anywhere, 0.7)):
+        meant = closest(last, names, similarity)
+        if meant is not None:
+            return names[meant]
+    return None
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[str, str]) -> str:
@@ -59,13 +63,17 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
 
 def _replacement(key: str, value: str | None, keys: Sequence[str]) -> str:
     typed = "<value>" if value is None else value
-    last = key.rpartition(".")[2]
+    last = _last_part(key)
     if last == "device":
         return f"backend={DEVICE_BACKENDS.get(typed.partition(':')[0], 'auto')}"
     if last in ALIASES and not any(candidate.endswith(f".{last}") for candidate in keys):
         return f"{ALIASES[last]}={typed}"
     meant = closest_key(key, keys)
-    return f"{meant}={typed}" if meant else ALL_KEYS
+    if meant is not None:
+        return f"{meant}={typed}"
+    if key.partition(".")[0] in GROUPS.keys() - SECTIONS.keys() and "." in key:
+        return f"+{key}={typed} if your class takes it"
+    return HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
 
 
 def _key_of_other_options(key: str, value: str | None, chosen: dict[str, str]) -> str | None:
@@ -82,6 +90,8 @@ def _key_of_other_options(key: str, value: str | None, chosen: dict[str, str]) -
 
 def removed_key(key: str, keys: Sequence[str]) -> str:
     """The sentence for `~key` where the key cannot be removed."""
+    if key == "logger":
+        return "the list of loggers cannot be removed; type logger=[]"
     if key == "scheduler":
         return "the run needs a scheduler; type scheduler=constant"
     rule = find_rule(key)

@@ -21,8 +21,8 @@ RawGroup = tuple[Tensor, Tensor, list[int]]
 class Converter:
     """Brings raw samples and targets to the device, type and memory layout that a model computes in.
 
-    uint8 samples are images: they are scaled to 0..1. With `mean` and `std`, one number per channel, samples are
-    normalised. Integer samples of another type stay as they are. Floating-point targets take the model's type.
+    uint8 samples are scaled to 0..1. With `mean` and `std`, one number for each channel (the second dimension) or one
+    for all, samples are normalised. Integer samples of another type stay as they are. Floating-point targets take the model's type.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Converter:
         self.shift = None if mean is None else -self._per_channel(mean) / deviation
 
     def _per_channel(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=self.dtype, device=self.device).view(-1, 1, 1)
+        return torch.tensor(list(values), dtype=self.dtype, device=self.device)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on the device. A GPU copies from pinned memory while the host goes on."""
@@ -50,19 +50,24 @@ class Converter:
     def __call__(self, samples: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Raw samples (N, ...) and targets (N, ...), on the device -> what the model and the task take."""
         if samples.dtype == torch.uint8:
-            samples = self._normalised(samples.to(self.dtype).mul_(self.image_scale))
+            samples = self._shifted(samples.to(self.dtype).mul_(_beside(self.image_scale, samples)))
         elif samples.is_floating_point():
             samples = samples.to(self.dtype)
             if self.shift is not None:
-                samples = self._normalised(samples * self.float_scale)
+                samples = self._shifted(samples * _beside(self.float_scale, samples))
         if targets.is_floating_point():
             targets = targets.to(self.dtype)
         if samples.dim() == 4:
             samples = samples.contiguous(memory_format=self.memory_format)
         return samples, targets
 
-    def _normalised(self, scaled: Tensor) -> Tensor:
-        return scaled if self.shift is None else scaled.add_(self.shift)
+    def _shifted(self, scaled: Tensor) -> Tensor:
+        return scaled if self.shift is None else scaled.add_(_beside(self.shift, scaled))
+
+
+def _beside(values: Tensor, samples: Tensor) -> Tensor:
+    """One number per channel (C,), shaped so that it broadcasts over samples (N, C, ...)."""
+    return values.view(-1, *[1] * (samples.dim() - 2))
 
 
 class BatchLoader:

@@ -142,7 +142,8 @@ class LoggerList(Logger):
         self._call_each(lambda logger: logger.on_step(step, samples))
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self._call_each(lambda logger: logger.log_metrics(metrics, step))
+        if metrics:
+            self._call_each(lambda logger: logger.log_metrics(metrics, step))
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         self._call_each(lambda logger: logger.log_text(tag, text, step))

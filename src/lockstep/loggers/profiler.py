@@ -106,7 +106,7 @@ class StepTimes:
         self._last_gradient: Moment | None = None
         # Hooks of parameters. A hook of a module would make torch.compile compile the model again.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for parameter in parameters
             if parameter.requires_grad
         ]
@@ -137,7 +137,7 @@ class StepTimes:
         if isinstance(last, torch.cuda.Event):
             if wait:
                 last.synchronize()
-            if not last.query():  # type: ignore[no-untyped-call]
+            if not last.query():
                 return None
         times = dict.fromkeys(PHASES, 0.0)
         for (phase, begin), (_, end) in pairwise(self._begins):
@@ -149,7 +149,7 @@ def now(device: torch.device) -> Moment:
     """This moment on the device's clock."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 

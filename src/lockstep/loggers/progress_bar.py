@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from lockstep.loggers.base import EpochSummary, Logger
 

@@ -33,7 +33,7 @@ class StepTrace:
         """The phase `name` begins."""
         self._end_range()
         self._range = record_function(f"lockstep: {name}")
-        self._range.__enter__()  # type: ignore[no-untyped-call]
+        self._range.__enter__()
 
     def step_end(self) -> bool:
         """Returns whether this was the last step to record. Its end writes the file."""

@@ -45,8 +45,19 @@ def check_fingerprint(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -
 
 
 def log_config_changes(saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """One line that names every key of two flat configs that differs, but for those that say where a run computes."""
-    differences = _differences(_compared(saved), _compared(ours), "now")
+    """One line that names every key of two flat configs that differs, but for those that say where a run computes.
+
+    Of a class that was replaced by another one only the class is named: its keys have no counterpart.
+    """
+    saved, ours = _compared(saved), _compared(ours)
+    replaced = [
+        key.removesuffix("_target_") for key in saved if key.endswith("._target_") and ours.get(key) != saved[key]
+    ]
+    for prefix in replaced:
+        for config in (saved, ours):
+            for key in [key for key in config if key.startswith(prefix) and key != f"{prefix}_target_"]:
+                del config[key]
+    differences = _differences(saved, ours, "now")
     if differences:
         log.info("the config changed since the snapshot: %s", "; ".join(differences))
 

@@ -1,7 +1,6 @@
 """Saves a run's snapshots when they are due, and brings a run back from them."""
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +11,7 @@ import torch
 from lockstep.distributed import signals
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.errors import ConfigError, StoppedEarly
 from lockstep.snapshots.files import (
     explain,
     find_snapshots,
@@ -24,6 +23,7 @@ from lockstep.snapshots.files import (
     step_of,
 )
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes, plain_values
+from lockstep.snapshots.finite import require_finite_loss, require_finite_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
 from lockstep.snapshots.writer import BackgroundWriter
@@ -66,6 +66,7 @@ class SnapshotManager:
         self.scheduler_as_built = plain_copy(state.scheduler.state_dict())
         self.before_save: Callable[[], None] = lambda: None
         self.resumed_from: Path | None = None
+        self.start_step = 0
         self.is_due = False
 
     def __enter__(self) -> Self:
@@ -101,9 +102,12 @@ class SnapshotManager:
         saved = saved or _load(path)
         restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
-        self.interval.last_step = self.state.progress.step
+        self.interval.last_step = self.start_step = self.state.progress.step
         self.resumed_from = path
         log.info("resumed from %s", path)
+        if self.state.finished:
+            message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
+            log.info(message, self.start_step, self.state.reached_limit)
         return path
 
     def after_step(self, samples: int) -> None:
@@ -133,9 +137,9 @@ class SnapshotManager:
         """
         state = self.state
         totals = state.meter.totals()
-        self._require_finite_loss(totals)
+        require_finite_loss(state, totals, self.newest)
         state.average_replicas()
-        self._require_finite_weights()
+        require_finite_weights(state, self.newest)
         contents = collect_state(state, totals, self.scheduler_as_built)
         if name is None:
             self.is_due = False
@@ -159,8 +163,11 @@ class SnapshotManager:
     def export(self) -> None:
         """Write the model, with the averaged weights if there are any, as a plain state dict to model.pt.
 
-        Raises ConfigError on all ranks if it cannot be written.
+        A run that has trained no step keeps the model.pt of an earlier start. Raises ConfigError on all ranks if it
+        cannot be written.
         """
+        if self.state.progress.step == self.start_step and self.world.broadcast_object(self._has_model()):
+            return
         with self.state.ema_weights():
             weights = model_state(self.state.strategy)
             message = self._export(weights) if self.world.is_rank_zero else None
@@ -168,8 +175,15 @@ class SnapshotManager:
         if message is not None:
             raise ConfigError(message)
 
+    def _has_model(self) -> bool:
+        """Whether model.pt is at least as new as the snapshot that this run resumed from."""
+        model = self.run_dir / "model.pt"
+        resumed = self.resumed_from
+        return model.exists() and (resumed is None or model.stat().st_mtime >= resumed.stat().st_mtime)
+
     def _export(self, weights: dict[str, torch.Tensor]) -> str | None:
-        """None, or why it could not be written."""
+        """None, or why it could not be written. The last snapshot is on the disk first: model.pt is the newer file."""
+        self.writer.drain()
         try:
             save_file(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in weights.items()})
         except OSError as error:
@@ -188,29 +202,6 @@ class SnapshotManager:
             return saved, path
         except ConfigError as error:
             return None, error
-
-    def _require_finite_loss(self, totals: torch.Tensor) -> None:
-        meter = self.state.meter
-        loss = totals[meter.names.index("loss")].item()
-        if not math.isfinite(loss):
-            step = meter.first_non_finite()
-            raise self._diverged(f"the loss is {loss}", self.state.progress.step if step is None else step)
-
-    def _require_finite_weights(self) -> None:
-        """An update can break the weights one step before a loss shows it."""
-        parameters = [parameter.detach() for parameter in self.state.strategy.model.parameters()]
-        local = [value.to_local() if hasattr(value, "to_local") else value for value in parameters]  # of a DTensor
-        broken = sum(not torch.isfinite(value).all().item() for value in local)
-        count = torch.tensor(float(broken), device=self.world.device)
-        if self.world.all_reduce_sum(count).item():
-            raise self._diverged("the weights are not finite", self.state.progress.step)
-
-    def _diverged(self, what: str, step: int) -> TrainingDiverged:
-        newest = self.newest()
-        saved = f"the last good snapshot is {newest}" if newest else "no snapshot was saved before"
-        return TrainingDiverged(
-            f"{what} at step {step}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
-        )
 
     def _stopped_early(self) -> StoppedEarly:
         """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""

@@ -75,13 +75,17 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its last epoch, its last step, or the end of its patience."""
+        return self.reached_limit is not None
+
+    @property
+    def reached_limit(self) -> str | None:
+        """The config key of the limit that the run has reached, None if it can train on."""
         settings, progress = self.settings, self.progress
-        return (
-            progress.epoch >= settings.epochs
-            or (settings.max_steps is not None and progress.step >= settings.max_steps)
-            or (settings.patience is not None and progress.evals_since_best >= settings.patience)
-        )
+        if settings.max_steps is not None and progress.step >= settings.max_steps:
+            return "trainer.max_steps"
+        if settings.patience is not None and progress.evals_since_best >= settings.patience:
+            return "evaluation.patience"
+        return "trainer.epochs" if progress.epoch >= settings.epochs else None
 
     @property
     def evaluation_due(self) -> bool:
