@@ -55,7 +55,7 @@ def _check_group_override(group: str, option: str) -> None:
     """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
     if option.lower() == "null" and group in ("experiment", "logger"):
         raise ConfigError(
-            f"{group}=null is no option; {'type logger=[]' if group == 'logger' else 'leave out experiment='}"
+            f"{group}=null is no option; type {'logger=[]' if group == 'logger' else 'the command without experiment=null'}"
         )
     if group not in GROUPS_OF_ONE:
         return
@@ -103,7 +103,10 @@ def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
 def _direction(arguments: list[str]) -> list[str]:
     """`hydra.sweeper.direction=` of the objective. Empty if the config already asks for another than the default."""
     cfg: Any = compose_typed(arguments)
-    if cfg is None or cfg.hydra.sweeper.get("direction", "minimize") != "minimize":
+    if cfg is None:
+        return []
+    direction = cfg.hydra.sweeper.get("direction", "minimize")
+    if getattr(direction, "name", direction) != "minimize":  # Optuna's plugin has an Enum
         return []
     mode = cfg.task.metrics.get(cfg.objective.removeprefix("test/"))
     names = {"min": "minimize", "max": "maximize"}

@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.check import join, wrong_value
 from lockstep.config.renamed import renamed_option
-from lockstep.config.schema import find_rule
+from lockstep.config.schema import SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key, unknown_key
 from lockstep.errors import ConfigError
 
@@ -93,23 +94,35 @@ def _unreadable_override(error: OverrideParseException) -> str:
 
 def _composition_error(error: BaseException, arguments: list[str]) -> str:
     text = f"{error}\n{error.__cause__ or ''}"
-    key = _group(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", text) or _group(
-        r"full_key: (\S+)", text
-    )
+    key = _key_in_error(text)
     typed = _group(r"argument '([^']+)'", text) or _group(r"Sweep parameters '([^']+)'", text)
     if typed is not None:
         return f"{typed} is a sweep; type -m {typed}"
     renamed = renamed_option(key, typed_value(key, arguments) or "...") if key else None
     if renamed is not None:
         return renamed
-    if key is not None and "Could not delete" in text:
+    if key is not None and ("Could not delete" in text or "does not support deletion" in text):
         return removed_key(key.partition("=")[0], composed_keys(arguments))
+    if key is not None and "Could not append" in text:
+        return f"{key} has a value already; type {key}={typed_value(key, arguments) or '<value>'}"
+    if key in SECTIONS and "Cannot merge" in text:
+        return f"{key} is a section, not a value; type {key}.<key>=<value>"
     if key is not None and ("not in" in text or "Could not override" in text):
         return unknown_key(key, typed_value(key, arguments), composed_keys(arguments), chosen_options(arguments))
     rule = find_rule(re.sub(r"\[\d+\]$", "", key)) if key else None
     if key is not None and rule is not None:
         return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
     return f"{_one_line(error)}; type {HYDRA_HELP}"
+
+
+def _key_in_error(text: str) -> str | None:
+    """The key that the text of an error of Hydra or OmegaConf is about."""
+    typed = _group(r"Could not (?:override|delete(?: from config\.)?) '([^']+)'", text)
+    typed = typed or _group(r"already at '([^']+)'", text)
+    inner = _group(r"full_key: (\S+)", text)
+    if inner is not None and (typed is None or inner.startswith(f"{typed}.")):  # trainer={epoch:3}: trainer.epoch
+        return inner
+    return typed
 
 
 def missing_value(error: OmegaConfBaseException) -> ConfigError:
@@ -180,11 +193,15 @@ def compose_typed(arguments: list[str]) -> DictConfig | None:
 
     It contains the node `hydra`. None if nothing can be composed, which Hydra then explains.
     """
+    return _compose_options(tuple(word for word in arguments if _chooses_an_option(word)))
+
+
+@cache
+def _compose_options(options: tuple[str, ...]) -> DictConfig | None:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    options = [word for word in arguments if _chooses_an_option(word)]
-    for overrides in (options, []):
+    for overrides in (options, ()):
         GlobalHydra.instance().clear()
         try:
             with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 import lockstep.config.dataset_options
 import lockstep.config.model_options  # noqa: F401  (both add to GROUPS)
 from lockstep.config.fields import enumerate_words, rules
@@ -31,6 +33,8 @@ def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | N
 def closest_key(key: str, keys: Sequence[str]) -> str | None:
     """The key that was probably meant: with the same last part, or one spelled alike, first in the same section."""
     section, _, last = key.rpartition(".")
+    if last.startswith("_"):  # _target_ and such stand in many nodes
+        return None
     same_end = [candidate for candidate in keys if _last_part(candidate) == last and candidate != key]
     if same_end:
         return same_end[0]
@@ -83,9 +87,16 @@ def _key_of_other_options(key: str, value: str | None, chosen: dict[str, str]) -
     owners = [option for option in owners if option != chosen.get(group)]
     if not owners:
         return None
-    typed = "<value>" if value is None else value
     listed = enumerate_words([f"{group}={owners[0]}", *owners[1:]], "and")
-    return f"{key} is a key of {listed}; type {group}={owners[0]} {key}={typed}"
+    rule = rules(GROUPS[group][owners[0]])[name]
+    if value is not None and not rule.accepts(_parse(value)):
+        return f"{key} is a key of {listed} and wants {rule.wants}; type {group}={owners[0]} {rule.what_to_type(key)}"
+    return f"{key} is a key of {listed}; type {group}={owners[0]} {key}={'<value>' if value is None else value}"
+
+
+def _parse(typed: str) -> object:
+    """The value that Hydra reads from the text behind `key=`."""
+    return OverridesParser.create().parse_override(f"key={typed}").value()
 
 
 def removed_key(key: str, keys: Sequence[str]) -> str:
@@ -100,7 +111,7 @@ def removed_key(key: str, keys: Sequence[str]) -> str:
             return f"{key} cannot be removed; type {key}=null"
         return f"{key} cannot be removed; type {rule.what_to_type(key)}"
     if key in GROUPS:
-        return f"the run needs a {key}; type {' or '.join(f'{key}={option}' for option in GROUPS[key])}"
+        return f"the run needs {'an' if key[0] in 'aeiou' else 'a'} {key}; type {' or '.join(f'{key}={option}' for option in GROUPS[key])}"
     if key in SECTIONS:
         return f"the run needs the section {key}; type {key}.<key>=<value> to change a value of it"
     return f"there is no {key} to remove; type {closest_key(key, keys) or ALL_KEYS}"

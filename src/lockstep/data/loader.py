@@ -22,7 +22,8 @@ class Converter:
     """Brings raw samples and targets to the device, type and memory layout that a model computes in.
 
     uint8 samples are scaled to 0..1. With `mean` and `std`, one number for each channel (the second dimension) or one
-    for all, samples are normalised. Integer samples of another type stay as they are. Floating-point targets take the model's type.
+    for all, samples are normalised. Integer samples of another type stay as they are. Floating-point targets take the
+    model's type.
     """
 
     def __init__(

@@ -5,14 +5,33 @@ import select
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
+
+
+SumInPlace = Callable[[torch.Tensor], object]
+"""(vector (n,)) -> nothing of use: the vector becomes the sum over all ranks."""
+
+
+def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
+    """The fastest sum over the ranks of `world`: through shared memory, or else the process group's all-reduce.
+
+    length: the usual number of values in a vector. For 65 values on 2 busy CPU ranks shared memory takes a tenth of
+    gloo's time.
+    """
+    try:
+        shared = SharedMemorySum(world, length, dtype)
+    except ConfigError:  # raised on all ranks alike
+        return dist.all_reduce
+    return lambda vector: shared(vector, world.rank, world.size)
 
 
 class SharedMemorySum:
