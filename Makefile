@@ -1,62 +1,87 @@
-# Lockstep. `make help` lists the targets; N is the number of ranks, ARGS any overrides.
+# Lockstep. `make help` lists the targets. N is the number of ranks, ARGS any overrides or flags.
 N ?= 2
 ARGS ?=
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+# One stamp for each file of requirements that is installed.
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
+BENCH := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep bench bench-gpu compare growth scaling board test drill promise lint clean
+.PHONY: help train ddp sweep bench bench-gpu compare growth scaling board lint test-fast test drill promise coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo 'Set N=4 for four ranks and ARGS="trainer.epochs=10 optimizer=adamw" for overrides.'
 
-$(READY): requirements.txt requirements-bench.txt requirements-dev.txt
-	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+$(PYTHON):
+	@python3 -c 'import sys; sys.exit("Lockstep needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	python3 -m venv $(VENV)
+
+$(READY): requirements.txt | $(PYTHON)
+	$(PIP) -r requirements.txt
+	touch $@
+
+$(DEV): requirements-dev.txt $(READY)
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+$(BENCH): requirements-bench.txt $(READY)
+	$(PIP) -r requirements-bench.txt
 	touch $@
 
 train: $(READY) ## train the convnet on the digits, N ranks over gloo
-	$(PYTHON) src/train.py launch=torchrun launch.nproc_per_node=$(N) backend=gloo sync_bn=on $(ARGS)
+	$(PYTHON) src/train.py launch=torchrun launch.nproc_per_node=$(N) backend=gloo $(ARGS)
 
-ddp: $(READY) ## the same by torchrun from outside
-	$(VENV)/bin/torchrun --standalone --nproc_per_node=$(N) src/train.py sync_bn=on $(ARGS)
+ddp: $(READY) ## the same training, started by torchrun
+	$(VENV)/bin/torchrun --standalone --nproc_per_node=$(N) src/train.py backend=gloo $(ARGS)
 
 sweep: $(READY) ## a sweep over learning rates, N ranks a job
-	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) sync_bn=on optimizer.lr=0.1,0.05,0.01 $(ARGS)
+	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) optimizer.lr=0.1,0.05,0.01 $(ARGS)
 
-bench: $(READY) ## ratios against tutorials, Lightning, Accelerate, bare loops (ARGS=--quick)
+bench: $(BENCH) ## ratios against tutorials, Lightning, Accelerate and bare loops (ARGS=--quick)
 	$(PYTHON) bench/race.py $(ARGS)
 
-compare: $(READY) ## what each way of averaging gradients costs: a table and a plot
-	$(PYTHON) bench/compare.py $(ARGS)
-
-bench-gpu: $(READY) ## one GPU: MNIST to 99 %, throughput and what share of the card that is; ARGS=--write keeps it
+bench-gpu: $(BENCH) ## one GPU: MNIST to 99 %, throughput, share of the card's own rate (ARGS=--write keeps it)
 	$(PYTHON) bench/gpu.py $(ARGS)
 
-growth: $(READY) ## what a unit of work costs as the work grows: a table and a plot
+compare: $(BENCH) ## what each way of averaging gradients costs: a table and a plot
+	$(PYTHON) bench/compare.py $(ARGS)
+
+growth: $(BENCH) ## what a unit of work costs as the work grows: a table and a plot
 	$(PYTHON) bench/growth.py $(ARGS)
 
-scaling: $(READY) ## step times on up to 4096 ranks: fitted and checked here, predicted beyond
+scaling: $(BENCH) ## step times on up to 4096 ranks: fitted and checked here, predicted beyond
 	$(PYTHON) bench/scaling.py $(ARGS)
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs
 
-lint: $(READY) ## ruff: style and format
+lint: $(DEV) ## ruff and mypy: style, format, types
 	$(VENV)/bin/ruff check src tests bench
 	$(VENV)/bin/ruff format --check src tests bench
+	$(VENV)/bin/mypy
 
-test: $(READY) lint ## lint, then every test
-	$(PYTHON) -m pytest -q $(ARGS)
+test-fast: lint ## lint, then the tests that take seconds
+	$(PYTHON) -m pytest -q tests/fast $(ARGS)
 
-drill: $(READY) ## the long drills: kills, elastic worlds, clusters on this machine
-	$(PYTHON) -m pytest -q -m drill $(ARGS)
+test: lint ## lint, then all tests but the drills
+	$(PYTHON) -m pytest -q tests/fast tests/runs $(ARGS)
 
-promise: $(READY) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every starter
-	PYTHONPATH=src $(PYTHON) tests/promise.py
+drill: $(DEV) ## the long drills: kills, elastic worlds, clusters on this machine
+	$(PYTHON) -m pytest -q -m drill tests/drills $(ARGS)
+
+promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every launcher
+	PYTHONPATH=src:tests $(PYTHON) tests/promise_table.py $(ARGS)
+
+coverage: $(DEV) ## the share of lines that the tests run, ranks included
+	$(PYTHON) -m coverage erase
+	-$(PYTHON) -m coverage run -m pytest -q tests/fast tests/runs $(ARGS)
+	$(PYTHON) -m coverage combine --quiet
+	$(PYTHON) -m coverage report
 
 clean: ## remove the virtual environment and the caches; runs in outputs/ stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache
-	find src tests -name __pycache__ -type d -exec rm -rf {} +
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage .coverage.*
+	find src tests bench -name __pycache__ -type d -exec rm -rf {} +

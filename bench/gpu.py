@@ -2,276 +2,181 @@
 
 python bench/gpu.py [--quick] [--write[=FILE]]
 
-Every run is src/train.py's own work(), alone in a fresh process, with backend=auto: nccl and one rank where there is a GPU,
-gloo where there is none. MNIST is read from LOCKSTEP_DATA; without it the digits inside scikit-learn stand in. The
-CIFAR-10-shaped images are noise, made in memory. --quick: a few samples, to see that it all runs. --write: keep the tables,
-under the device's name, in bench/RESULTS.md or FILE.
+Every run is the command `python src/train.py` with backend=auto: nccl and one rank where there is a GPU, gloo where
+there is none. MNIST is read from LOCKSTEP_DATA; without it the digits inside scikit-learn are used. The CIFAR-10-shaped
+images are noise. --write: put the tables, under the device's name, into bench/RESULTS.md or FILE.
 """
 
-import argparse
-import multiprocessing
+import json
 import os
-import platform
 import sys
 import tempfile
 import time
-import warnings
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
-RESULTS = ROOT / "bench" / "RESULTS.md"
+import harness
+import torch
+from harness import ROOT, TRAIN, table
 
-COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one captures CUDA graphs
-QUIET = ["trainer.log_every=1000000", "trainer.keep=1"]  # a step that logs waits for the device: that is what logging is
-WARM = 5  # steps before the watch for host syncs
-AT_LEAST = 0.3  # seconds that a matmul rate is measured for
-
-
-def synthetic(samples, train):
-    """`samples` CIFAR-10-shaped images of noise, and classes."""
-    import torch
-
-    from lockstep.datasets import InMemory
-
-    generator = torch.Generator().manual_seed(int(train))
-    images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    return InMemory(images, torch.randint(0, 10, (samples,), generator=generator))
+COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one records CUDA graphs
+MATMUL_SECONDS = 0.3  # that a matmul rate is measured for
 
 
-class Watch:
-    """What conf calls `loop`: the synchronous one, watched for when it began and, between two steps, for waits on the device."""
-
-    began, steps, places = None, 0, Counter()
-
-    @classmethod
-    def train(cls, run, loader, after_step):
-        from lockstep import loop
-
-        cls.began = cls.began or time.time()
-        return loop.train(run, loader, after_step)
-
-    @classmethod
-    def syncs(cls, run, loader, after_step):
-        """Counts, of all steps after the WARM first, the places where the host waits for a GPU."""
-        import torch
-
-        from lockstep import loop
-
-        def after(samples):
-            cls.steps = run.progress.step - WARM
-            if cls.steps == 0 and torch.cuda.is_available():
-                torch.cuda.set_sync_debug_mode("warn")
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                return loop.train(run, loader, [*after_step, after])
-            finally:
-                if torch.cuda.is_available():
-                    torch.cuda.set_sync_debug_mode("default")
-                found = [word for word in caught if "called a synchronizing" in str(word.message)]
-                cls.places.update(f"{Path(word.filename).name}:{word.lineno}" for word in found)
+def run(folder: Path, *overrides: str) -> dict[str, Any] | None:
+    """The record of one command, see bench/measured.py, with "began"; None if it failed."""
+    folder.mkdir()
+    # A step that logs waits for the device, so runs log once an epoch.
+    quiet = ["logging.every=1000000", "snapshot.keep_last=1", "+logger.measured._target_=measured.EpochRecorder"]
+    command = [sys.executable, TRAIN, f"hydra.run.dir={folder}", *quiet, *overrides]
+    began = time.time()
+    env = {"PYTHONPATH": str(ROOT / "bench"), "BENCH_RECORD": str(folder / "record")}
+    record = folder / "record.0"
+    if harness.run_on_terminal(command, folder, env) or not record.exists():
+        print((folder / "console.log").read_text()[-3000:], file=sys.stderr)
+        return None
+    return {"began": began, **json.loads(record.read_text())}
 
 
-def composed(folder, *overrides):
-    import test_configs
-    from lockstep import entry
-
-    return entry.resolved(test_configs.composed(f"run_dir={folder}", *QUIET, *overrides))
+def speed(record: dict[str, Any], skip: int = 0) -> float:
+    """Samples per second of the fastest epoch."""
+    return max(lap["samples"] / lap["seconds"] for lap in record["training"][skip:])
 
 
-def life(cfg, told):
-    """One run in this process; tells what the loop's watch saw, and the device's memory at its fullest."""
-    import gpu  # this file as the config knows it
-    import torch
-
-    import train
-
-    sys.stdout = sys.stderr  # the console's lines beside the tables
-    train.work(cfg)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    told.send({"began": gpu.Watch.began, "steps": gpu.Watch.steps, "places": gpu.Watch.places, "GiB": peak})
-    os._exit(0)
-
-
-def matmul_rates(sizes, told):
-    """Tells the device's name, torch's version and {type: the best rate in FLOP/s of square matrices' products}."""
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rates = {}
-    for name, dtype in (("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16)):
-        if name == "tf32" and device.type == "cpu":
-            continue
+def matmul_rates(device: torch.device, sizes: Sequence[int]) -> dict[str, float]:
+    """{type: the best rate, in FLOP/s, of products of square matrices}."""
+    types = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+    if device.type == "cpu":
+        types.pop("tf32")
+    rates: dict[str, float] = {}
+    for name, dtype in types.items():
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        for size in sizes:
-            one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-            product, best = one @ other, float("inf")
-            wait()
-            until = time.perf_counter() + AT_LEAST
-            while time.perf_counter() < until:
-                began = time.perf_counter()
-                for _ in range(10):
-                    torch.mm(one, other, out=product)
-                wait()
-                best = min(best, (time.perf_counter() - began) / 10)
-            rates[name] = max(rates.get(name, 0), 2 * size**3 / best)
-    told.send((torch.cuda.get_device_name() if device.type == "cuda" else cpu(), torch.__version__, rates))
-    os._exit(0)
+        rates[name] = max(2 * size**3 / matmul_seconds(device, dtype, size) for size in sizes)
+    return rates
 
 
-def cpu():
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+def matmul_seconds(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product, best, until = one @ other, float("inf"), time.perf_counter() + MATMUL_SECONDS
+    while time.perf_counter() < until:
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            torch.mm(one, other, out=product)
+        synchronize(device)
+        best = min(best, (time.perf_counter() - began) / 10)
+    return best
 
 
-def flops(model, told):
-    """Tells the floating-point operations of a training step on one sample of a net, as torch counts them; computes none."""
-    import torch
-    from hydra.utils import instantiate
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def training_flops(*overrides: str) -> float:
+    """Floating-point operations of a training step on one sample, as torch counts them. Computes none of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
+    from lockstep.config.instantiate import instantiate
+    from support.configs import composed
+
+    cfg = composed(*overrides)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        net = instantiate(model, _convert_="all")
-        net(torch.empty(8, *model.shape)).sum().backward()
-    told.send(counter.get_total_flops() / 8)
-    os._exit(0)
+        instantiate(cfg.model)(torch.empty(8, *cfg.dataset.shape)).sum().backward()
+    return counter.get_total_flops() / 8
 
 
-def alone(function, *arguments, method="forkserver"):
-    """What function(*arguments, told) tells from a process of its own; None where it fails, having said why."""
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["torch", "torch.distributed", "hydra"])
-    heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=function, args=(*arguments, told))
-    process.start()
-    told.close()
-    try:
-        return heard.recv()
-    except EOFError:
-        return None
-    finally:
-        process.join()
-
-
-def scalars(folder):
-    """{tag: [(seconds since 1970, value), ...]} of a run."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
-    return {tag: [(event.wall_time, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
-
-
-def table(*head):
-    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-
-
-def to_accuracy(out, quick, compiles, rates):
+def to_accuracy(out: Path, quick: bool, compiles: Sequence[str]) -> str:
     """A table: MNIST to 99 % accuracy, from the command and from the first step."""
     if "LOCKSTEP_DATA" in os.environ and not quick:
         data, goal, recipe = "mnist", 0.99, ["trainer.batch_size=256", "optimizer.lr=0.1", "trainer.epochs=2"]
     else:
         data, goal, recipe = "digits", 0.95, ["trainer.epochs=3"]
+    rows = []
+    for mode in compiles:
+        record = run(out / f"{data}-{mode}", f"dataset={data}", "optimizer.nesterov=true", "trainer.precision=bf16",
+                     f"trainer.compile={mode}", "strategy._target_=measured.MeasuredDDP", *recipe)  # fmt: skip
+        if record is None:
+            rows.append([mode, "failed", "", "", ""])
+            continue
+        reached = [moment for moment, accuracy in record["evaluations"] if accuracy >= goal]
+        starts = record["began"], record["first_step"]
+        times = [f"{reached[0] - start:.2f} s" if reached else "-" for start in starts]
+        rows.append([mode, f"{speed(record):,.0f}", f"{record['evaluations'][-1][1]:.4f}", *times])
     head = f"{data}, convnet, bf16, trainer.compile="
-    lines = table(head, "samples/s", "test accuracy", f"{goal:.0%} from the command", f"{goal:.0%} from the first step")
-    for compile in compiles:
-        folder = out / f"{data}-{compile}"
-        how = [f"dataset={data}", "model=convnet", "optimizer.nesterov=true", "trainer.precision=bf16", f"trainer.compile={compile}", *recipe]
-        cfg, began = composed(folder, *how, "loop._target_=gpu.Watch.train"), time.time()
-        saw = alone(life, cfg, method="spawn")
-        if saw is None:
-            lines.append(f"| {compile} | failed | | | |")
-            continue
-        curves = scalars(folder)
-        reached = [moment for moment, accuracy in curves["test/accuracy"] if accuracy >= goal]
-        speed = max(value for _, value in curves["speed/samples_per_s"])
-        times = [f"{reached[0] - moment:.2f} s" if reached else "-" for moment in (began, saw["began"])]
-        lines.append(f"| {compile} | {speed:,.0f} | {curves['test/accuracy'][-1][1]:.4f} | {' | '.join(times)} |")
-    return lines
+    return table(
+        [head, "samples/s", "test accuracy", f"{goal:.0%} from the command", f"{goal:.0%} from the first step"], rows
+    )
 
 
-def throughput(out, quick, compiles, rates):
-    """A table: CIFAR-10-shaped samples/s of a ResNet-18 and what share of the matmul rate that is, by batch size and precision."""
+def throughput(out: Path, quick: bool, compiles: Sequence[str], rates: dict[str, float]) -> str:
+    """A table: samples/s of a ResNet-18 and what share of the matmul rate that is, by batch size and precision."""
     samples, batches = (32, (16,)) if quick else (50_000, (128, 512, 2048))
-    noise = ["dataset=cifar10", "dataset.prepare=null", "~dataset.train.data_dir", "~dataset.test.data_dir"]
-    noise += [f"dataset.{part}._target_=gpu.synthetic" for part in ("train", "test")]
-    noise += [f"+dataset.train.samples={samples}", f"+dataset.test.samples={min(samples, 2048)}", "model=resnet18"]
-    each = alone(flops, composed(out, *noise).model)
-    rows = [(precision, batch, "false") for precision in ("fp32", "bf16") for batch in batches]
-    rows += [("bf16", batches[-1], compile) for compile in compiles[1:]]
-    net = f"ResNet-18 on 3x32x32, {each / 1e9:.2f} GFLOP a sample"
-    lines = table(net, "batch", "trainer.compile=", "samples/s", "TFLOP/s", "of its matmul rate", "peak memory")
-    for precision, batch, compile in rows:
-        folder = out / f"cifar-{precision}-{batch}-{compile}"
-        how = [f"trainer.precision={precision}", f"trainer.batch_size={batch}", f"trainer.compile={compile}"]
-        run = ["trainer.epochs=3", "trainer.eval_every=3", "trainer.save_every=3epochs", "loop._target_=gpu.Watch.train"]
-        saw = alone(life, composed(folder, *noise, *how, *run))
-        if saw is None:
-            lines.append(f"| {precision} | {batch} | {compile} | failed | | | |")
+    model = ["dataset=cifar10", "model=resnet18"]
+    data = ["dataset.prepare=null", "~dataset.train.data_dir", "~dataset.test.data_dir"]
+    data += [f"dataset.{part}._target_=measured.noise" for part in ("train", "test")]
+    data += [f"+dataset.train.samples={samples}", f"+dataset.test.samples={min(samples, 2048)}"]
+    flops = training_flops(*model)
+    cases = [(precision, batch, "false") for precision in ("fp32", "bf16") for batch in batches]
+    cases += [("bf16", batches[-1], mode) for mode in compiles[1:]]
+    rows = []
+    for precision, batch, mode in cases:
+        record = run(out / f"cifar-{precision}-{batch}-{mode}", *model, *data, f"trainer.precision={precision}",
+                     f"trainer.batch_size={batch}", f"trainer.compile={mode}", "trainer.epochs=3", "evaluation.every=3",
+                     "snapshot.every=3epochs", "strategy._target_=measured.MeasuredDDP")  # fmt: skip
+        if record is None:
+            rows.append([precision, batch, mode, "failed", "", "", ""])
             continue
-        speed = max(value for _, value in scalars(folder)["speed/samples_per_s"][1:])
         kind = "tf32" if precision == "fp32" and "tf32" in rates else precision  # what cuDNN convolves float32 in
-        share, memory = speed * each / rates[kind], f"{saw['GiB']:.1f} GiB" if saw["GiB"] else ""
-        lines.append(f"| {precision} | {batch} | {compile} | {speed:,.0f} | {speed * each / 1e12:.4g} | {share:.0%} of {kind} | {memory} |")
-    return lines
+        rate = speed(record, skip=1)
+        memory = f"{record['GiB']:.1f} GiB" if record["GiB"] else ""
+        share = f"{rate * flops / rates[kind]:.0%} of {kind}"
+        rows.append([precision, batch, mode, f"{rate:,.0f}", f"{rate * flops / 1e12:.4g}", share, memory])
+    head = f"ResNet-18 on 3x32x32, {flops / 1e9:.2f} GFLOP a sample"
+    return table([head, "batch", "trainer.compile=", "samples/s", "TFLOP/s", "of its matmul rate", "peak memory"], rows)
 
 
-def waits(out, quick, compiles, rates):
+def host_syncs(out: Path, compiles: Sequence[str]) -> str:
     """A table: where the host waits for the device in a training step. There should be no such place."""
-    lines = table("trainer.compile=", "steps watched", "host syncs in them", "where")
-    for compile in compiles:
-        how = ["dataset=digits", "trainer.precision=bf16", "trainer.epochs=1", f"trainer.compile={compile}", "loop._target_=gpu.Watch.syncs"]
-        saw = alone(life, composed(out / f"waits-{compile}", *how))
-        if saw is None:
-            lines.append(f"| {compile} | failed | | |")
+    rows = []
+    for mode in compiles:
+        record = run(out / f"waits-{mode}", "trainer.precision=bf16", "trainer.epochs=1", f"trainer.compile={mode}",
+                     "strategy._target_=measured.SyncCountingDDP")  # fmt: skip
+        if record is None:
+            rows.append([mode, "failed", "", ""])
             continue
-        places = ", ".join(f"{place} ({times})" for place, times in sorted(saw["places"].items()))
-        lines.append(f"| {compile} | {saw['steps']} | {sum(saw['places'].values())} | {places or 'nowhere'} |")
-    return lines
+        places = ", ".join(f"{place} ({times})" for place, times in sorted(record["places"].items()))
+        rows.append([mode, record["steps"], sum(record["places"].values()), places or "nowhere"])
+    return table(["trainer.compile=", "steps watched", "host syncs in them", "where"], rows)
 
 
-def kept(section, text):
-    """`text`, a file of "## " sections, with `section` in the place of the one of its heading, or at the end."""
-    sections = text.split("\n## ")
-    heading = section.partition("\n")[0].removeprefix("## ")
-    same = [number for number, old in enumerate(sections) if old.partition("\n")[0] == heading]
-    if same:
-        sections[same[0]] = section.removeprefix("## ").rstrip("\n") + "\n"
-    else:
-        sections.append(section.removeprefix("## "))
-    return "\n## ".join(part.rstrip("\n") + "\n" for part in sections)
-
-
-def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="a few samples, to see that it runs")
-    options.add_argument("--write", nargs="?", type=Path, const=RESULTS, help="keep the tables in bench/RESULTS.md, or in another file")
-    asked = options.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # ranks leave without teardown, and Python would call tqdm's lock leaked
-    began = time.time()
-    name, version, rates = alone(matmul_rates, (256,) if asked.quick else (2048, 4096, 8192, 16384))
+def main() -> None:
+    arguments = harness.parser(__doc__, "gpu")
+    arguments.add_argument("--write", nargs="?", type=Path, const=harness.RESULTS, help="put the tables into this file")
+    asked = harness.parse(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else harness.processor()
+    rates = matmul_rates(device, (256,) if asked.quick else (2048, 4096, 8192, 16384))
     compiles = COMPILE[:1] if asked.quick else COMPILE
-    speeds = ", ".join(f"{kind} {rate / 1e12:.4g}" for kind, rate in rates.items())
-    lines = [f"## One device: {name}", "", f"`python bench/gpu.py{' --quick' * asked.quick}`, torch {version}, {time.strftime('%Y-%m-%d')}."]
-    lines += [f"Matmul rate, measured, in TFLOP/s: {speeds}.", ""]
-    print("\n".join(lines), flush=True)
+    text = f"## One device: {name}\n\n`python bench/gpu.py{' --quick' * asked.quick}`, torch {torch.__version__}, "
+    text += f"{time.strftime('%Y-%m-%d')}.\nMatmul rate, measured, in TFLOP/s: "
+    text += ", ".join(f"{kind} {rate / 1e12:.4g}" for kind, rate in rates.items()) + ".\n"
+    print(text, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        for measure in (to_accuracy, throughput, waits):
-            rows = [*measure(out, asked.quick, compiles, rates), ""]
-            print("\n".join(rows), flush=True)  # what is known stays known, whatever ends the next
-            lines += rows
+        for measure in (
+            lambda: to_accuracy(out, asked.quick, compiles),
+            lambda: throughput(out, asked.quick, compiles, rates),
+            lambda: host_syncs(out, compiles),
+        ):
+            part = measure()
+            print(part, flush=True)  # so that a later failure loses nothing
+            text += "\n" + part
+    harness.save(asked.out, "gpu", text)
     if asked.write:
-        asked.write.write_text(kept("\n".join(lines), asked.write.read_text() if asked.write.exists() else "# Results\n"))
-        print(f"kept in {asked.write}")
-    print(f"took {time.time() - began:.0f} s", file=sys.stderr)
-    if any("| failed" in line for line in lines):
+        harness.write_section(text, asked.write)
+    if "| failed" in text:
         sys.exit("a run failed, see above")
 
 

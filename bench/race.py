@@ -1,45 +1,36 @@
-"""`make bench`: Lockstep against what one would run otherwise, by turns, on the same machine, net, data, batch and number of samples.
+"""`make bench`: Lockstep against what one would run otherwise, in turns: the same model, data, batch and samples.
 
 python bench/race.py [--quick] [--rounds=4] [--only=train,floor,startup,sweep,memory,help]
 
-Every contender (bench/contenders/) is a command started as its users start it, on a terminal of its own. Lockstep is
-src/train.py as it stands: Hydra, TensorBoard, progress bar, metrics and snapshots on. All of a group run once a round, one after
-the other, each round in another order; a ratio is taken between two runs of one round, and its median, least and largest are shown.
-Tables, plot, every run's figures and console go to a new folder under outputs/bench/.
+Every contender (bench/contenders/) is a command started as its users start it. Lockstep is src/train.py with its
+defaults: Hydra, TensorBoard, progress bar, metrics and snapshots are on. Only sync_bn=off is passed, because no
+contender synchronises batch norm; the default of several ranks is on. Lockstep's evaluation includes the copy of the
+best snapshot. Tables, the figures of every run and its console go to a new folder under outputs/bench/.
 """
 
 import argparse
-import contextlib
 import csv
 import importlib.metadata
 import json
 import os
-import platform
-import pty
-import signal
-import statistics
-import subprocess
 import sys
-import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
+import harness
+import race_tables
+from harness import ROOT, TRAIN
+from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
+
 CONTENDERS = ROOT / "bench" / "contenders"
-TRAIN = str(ROOT / "src" / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
+              "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
-OURS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
-FLOORS = {"bare loop": (1, 0.97, 0.99), "bare DDP": (2, 0.95, 0.99), "no synchronisation": (2, 0.88, 0.95)}  # {name: (ranks, reach, moonshot)}
-BESIDE = {precision: [f"trainer.precision={precision}"] for precision in OURS}  # {how Lockstep runs beside its floors: its overrides}
-SOCKETS = {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in BESIDE.items()}  # and not what gradient_sync=auto takes
-OTHERS = ("Lightning", "Accelerate", "references")
-LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")  # of which conf/launch may lack some
-CROWD = 8  # ranks whose memory is looked at
-LIMIT = 600  # seconds that any command may take
+SLOW_PARTS = {"startup", "sweep", "memory"}  # run in half of the rounds
 
 
 @dataclass(frozen=True)
@@ -49,483 +40,200 @@ class Settings:
     test_samples: int = 2560
     epochs: int = 2
     batch: int = 128
-    worlds: tuple = (2, 4, 8)  # of the start-up
+    worlds: tuple[int, ...] = (2, 4, 8)  # of the start-up
     jobs: int = 8  # of the sweep
-    pairs: int = 6  # epochs of the floors
+    floor_epochs: int = 6
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One row's worth of runs: `commands`, one after the other, over `ranks` processes. `parts`: who asks for it."""
+class Contender:
+    """`commands` run one after the other, each over `ranks` processes. `parts`: which parts need it."""
 
     name: str
     ranks: int
-    parts: frozenset
-    commands: list = field(hash=False)
+    parts: frozenset[str]
+    commands: list[list[str]] = field(hash=False)
 
 
-def torchrun(ranks):
+def contender(name: str, ranks: int, parts: str, *commands: list[str]) -> Contender:
+    return Contender(name, ranks, frozenset(parts.split()), list(commands))
+
+
+def torchrun(ranks: int) -> list[str]:
     return [*TORCHRUN, f"--nproc_per_node={ranks}"]
 
 
-def launches(ranks):
-    """{launch: the words that start `ranks` ranks of src/train.py by it}, of those that conf/launch holds."""
-    words = {"torchrun": [*torchrun(ranks), TRAIN]}
-    words |= {launch: [sys.executable, TRAIN, launch, f"launch.nproc_per_node={ranks}"] for launch in LAUNCHES[1:]}
-    return {launch: start for launch, start in words.items() if (ROOT / "conf" / "launch" / f"{launch.removeprefix('launch=')}.yaml").exists()}
+def launch(way: str, ranks: int) -> list[str]:
+    """The command that starts `ranks` ranks of src/train.py: by torchrun, or by a launcher of conf/launch."""
+    return (
+        [*torchrun(ranks), TRAIN]
+        if way == "torchrun"
+        else [sys.executable, TRAIN, way, f"launch.nproc_per_node={ranks}"]
+    )
 
 
-def floored(how):
-    """The name of Lockstep that runs beside its floors."""
-    return f"Lockstep beside its floor, {how}"
+def script(name: str, settings: Settings, *own: str) -> list[str]:
+    """A contender's file and its arguments."""
+    same = [f"--data={settings.data}", f"--samples={settings.samples}", f"--test-samples={settings.test_samples}"]
+    return [str(CONTENDERS / f"{name}.py"), *same, f"--epochs={settings.epochs}", f"--batch={settings.batch}", *own]
 
 
-def contestants(settings):
-    """Groups of contestants; those of a group are compared with each other and run close together."""
-    alone = [sys.executable]
+def overrides(settings: Settings, *own: str) -> list[str]:
+    """What src/train.py is told: the contenders' data, batch size and batch norm, and to measure itself."""
+    data = [f"dataset.{split}._target_=measured.first_of_mnist" for split in ("train", "test")]
+    data += [f"+dataset.train.samples={settings.samples}", f"+dataset.test.samples={settings.test_samples}"]
+    same = [f"trainer.batch_size_per_rank={settings.batch}", f"trainer.epochs={settings.epochs}", "sync_bn=off"]
+    measured = ["strategy._target_=measured.MeasuredDDP", "+logger.measured._target_=measured.EpochRecorder"]
+    return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *measured, "hydra.run.dir=run", *own]
 
-    def script(name, *own, part=settings):
-        """A contender's file and its arguments."""
-        same = [f"--data={part.data}", f"--samples={part.samples}", f"--test-samples={part.test_samples}", f"--epochs={part.epochs}"]
-        return [str(CONTENDERS / f"{name}.py"), *same, f"--batch={part.batch}", *own]
 
-    def ours(*own, part=settings):
-        """Overrides of src/train.py: the same data and batch, and the clock."""
-        cut = [f"dataset.{split}._target_=ours.part_of_mnist" for split in ("train", "test")]
-        cut += [f"+dataset.train.samples={part.samples}", f"+dataset.test.samples={part.test_samples}"]
-        recipe = [f"trainer.batch_size_per_rank={part.batch}", f"trainer.epochs={part.epochs}"]
-        return ["dataset=mnist", f"data_dir={part.data}", *cut, *recipe, "loop._target_=ours.train", "hydra.run.dir=run", *own]
-
-    def one(name, ranks, parts, *commands):
-        return Contestant(name, ranks, frozenset(parts.split()), list(commands))
-
-    def beside(ranks, start, ways):
-        """src/train.py with its floors by turns, in each of `ways`; more epochs, so that there are pairs to choose a middle from."""
-        own = ["loop._target_=beside.train", f"trainer.epochs={settings.pairs}"]
-        return [one(floored(how), ranks, "floor", [*start, TRAIN, *ours(*words, *own)]) for how, words in ways.items()]
-
-    single = [
-        one("tutorial", 1, "train memory", alone + script("mnist")),
-        one(OURS["fp32"], 1, "train memory", [*alone, TRAIN, *ours()]),
-        one("Lightning", 1, "train", alone + script("lightning_mnist")),
-        one("Accelerate", 1, "train", [*alone, *ACCELERATE, *script("accelerate_mnist")]),
-        one(OURS["bf16"], 1, "train", [*alone, TRAIN, *ours("trainer.precision=bf16")]),
-        one("references", 1, "train", alone + script("references")),
-        *beside(1, alone, BESIDE),
+def trainers(settings: Settings, ranks: int) -> list[Contender]:
+    """All that train over `ranks` processes, with Lockstep beside its floors."""
+    alone, start = [sys.executable], [sys.executable] if ranks == 1 else torchrun(ranks)
+    accelerate = ACCELERATE if ranks == 1 else start
+    found = [
+        contender("tutorial", ranks, "train memory", start + script("tutorial", settings)),
+        contender(PRECISIONS["fp32"], ranks, "train memory", [*start, TRAIN, *overrides(settings)]),
+        contender("Lightning", ranks, "train", alone + script("lightning_mnist", settings, f"--devices={ranks}")),
+        contender("Accelerate", ranks, "train", accelerate + script("accelerate_mnist", settings)),
+        contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
+        contender("references", ranks, "train", start + script("references", settings)),
     ]
-    two = torchrun(2)
-    double = [
-        one("tutorial", 2, "train memory", two + script("ddp_mnist")),
-        one(OURS["fp32"], 2, "train memory", [*two, TRAIN, *ours()]),
-        one("Lightning", 2, "train", alone + script("lightning_mnist", "--devices=2")),
-        one("Accelerate", 2, "train", two + script("accelerate_mnist")),
-        one(OURS["bf16"], 2, "train", [*two, TRAIN, *ours("trainer.precision=bf16")]),
-        one("references", 2, "train", two + script("references")),
-        *beside(2, two, BESIDE | SOCKETS),
-    ]
-
-    short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
-    starts = [[one("leanest", 1, "startup", alone + script("lean")), one("start by python", 1, "startup", [*alone, TRAIN, *ours(part=short)])]]
-    for ranks in settings.worlds:
-        by = [one(f"start by {name}", ranks, "startup", [*start, *ours(part=short)]) for name, start in launches(ranks).items()]
-        starts.append([one("leanest", ranks, "startup", torchrun(ranks) + script("lean")), *by])
-
-    job = ["trainer.epochs=1"]
-    values = [f"optimizer.lr={0.01 * (number + 1):.2f}" for number in range(settings.jobs)]
-    single_jobs = [[*two, TRAIN, *job, value, f"hydra.run.dir=run/{number}"] for number, value in enumerate(values)]
-    sweeps = [one(f"{settings.jobs} commands", 2, "sweep", *single_jobs)]
-    for name, start in launches(2).items():
-        if name in ("launch=torchrun", "launch=fork"):
-            asked = "optimizer.lr=" + ",".join(value.partition("=")[2] for value in values)
-            sweep = [*start[:2], "-m", *start[2:], *job, asked, "hydra.sweep.dir=run"]
-            sweeps.append(one(f"sweep by {name}", 2, "sweep", sweep))
-
-    crowd = Settings(settings.data, samples=8 * CROWD * settings.batch, test_samples=2560, epochs=1, batch=settings.batch)
-    crowds = [one("tutorial", CROWD, "memory", torchrun(CROWD) + script("ddp_mnist", part=crowd))]
-    for name, start in launches(CROWD).items():
-        if name in ("torchrun", "launch=fork"):
-            crowds.append(one(f"Lockstep by {name}", CROWD, "memory", [*start, *ours(part=crowd)]))
-
-    answers = [one(" ".join(words), 1, "help", [*alone, TRAIN, *words]) for words in (["--help"], ["--cfg", "job"])]
-    return [single, double, *starts, sweeps, crowds, answers]
-
-
-def run(contestant, folder):
-    """Run it in the empty folder `folder`; returns what was measured, {quantity: number}, or raises RuntimeError."""
-    folder.mkdir(parents=True)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{CONTENDERS}", "RACE_RECORD": str(folder / "record")}
-    began, code = time.time(), 0
-    for command in contestant.commands:
-        code = on_a_terminal(command, folder, environment) or code
-    wall = time.time() - began
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("record.*"))]
-    expected = 0 if contestant.parts & {"sweep", "help"} else contestant.ranks
-    if len(records) != expected or (code and not records):
-        raise RuntimeError(
-            f"{contestant.name} over {contestant.ranks} left {len(records)} records and exit code {code}, see {folder / 'console.log'}"
-        )
-    return {"wall": wall, "exit": code, **(figures(records, began) if records else {})}
-
-
-def on_a_terminal(command, folder, environment):
-    """The command's exit code. What it shows is kept in folder/console.log; nothing that it starts outlives it."""
-    ours, theirs = pty.openpty()
-    with (folder / "console.log").open("ab") as console:
-        console.write(" ".join(command).encode() + b"\n")
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, start_new_session=True
-        )
-        os.close(theirs)
-
-        def keep():
-            with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
-                while chunk := os.read(ours, 65536):
-                    console.write(chunk)
-
-        reader = threading.Thread(target=keep)
-        reader.start()
-        try:
-            return process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            return 124
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            reader.join()
-            os.close(ours)
-
-
-def figures(records, began):
-    """{quantity: number} from the ranks' records: a time is the slowest rank's, CPU time is the sum of all ranks'.
-
-    speed, first_epoch, later_epochs, evaluation: samples/s; cpu: CPU seconds for 1000 training samples; first_step: seconds
-    since the command; rss, private, pss: MB of the rank that has most; of bare loop, ...: of a floor's speed, the middle of all epochs.
-    """
-
-    def laps(what, epochs=slice(None)):
-        """(samples, wall seconds, CPU seconds)."""
-        epochs = list(zip(*(record[what][epochs] for record in records), strict=True))
-        return tuple(sum(how(lap[key] for lap in ranks) for ranks in epochs) for key, how in (("samples", max), ("seconds", max), ("cpu", sum)))
-
-    found = {"first_step": max(record["first_step"] for record in records) - began}
-    for quantity, lap in {
-        "speed": laps("training"),
-        "first_epoch": laps("training", slice(1)),
-        "later_epochs": laps("training", slice(1, None)),
-        "evaluation": laps("evaluation"),
-    }.items():
-        if lap[0]:
-            found[quantity] = lap[0] / lap[1]
-    samples, _, cpu = laps("training")
-    if samples:
-        found["cpu"] = 1000 * cpu / samples
-    for name in FLOORS.keys() & records[0].keys():
-        epochs = [slice(epoch, epoch + 1) for epoch in range(len(records[0][name]))]
-        found[f"of {name}"] = statistics.median(laps(name, epoch)[1] / laps("training", epoch)[1] for epoch in epochs)
-    found |= {key: max(record[key] for record in records) for key in ("rss", "private", "pss") if key in records[0]}
-    if records[0]["accuracy"] is not None:
-        found["accuracy"] = records[0]["accuracy"]
+    floors = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
+              "+strategy.precision=${trainer.precision}", f"trainer.epochs={settings.floor_epochs}"]  # fmt: skip
+    for how, words in BESIDE.items():
+        if ranks > 1 or "gloo" not in how:
+            command = [*start, TRAIN, *overrides(settings, *words, *floors)]
+            found.append(contender(race_tables.beside(how), ranks, "floor", command))
     return found
 
 
-class Results:
-    """The runs so far, [{"round", "name", "ranks", quantity: number, ...}], and the ratios between them."""
+def contenders(settings: Settings) -> list[list[Contender]]:
+    """Groups of contenders; those of a group are compared with each other and run close together."""
+    short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
+    by_python = contender("start by python", 1, "startup", [sys.executable, TRAIN, *overrides(short)])
+    starts = [[contender("minimal", 1, "startup", [sys.executable, *script("minimal", settings)]), by_python]]
+    for ranks in settings.worlds:
+        group = [contender("minimal", ranks, "startup", torchrun(ranks) + script("minimal", settings))]
+        for way in LAUNCHES:
+            group.append(contender(f"start by {way}", ranks, "startup", [*launch(way, ranks), *overrides(short)]))
+        starts.append(group)
 
-    def __init__(self, runs):
-        self.runs = runs
+    rates = [f"{0.01 * (number + 1):.2f}" for number in range(settings.jobs)]
+    single = ["trainer.epochs=1", "sync_bn=off"]
+    jobs = [[*launch("torchrun", 2), *single, f"optimizer.lr={rate}", f"hydra.run.dir=run/{rate}"] for rate in rates]
+    sweeps = [contender(f"{settings.jobs} commands", 2, "sweep", *jobs)]
+    for way in ("launch=torchrun", "launch=fork"):
+        sweep = ["-m", *single, f"optimizer.lr={','.join(rates)}", "hydra.sweep.dir=run"]
+        sweeps.append(contender(f"sweep by {way}", 2, "sweep", [*launch(way, 2), *sweep]))
 
-    def values(self, name, ranks, quantity):
-        """{round: value}"""
-        mine = [run for run in self.runs if (run["name"], run["ranks"]) == (name, ranks)]
-        return {run["round"]: run[quantity] for run in mine if quantity in run}
+    many = Settings(settings.data, samples=8 * CROWD * settings.batch, epochs=1, batch=settings.batch)
+    crowd = [contender("tutorial", CROWD, "memory", torchrun(CROWD) + script("tutorial", many))]
+    for way in ("torchrun", "launch=fork"):
+        crowd.append(contender(f"Lockstep by {way}", CROWD, "memory", [*launch(way, CROWD), *overrides(many)]))
 
-    def ratio(self, quantity, top, bottom):
-        """The ratios of the rounds that both (name, ranks) ran in."""
-        one, other = self.values(*top, quantity), self.values(*bottom, quantity)
-        return [one[number] / other[number] for number in one if number in other]
-
-    def median(self, name, ranks, quantity):
-        values = self.values(name, ranks, quantity).values()
-        return statistics.median(values) if values else None
-
-
-def said(ratios, digits=2):
-    """1.62 (1.57-1.65), or a dash."""
-    if not ratios:
-        return "-"
-    middle, least, most = (f"{value:.{digits}f}" for value in (statistics.median(ratios), min(ratios), max(ratios)))
-    return middle if len(ratios) == 1 else f"{middle} ({least}-{most})"
-
-
-def number(value, digits=0):
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def markdown(title, head, rows):
-    """A table, or nothing where no row was measured."""
-    rows = [row for row in rows if any(cell != "-" for cell in row[1:])]
-    return "\n".join([f"## {title}", "", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), ""]) if rows else ""
-
-
-def training(results):
-    tables = []
-    for ranks in (1, 2):
-        rows = [[ours, precision, number(results.median(ours, ranks, "speed")), *["-"] * 6] for precision, ours in OURS.items()]
-        for other in ("tutorial", *OTHERS):
-            for precision, ours in OURS.items():
-                faster = [results.ratio(what, (ours, ranks), (other, ranks)) for what in ("speed", "first_epoch", "later_epochs", "evaluation")]
-                shorter = [results.ratio(what, (other, ranks), (ours, ranks)) for what in ("cpu", "wall")]
-                rows.append([other, precision, number(results.median(other, ranks, "speed")), *map(said, faster + shorter)])
-        head = ["against", "ours in", "its samples/s", "training", "first epoch", "later epochs", "evaluation", "CPU time", "whole command"]
-        title = f"Training over {processes(ranks)}: how many times as fast Lockstep is"
-        tables.append(markdown(title, head, [row for row in rows if row[2 if row[0] in OURS.values() else 3] != "-"]))
-    return "\n".join(filter(None, tables))
-
-
-def processes(ranks):
-    return f"{ranks} process{'es' * (ranks > 1)}"
-
-
-def fractions(results):
-    """[(floor, ranks, how Lockstep ran, the fractions of its speed that were kept)]"""
-    return [
-        (name, ranks, how, [*results.values(floored(how), ranks, f"of {name}").values()])
-        for name, (ranks, _, _) in FLOORS.items()
-        for how in BESIDE | SOCKETS
+    answers = [
+        contender(" ".join(words), 1, "help", [sys.executable, TRAIN, *words])
+        for words in (["--help"], ["--cfg", "job"])
     ]
+    return [trainers(settings, 1), trainers(settings, 2), *starts, sweeps, crowd, answers]
 
 
-def floor(results):
-    rows = [
-        [name, str(ranks), how, number(results.median(floored(how), ranks, "speed")), said(kept)] for name, ranks, how, kept in fractions(results)
-    ]
-    head = ["of the speed of", "processes", "Lockstep in", "its samples/s", "fraction kept"]
-    return markdown("The floor, by turns in the same processes", head, [row for row in rows if row[4] != "-"])
-
-
-def startup(results):
-    rows = []
-    for ranks in sorted({run["ranks"] for run in results.runs if run["name"] == "leanest"}):
-        for name in ("leanest", *(f"start by {way}" for way in ("python", *LAUNCHES))):
-            seconds = results.values(name, ranks, "first_step")
-            against = said(results.ratio("first_step", (name, ranks), ("leanest", ranks)))
-            rows.append([name, str(ranks), said(list(seconds.values())), against, said(results.ratio("first_step", (name, ranks), ("leanest", 1)))])
-    head = ["", "ranks", "seconds to the first step", "against the leanest on as many ranks", "against the leanest alone"]
-    return markdown("Start-up: from the command to the end of the first optimizer step", head, [row for row in rows if row[2] != "-"])
-
-
-def sweep(results):
-    names = dict.fromkeys(run["name"] for run in results.runs if run["name"].startswith("sweep") or run["name"].endswith("commands"))
-    commands = next((name for name in names if name.endswith("commands")), None)
-    rows = [[name, said([*results.values(name, 2, "wall").values()], 1), said(results.ratio("wall", (name, 2), (commands, 2)))] for name in names]
-    return markdown("A sweep of short jobs over 2 ranks", ["way", "seconds", "of the single commands"], rows)
-
-
-def memory(results):
-    rows = []
-    for ranks in (1, 2, CROWD):
-        for name in ("tutorial", "Lockstep", "Lockstep by torchrun", "Lockstep by launch=fork"):
-            row = [name, str(ranks), *(number(results.median(name, ranks, key)) for key in ("rss", "private", "pss"))]
-            rows.append([*row, said(results.ratio("rss", (name, ranks), ("tutorial", ranks)))])
-    head = ["", "ranks", "peak RSS, MB", "private, MB", "PSS, MB", "peak RSS of the tutorial's"]
-    return markdown("Memory of the rank that has most", head, [row for row in rows if row[2] != "-"])
-
-
-def answers(results):
-    rows = [[name, said([*results.values(name, 1, "wall").values()])] for name in ("--help", "--cfg job")]
-    return markdown("Answers", ["", "seconds"], rows)
-
-
-def reach(results):
-    """[(quantity, measured values, limit, moonshot or None)]; a limit is a least value where positive, else minus a largest."""
-    rows = []
-    for ranks, limits in {1: {"fp32": (1.6, 1.9), "bf16": (2.4, 3.0)}, 2: {"fp32": (1.6, 1.8), "bf16": (2.25, 2.7)}}.items():
-        where = processes(ranks)
-        for precision, limit in limits.items():
-            ratios = results.ratio("speed", (OURS[precision], ranks), ("tutorial", ranks))
-            rows.append((f"samples/s against the tutorial, {where}, {precision}", ratios, *limit))
-        others = {other: results.ratio("speed", (OURS["fp32"], ranks), (other, ranks)) for other in OTHERS}
-        others = {other: ratios for other, ratios in others.items() if ratios}
-        if others:
-            worst = min(others, key=lambda other: statistics.median(others[other]))
-            rows.append((f"samples/s against the fastest other, {worst}, {where}, fp32", others[worst], 1.4, 1.6))
-        for name, over, how, kept in fractions(results):
-            if over == ranks:
-                rows.append((f"of the speed of {name}, {where}, {how}", kept, *FLOORS[name][1:]))
-        rows.append(
-            (f"evaluation against the tutorial's, {where}, fp32", results.ratio("evaluation", (OURS["fp32"], ranks), ("tutorial", ranks)), 2.2, 4)
+def run(one: Contender, folder: Path) -> dict[str, float]:
+    """Run it in the empty folder `folder`. Returns {quantity: number}. Raises RuntimeError if a rank left no record."""
+    folder.mkdir(parents=True)
+    paths = f"{ROOT / 'bench'}{os.pathsep}{CONTENDERS}"
+    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "BENCH_RECORD": str(folder / "record")}
+    began, code = time.time(), 0
+    for command in one.commands:
+        code = harness.run_on_terminal(command, folder, env) or code
+    wall = time.time() - began
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("record.*"))]
+    measures_itself = not one.parts & {"sweep", "help"}
+    if len(records) != one.ranks * measures_itself if measures_itself else code:
+        raise RuntimeError(
+            f"{one.name} over {one.ranks} left {len(records)} records and exit code {code}; "
+            f"see {folder / 'console.log'}"
         )
-    rows.append(("first step against the leanest, alone", results.ratio("first_step", ("start by python", 1), ("leanest", 1)), -1.15, None))
-    for ranks in sorted({run["ranks"] for run in results.runs if run["name"] == "leanest"} - {1}):
-        for launch in LAUNCHES:
-            ratios = results.ratio("first_step", (f"start by {launch}", ranks), ("leanest", ranks))
-            rows.append((f"first step against the leanest, {ranks} ranks by {launch}", ratios, -1.15, None))
-        ratios = results.ratio("first_step", ("start by launch=fork", ranks), ("start by python", 1))
-        rows.append((f"first step of {ranks} ranks by launch=fork against 1 process", ratios, None, -1.15))
-    for launch in ("launch=torchrun", "launch=fork"):
-        for commands in {run["name"] for run in results.runs if run["name"].endswith("commands")}:
-            rows.append((f"a sweep by {launch} against {commands}", results.ratio("wall", (f"sweep by {launch}", 2), (commands, 2)), -0.4, -0.15))
-    for ranks in (1, 2):
-        ratios = results.ratio("rss", (OURS["fp32"], ranks), ("tutorial", ranks))
-        rows.append((f"peak RSS against the tutorial's, {processes(ranks)}", ratios, -1.05, None))
-    for launch in ("torchrun", "launch=fork"):
-        private = [*results.values(f"Lockstep by {launch}", CROWD, "private").values()]
-        rows.append((f"private MB of a rank, {CROWD} ranks by {launch}", private, None, -100))
-    for words in ("--help", "--cfg job"):
-        rows.append((f"seconds of {words}", [*results.values(words, 1, "wall").values()], -0.6, -0.3))
-    return [row for row in rows if row[1]]
+    return {"wall": wall, "exit": code, **(race_tables.figures(records, began) if measures_itself else {})}
 
 
-def reached(results):
-    """The table of what was to be reached."""
-
-    def kept(values, limit):
-        middle = statistics.median(values)
-        return limit is not None and (middle >= limit if limit > 0 else middle <= -limit)
-
-    def shown(limit):
-        return "-" if limit is None else f"{'>=' if limit > 0 else '<='} {abs(limit):g}"
-
-    rows = []
-    for quantity, values, limit, moonshot in reach(results):
-        met = "moonshot" if kept(values, moonshot) else "-" if limit is None else "yes" if kept(values, limit) else "no"
-        rows.append([quantity, said(values, 0 if max(values) >= 20 else 2), shown(limit), shown(moonshot), met])
-    return markdown("Reach", ["quantity", "measured", "reach", "moonshot", "met"], rows)
-
-
-def report(runs, settings):
-    """The whole page, in markdown."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "lightning", "accelerate") if installed(name)
-    )
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-    rounds = 1 + max((run["round"] for run in runs), default=0)
-    load = [run["load"] for run in runs]
-    about = [
-        f"{settings.samples} training and {settings.test_samples} test samples of MNIST, batch {settings.batch} a rank, {settings.epochs} epochs; "
-        f"up to {rounds} rounds; median (least-largest) of paired runs. Above 1 Lockstep is better in speeds, CPU time and wall time.",
-        f"{cpu}, {len(os.sched_getaffinity(0))} cores, load before the runs {said(load, 1)}; Python {platform.python_version()}, {versions}.",
-    ]
-    late = [f"{run['name']} over {run['ranks']} (exit {run['exit']})" for run in runs if run["exit"]]
-    if late:
-        about.append(f"Ended with an error after all was measured: {', '.join(late)}.")
-    results = Results(runs)
-    tables = [part(results) for part in (reached, training, floor, startup, sweep, memory, answers)]
-    return "# Lockstep against the others\n\n" + "\n\n".join(about) + "\n\n" + "\n".join(filter(None, tables))
-
-
-def plot(results, path):
-    """Ratios of speed, and start-up over the number of ranks. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    bars = [(f"{other}, {ranks}", other, ranks) for ranks in (1, 2) for other in ("tutorial", *OTHERS)]
-    for shift, (precision, ours) in enumerate(OURS.items()):
-        found = [(place, results.ratio("speed", (ours, ranks), (other, ranks))) for place, (_, other, ranks) in enumerate(bars)]
-        found = [(place, statistics.median(ratios), min(ratios), max(ratios)) for place, ratios in found if ratios]
-        if found:
-            places, middles, least, most = zip(*found, strict=True)
-            errors = [[m - a for m, a in zip(middles, least, strict=True)], [b - m for m, b in zip(middles, most, strict=True)]]
-            left.bar([place + 0.4 * shift for place in places], middles, 0.4, yerr=errors, label=precision)
-            left.legend()
-    left.set_xticks([place + 0.2 for place in range(len(bars))], [name for name, *_ in bars], rotation=30, ha="right")
-    left.axhline(1, color="grey", linewidth=1)
-    left.set(ylabel="Lockstep's samples/s over the other's (processes)")
-    worlds = sorted({run["ranks"] for run in results.runs if run["name"] == "leanest"})
-    for name in ("leanest", *(f"start by {way}" for way in LAUNCHES)):
-        seconds = {ranks: results.median(name, ranks, "first_step") for ranks in worlds}
-        seconds = {ranks: value for ranks, value in seconds.items() if value is not None}
-        if seconds:
-            right.plot([*seconds], [*seconds.values()], "o-", label=name)
-            right.legend()
-    right.set(xlabel="ranks", ylabel="seconds to the first step", ylim=(0, None))
-    figure.savefig(path, dpi=120)
-
-
-def save(runs, settings, out):
-    """race.md and race.csv, as far as the race is."""
-    keys = list(dict.fromkeys(key for run in runs for key in run))
-    with (out / "race.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, keys)
-        writer.writeheader()
-        writer.writerows(runs)
-    (out / "race.md").write_text(report(runs, settings))
-
-
-def installed(package):
+def installed(package: str) -> bool:
     try:
         return bool(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
-def download(folder):
-    sys.path.insert(0, str(ROOT / "src"))
-    from lockstep import datasets
-    from lockstep.refusal import Refusal
+def save(runs: Sequence[dict[str, Any]], settings: Settings, out: Path) -> None:
+    """race.md and race.csv of the runs so far."""
+    with (out / "race.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for run in runs for key in run)))
+        writer.writeheader()
+        writer.writerows(runs)
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "torchvision", "lightning", "accelerate")
+        if installed(name)
+    ]
+    (out / "race.md").write_text(race_tables.report(runs, settings, ", ".join(versions)))
 
-    try:
-        datasets.download(folder, "MNIST")
-    except Refusal as refusal:
-        sys.exit(str(refusal).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
 
-
-def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="one round, fewer ranks and jobs")
-    options.add_argument("--rounds", type=int, help="of training and floors; the slow parts run half as many")
-    options.add_argument("--only", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
-    options.add_argument("--samples", type=int, default=Settings.samples)
-    options.add_argument("--test-samples", type=int, default=Settings.test_samples)
-    options.add_argument("--epochs", type=int, default=Settings.epochs)
-    options.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench")
-    options.add_argument("--data", default=os.environ.get("LOCKSTEP_DATA", ROOT / "data"), type=Path, help="where MNIST/raw lies ($LOCKSTEP_DATA)")
-    asked = options.parse_args()
-
-    parts = set(asked.only.split(","))
-    if not parts <= set(PARTS):
-        sys.exit(f"--only={asked.only} asks for parts that are not there; type --only= and some of {','.join(PARTS)}")
-    missing = [package for package in ("lightning", "accelerate") if not installed(package)] if "train" in parts else []
-    if missing:
-        sys.exit(f"{' and '.join(missing)} would take part and cannot be imported; type {sys.executable} -m pip install -r requirements-bench.txt")
-    if parts - {"sweep", "help"}:
-        download(asked.data)
-    size = {"worlds": (2, 4), "jobs": 4, "pairs": 2} if asked.quick else {}
-    settings = Settings(str(asked.data.resolve()), asked.samples, asked.test_samples, asked.epochs, **size)
-    rounds = asked.rounds or (1 if asked.quick else 4)
-
-    out, runs, failed = asked.out.resolve() / time.strftime("%Y-%m-%d_%H-%M-%S"), [], 0
-    groups = [[each for each in group if each.parts & parts] for group in contestants(settings)]
-    for turn in range(rounds):
+def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
+    """All rounds. Returns whether every run left its figures."""
+    runs: list[dict[str, Any]] = []
+    complete = True
+    groups = [[one for one in group if one.parts & set(asked.only)] for group in contenders(settings)]
+    for turn in range(asked.rounds):
         for group in groups:
-            if turn >= (rounds if any(each.parts & {"train", "floor", "help"} for each in group) else -(-rounds // 2)):
+            if turn >= -(-asked.rounds // 2) and all(one.parts <= SLOW_PARTS for one in group):
                 continue
-            first = turn * len(group) // rounds
-            for each in group[first:] + group[:first]:
+            first = turn * len(group) // asked.rounds
+            for one in group[first:] + group[:first]:
                 load = os.getloadavg()[0]
+                folder = out / f"{turn}-{one.name.replace(' ', '_').replace(',', '')}-{one.ranks}"
                 try:
-                    figures = run(each, out / f"{turn}-{each.name.replace(' ', '_').replace(',', '')}-{each.ranks}")
+                    found = run(one, folder)
                 except RuntimeError as error:
-                    failed += 1
+                    complete = False
                     print(error, file=sys.stderr, flush=True)
                     continue
-                runs.append({"round": turn, "name": each.name, "ranks": each.ranks, "load": load, **figures})
-                shown = "   ".join(
-                    f"{key} {figures[key]:.{digits}f}" for key, digits in (("speed", 0), ("first_step", 2), ("wall", 2)) if key in figures
-                )
-                print(f"{turn + 1}/{rounds}   {each.name} over {each.ranks}   {shown}", flush=True)
+                runs.append({"round": turn, "name": one.name, "ranks": one.ranks, "load": load, **found})
+                shown = [f"{key} {found[key]:.2f}" for key in ("speed", "first_step", "wall") if key in found]
+                print(f"{turn + 1}/{asked.rounds}   {one.name} over {one.ranks}   {'   '.join(shown)}", flush=True)
                 save(runs, settings, out)
-    print("\n" + report(runs, settings))
-    print(f"tables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")
+    return complete
+
+
+def main() -> None:
+    arguments = harness.parser(__doc__, "bench", PARTS, rounds=4)
+    arguments.add_argument("--samples", type=int, default=Settings.samples)
+    arguments.add_argument("--test-samples", type=int, default=Settings.test_samples)
+    arguments.add_argument(
+        "--data", default=os.environ.get("LOCKSTEP_DATA", ROOT / "data"), type=Path, help="where MNIST/raw lies"
+    )
+    asked = harness.parse(arguments)
+    missing = (
+        [package for package in ("lightning", "accelerate") if not installed(package)] if "train" in asked.only else []
+    )
+    if missing:
+        sys.exit(
+            f"{' and '.join(missing)} cannot be imported; "
+            f"type {sys.executable} -m pip install -r requirements-bench.txt"
+        )
+    from lockstep.data.download import download
+    from lockstep.errors import ConfigError
+
     try:
-        plot(Results(runs), out / "race.png")
-        print(f"plot:   {out / 'race.png'}")
-    except ImportError:
-        print(f"no plot without matplotlib; type {sys.executable} -m pip install -r requirements-bench.txt", file=sys.stderr)
-    sys.exit(failed > 0)
+        download(str(asked.data), "MNIST")
+    except ConfigError as error:
+        sys.exit(str(error).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
+    small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1} if asked.quick else {}
+    settings = Settings(str(asked.data.resolve()), asked.samples, asked.test_samples, **small)
+    out = asked.out / harness.timestamp()
+    complete = race(asked, settings, out)
+    print(f"\n{(out / 'race.md').read_text()}\ntables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")
+    sys.exit(not complete)
 
 
 if __name__ == "__main__":

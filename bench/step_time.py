@@ -1,16 +1,14 @@
-"""How long a training step takes on W ranks, as formulas; docs/scaling.md explains them.
-
-Seconds, bytes and samples everywhere. Nothing is imported that a pocket calculator lacks.
-"""
+"""How long a training step takes on W ranks, as formulas; docs/scaling.md explains them. Seconds, bytes and samples."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 
 @dataclass(frozen=True)
 class Wire:
-    """latency: of a message, from one rank's memory to another's; bandwidth: of a rank, each way at once.
+    """latency: of a message. bandwidth: bytes per second of a rank, each way at once.
 
     cores: how many cores all ranks share, where a message is work for them; None where each rank has its own.
     """
@@ -19,41 +17,44 @@ class Wire:
     bandwidth: float
     cores: int | None = None
 
-    def crowd(self, ranks):
-        """How many ranks share a core."""
+    def ranks_per_core(self, ranks: float) -> float:
         return 1 if self.cores is None else max(1, ranks / self.cores)
 
 
-def ring(wire, size, ranks):
+Collective = Callable[[Wire, float, float], float]
+"""(wire, bytes, ranks) -> seconds"""
+
+
+def ring(wire: Wire, size: float, ranks: float) -> float:
     """All-reduce in a ring (Patarasuk and Yuan 2009): 2(W-1) messages after one another, of a W-th each."""
-    return wire.crowd(ranks) * 2 * (ranks - 1) * (wire.latency + size / ranks / wire.bandwidth)
+    return wire.ranks_per_core(ranks) * 2 * (ranks - 1) * (wire.latency + size / ranks / wire.bandwidth)
 
 
-def tree(wire, size, ranks):
-    """All-reduce by recursive halving, then doubling (Thakur, Rabenseifner and Gropp 2005): 2 log W messages, as many bytes as a ring."""
-    return wire.crowd(ranks) * 2 * (math.ceil(math.log2(ranks)) * wire.latency + (ranks - 1) / ranks * size / wire.bandwidth)
+def tree(wire: Wire, size: float, ranks: float) -> float:
+    """All-reduce by recursive halving and doubling (Thakur et al. 2005): 2 log W messages, as many bytes as a ring."""
+    sending = (ranks - 1) / ranks * size / wire.bandwidth
+    return wire.ranks_per_core(ranks) * 2 * (math.ceil(math.log2(ranks)) * wire.latency + sending)
 
 
-def server(wire, size, ranks):
-    """A synchronous parameter server (Li et al. 2014) that also works: all the others' gradients through its one cable, then the sum.
+def server(wire: Wire, size: float, ranks: float) -> float:
+    """A synchronous parameter server (Li et al. 2014): the others' gradients over its one cable, then the sum.
 
-    Where ranks share cores it is still one of them that moves the bytes.
+    The server works on the samples, too. Where ranks share cores, one of them still moves all the bytes.
     """
-    return 2 * (wire.crowd(ranks) * wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
+    return 2 * (wire.ranks_per_core(ranks) * wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
 
 
-def gather(wire, size, ranks):
+def gather(wire: Wire, size: float, ranks: float) -> float:
     """All-gather, or reduce-scatter, in a ring: half an all-reduce."""
     return ring(wire, size, ranks) / 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`local` ranks on a node that speak over `near`, and nodes that speak over `far`; what one rank computes is scattered by `spread`.
+    """Nodes of `local` ranks, which communicate over `near` inside a node and over `far` between nodes.
 
-    spread: the standard deviation of the logarithm of a rank's step time. overlaps: whether DDP and FSDP send while a rank computes; not
-    where sending is work for the core that computes. scatter: what a reduce-scatter sends, in all-gathers; 2 by gloo, which makes a
-    whole all-reduce of it.
+    spread: standard deviation of the logarithm of a rank's step time. overlaps: whether ranks send while they compute;
+    not where sending is work for the core that computes. scatter: what a reduce-scatter sends, in all-gathers; gloo: 2.
     """
 
     near: Wire
@@ -63,42 +64,47 @@ class Machine:
     overlaps: bool
     scatter: int = 1
 
-    def combine(self, way, size, ranks):
-        """Seconds of one collective over all ranks: within nodes first, so that each rank has 1/local of the bytes to send far."""
+    def combine(self, way: Collective, size: float, ranks: int) -> float:
+        """Seconds of one collective over all ranks: inside nodes first, so a rank sends 1/local of the bytes far."""
         here = min(ranks, self.local)
         nodes = ranks / here
         if way is server:
             return server(self.near, size, here) + (server(self.far, size, ranks - here + 1) if nodes > 1 else 0)
-        return ring(self.near, size, here) * (0.5 if way is gather else 1) + (way(self.far, size / here, nodes) if nodes > 1 else 0)
+        near = ring(self.near, size, here) * (0.5 if way is gather else 1)
+        return near + (way(self.far, size / here, nodes) if nodes > 1 else 0)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained. fixed, each: seconds of a step without samples, and of each sample; a third of it is the forward pass.
+    """What is trained. fixed, each: seconds of a step without samples, and of each sample; a third is the forward pass.
 
-    buckets: bytes of gradient that DDP sends at once, in the order in which the backward pass leaves them. groups: layers that FSDP
-    gathers one at a time; stages: the longest pipeline; micro_batches: in flight through it; cut: bytes of a sample's activations
-    between two stages.
+    buckets: bytes of gradient that DDP sends at once, in the order of the backward pass. groups: layers that FSDP
+    gathers one at a time. stages: of the longest pipeline. micro_batches: in flight through it. cut: bytes of a
+    sample's activations between two stages.
     """
 
     fixed: float
     each: float
-    buckets: tuple
+    buckets: tuple[float, ...]
     groups: int
     stages: int
     micro_batches: int
     cut: float
 
     @property
-    def size(self):
+    def size(self) -> float:
         return sum(self.buckets)
 
-    def compute(self, samples):
+    def compute(self, samples: float) -> float:
         return self.fixed + self.each * samples
 
 
-def slowest(ranks, spread):
-    """The mean of the slowest of `ranks` step times over the mean of one, for independent log-normal times: the straggler tail."""
+Step = Callable[[Work, Machine, float, int], float]
+"""(work, machine, samples of a rank, ranks) -> seconds of a step"""
+
+
+def slowest(ranks: int, spread: float) -> float:
+    """The mean of the slowest of `ranks` step times over the mean of one, for independent log-normal times."""
     if ranks == 1 or not spread:
         return 1.0
     cuts, normal = 4000, NormalDist()
@@ -107,57 +113,61 @@ def slowest(ranks, spread):
     return sum(math.exp(spread * z) for z in quantiles) / cuts / math.exp(spread**2 / 2)
 
 
-def overlapped(forward, backward, buckets, combine):
-    """DDP (Li et al. 2020): a bucket sets out when the backward pass has left it and the one before it has arrived.
+def overlapped(forward: float, backward: float, buckets: Sequence[float], combine: Callable[[float], float]) -> float:
+    """DDP (Li et al. 2020): a bucket is sent when the backward pass has passed it and the one before has arrived.
 
-    The k-th bucket is ready when its share of the bytes is: as if computing and bytes were spread alike over the layers.
+    The backward pass is taken to be spread over the layers as the bytes are.
     """
-    done, arrived = 0, 0.0
+    done, arrived = 0.0, 0.0
     for size in buckets:
         done += size
         arrived = max(arrived, forward + backward * done / sum(buckets)) + combine(size)
     return max(arrived, forward + backward)
 
 
-def ddp(work, machine, samples, ranks, way=ring, shrink=1):
+def ddp(work: Work, machine: Machine, samples: float, ranks: int, way: Collective = ring, shrink: int = 1) -> float:
     if not machine.overlaps:
         return one_by_one(work, machine, samples, ranks, way, shrink)
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     return overlapped(whole / 3, whole * 2 / 3, work.buckets, lambda size: machine.combine(way, size / shrink, ranks))
 
 
-def one_by_one(work, machine, samples, ranks, way, shrink=1):
+def one_by_one(work: Work, machine: Machine, samples: float, ranks: int, way: Collective, shrink: int = 1) -> float:
     """Each bucket is waited for: gradient_sync=ring and parameter_server."""
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     return whole + sum(machine.combine(way, size / shrink, ranks) for size in work.buckets)
 
 
-def local_sgd(work, machine, samples, ranks, every):
-    """The weights' average after `every` steps; whoever is slow in one of them may be fast in another."""
-    return work.compute(samples) * slowest(ranks, machine.spread / math.sqrt(every)) + machine.combine(ring, work.size, ranks) / every
+def local_sgd(work: Work, machine: Machine, samples: float, ranks: int, every: int) -> float:
+    """An average of the weights after `every` steps; a rank that is slow in one of them may be fast in another."""
+    whole = work.compute(samples) * slowest(ranks, machine.spread / math.sqrt(every))
+    return whole + machine.combine(ring, work.size, ranks) / every
 
 
-def fsdp(work, machine, samples, ranks):
-    """Weights are gathered for the forward and again for the backward pass, and gradients scattered (Rajbhandari et al. 2020)."""
+def fsdp(work: Work, machine: Machine, samples: float, ranks: int) -> float:
+    """Weights are gathered for the forward and for the backward pass, gradients scattered (Rajbhandari et al. 2020)."""
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     once = work.groups * machine.combine(gather, work.size / work.groups, ranks)
-    if machine.overlaps:  # all but the first gathering and the last scattering
-        return max(whole / 3, once) + max(whole * 2 / 3, (1 + machine.scatter) * once) + (1 + machine.scatter) * once / work.groups
-    return whole + (2 + machine.scatter) * once
+    if not machine.overlaps:
+        return whole + (2 + machine.scatter) * once
+    exposed = (1 + machine.scatter) * once / work.groups  # the first gather and the last scatter
+    return max(whole / 3, once) + max(whole * 2 / 3, (1 + machine.scatter) * once) + exposed
 
 
-def pipeline(work, machine, samples, ranks):
-    """`samples` a rank, all of them through every stage in micro-batches: M + W - 1 turns (GPipe, Huang et al. 2019). Infinite
-    where there are more ranks than stages."""
+def pipeline(work: Work, machine: Machine, samples: float, ranks: int) -> float:
+    """`samples` a rank, through every stage: M + W - 1 turns (GPipe, Huang et al. 2019). Infinite for W > stages."""
     if ranks > work.stages:
         return math.inf
     wire = machine.near if ranks <= machine.local else machine.far
-    turn = (work.compute(samples * ranks) - work.fixed) / ranks / work.micro_batches * slowest(ranks, machine.spread)
-    sent = 2 * (wire.latency + work.cut * samples * ranks / work.micro_batches / wire.bandwidth) * wire.crowd(ranks) if ranks > 1 else 0
-    return work.fixed + (work.micro_batches + ranks - 1) * (turn + sent)
+    computing = (work.compute(samples * ranks) - work.fixed) / ranks / work.micro_batches
+    turn = computing * slowest(ranks, machine.spread)
+    if ranks > 1:
+        cut = work.cut * samples * ranks / work.micro_batches
+        turn += 2 * (wire.latency + cut / wire.bandwidth) * wire.ranks_per_core(ranks)
+    return work.fixed + (work.micro_batches + ranks - 1) * turn
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, Step] = {
     "DDP by ring": ddp,
     "DDP by tree": lambda *case: ddp(*case, way=tree),
     "DDP in bf16": lambda *case: ddp(*case, shrink=2),
@@ -168,28 +178,33 @@ STRATEGIES = {
 }
 
 
-def efficiency(step, work, machine, samples, ranks, weak):
+def efficiency(step: Step, work: Work, machine: Machine, samples: float, ranks: int, weak: bool) -> float:
     """Samples per second of `ranks` ranks over `ranks` times those of one.
 
-    samples: of one rank's step; with `weak` scaling each further rank brings as many, without they are shared out.
+    samples: of one rank's step. With `weak` scaling each further rank brings as many; else they are shared.
     """
     alone = work.compute(samples)
-    return alone / step(work, machine, samples, ranks) if weak else alone / ranks / step(work, machine, samples / ranks, ranks)
+    if weak:
+        return alone / step(work, machine, samples, ranks)
+    return alone / ranks / step(work, machine, samples / ranks, ranks)
 
 
-def stops(step, work, machine, samples, weak, worlds):
-    """(the first W at which efficiency is below one half, the W of the most samples per second), None where there is none in `worlds`."""
+def stops(
+    step: Step, work: Work, machine: Machine, samples: float, weak: bool, worlds: Sequence[int]
+) -> tuple[int | None, int | None]:
+    """(the first W with an efficiency below one half, the W with the most samples/s); None: not in `worlds`."""
     found = [(ranks, efficiency(step, work, machine, samples, ranks, weak)) for ranks in worlds]
     most = max(found, key=lambda pair: pair[0] * pair[1])[0]
     return next((ranks for ranks, value in found if value < 0.5), None), None if most == worlds[-1] else most
 
 
-def buckets(sizes, cap, first):
-    """DDP's: gradients in the order in which they come, closed at `cap` bytes, the first at `first`."""
-    filled, now, limit = [], 0, first
+def buckets(sizes: Sequence[float], cap: float, first: float) -> tuple[float, ...]:
+    """DDP's buckets of gradients of these sizes: closed at `cap` bytes, the first at `first`."""
+    filled: list[float] = []
+    now, limit = 0.0, first
     for size in sizes:
         now += size
         if now >= limit:
             filled.append(now)
-            now, limit = 0, cap
+            now, limit = 0.0, cap
     return tuple(filled + [now] * (now > 0))

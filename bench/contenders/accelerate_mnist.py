@@ -4,24 +4,27 @@ accelerate launch --cpu accelerate_mnist.py
 torchrun --standalone --nproc_per_node=2 accelerate_mnist.py
 """
 
-import course
 import torch
 import torchvision.transforms as transforms
+import workload
 from accelerate import Accelerator
+from record import Record
 from torch import nn
 from torch.utils.data import DataLoader
 
 
-def main():
-    args, record = course.arguments(), course.Record()
+def main() -> None:
+    args, record = workload.arguments(), Record()
     accelerator = Accelerator(cpu=True)
-    train_set = course.mnist(args, train=True, transform=transforms.ToTensor())
-    eval_set = course.mnist(args, train=False, transform=transforms.ToTensor())
-    model, criterion = course.ConvNet(), nn.CrossEntropyLoss()
+    train_set = workload.mnist(args, train=True, transform=transforms.ToTensor())
+    eval_set = workload.mnist(args, train=False, transform=transforms.ToTensor())
+    model, criterion = workload.ConvNet(), nn.CrossEntropyLoss()
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 1e-4),
-        DataLoader(train_set, batch_size=args.batch, shuffle=True), DataLoader(eval_set, batch_size=args.batch, shuffle=False),
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), 1e-4),
+        DataLoader(train_set, batch_size=args.batch, shuffle=True),
+        DataLoader(eval_set, batch_size=args.batch, shuffle=False),
+    )
 
     for epoch in range(args.epochs):
         record.start()
@@ -43,13 +46,12 @@ def main():
             accurate_preds = predictions == references
             seen += accurate_preds.shape[0]
             accurate += accurate_preds.long().sum()
-        accuracy = accurate.item() / seen
-        accelerator.print(f"epoch {epoch}: {100 * accuracy:.2f}")
+        accelerator.print(f"epoch {epoch}: {100 * accurate.item() / seen:.2f}")
         record.lap("evaluation", len(eval_set))
 
     accelerator.wait_for_everyone()
     accelerator.save(accelerator.unwrap_model(model).state_dict(), "mnist.pth")
-    record.write(accuracy, rank=accelerator.process_index)
+    record.write(accurate.item() / seen, rank=accelerator.process_index)
     accelerator.end_training()
 
 

@@ -3,10 +3,11 @@
 python lightning_mnist.py --devices=2
 """
 
-import course
 import lightning
 import torch
 import torchvision.transforms as transforms
+import workload
+from record import Record
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Accuracy
@@ -15,7 +16,7 @@ from torchmetrics import Accuracy
 class Classifier(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model, self.criterion = course.ConvNet(), nn.CrossEntropyLoss()
+        self.model, self.criterion = workload.ConvNet(), nn.CrossEntropyLoss()
         self.accuracy = Accuracy(task="multiclass", num_classes=10)
 
     def training_step(self, batch, _):
@@ -52,15 +53,19 @@ class Clock(lightning.Callback):
             self.record.lap("evaluation", self.args.test_samples)
 
 
-def main():
-    args, record = course.arguments(devices=[1, 2]), course.Record()
-    train_set = course.mnist(args, train=True, transform=transforms.ToTensor())
-    eval_set = course.mnist(args, train=False, transform=transforms.ToTensor())
+def main() -> None:
+    args, record = workload.arguments(), Record()
+    train_set = workload.mnist(args, train=True, transform=transforms.ToTensor())
+    eval_set = workload.mnist(args, train=False, transform=transforms.ToTensor())
     trainer = lightning.Trainer(
         accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto", max_epochs=args.epochs,
         callbacks=[Clock(args, record)],
     )  # fmt: skip
-    trainer.fit(Classifier(), DataLoader(train_set, batch_size=args.batch, shuffle=True), DataLoader(eval_set, batch_size=args.batch))
+    trainer.fit(
+        Classifier(),
+        DataLoader(train_set, batch_size=args.batch, shuffle=True),
+        DataLoader(eval_set, batch_size=args.batch),
+    )
     record.write(trainer.callback_metrics["val_acc"].item(), rank=trainer.global_rank)
 
 

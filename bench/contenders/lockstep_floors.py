@@ -1,87 +1,106 @@
-"""Lockstep under the clock, and beside it its floor: the same steps, forward, backward and optimizer, and nothing else.
+"""Lockstep under measurement, and its floors in turns with it: the same steps and nothing else.
 
-python src/train.py loop._target_=beside.train ...
+python src/train.py strategy._target_=lockstep_floors.DDPAndFloors '+strategy.optimizer=${optimizer}' ...
 
-One process has a bare loop beside it. Of several, the floors are DistributedDataParallel with Lockstep's options, and ranks that never
-speak. They take turns of a few steps in the same processes: on a machine whose speed wanders by a fifth within seconds, nothing else would
-tell. All that belongs to an epoch is in Lockstep's turns. A floor's net, optimizer, layout and precision are Lockstep's; it trains over one
-batch that lies in memory, each time from the weights that Lockstep has come to: a net that has come to know its batch by heart takes
-5 % less time in bf16.
+A floor of one process is a bare loop. Several processes have two: DistributedDataParallel with Lockstep's options, and
+replicas that never communicate. Lockstep and its floors take turns of TURN steps in the same processes: the machine's
+speed changes by a fifth within seconds, so runs one after the other would not tell. All that belongs to an epoch is in
+Lockstep's turns. A floor has Lockstep's model, optimizer, layout and precision. It trains on one batch in memory, each
+turn from Lockstep's current weights: a model that has learned its one batch takes 5 % less time in bf16.
 """
 
 import copy
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import course
-import ours
-import yaml
+import torch
+from measured import RECORD, MeasuredDDP
+from record import Record
 from torch.nn.functional import cross_entropy
 
-from lockstep import loop
-from lockstep.strategy import bare, ddp
+from lockstep.distributed.world import World
+from lockstep.strategies.base import Advance, StepRunner, Strategy
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.training.setup import autocast
 
 TURN = 20  # steps
-floors = {}
-
-
-def train(run, loader, after_step):
-    if not floors:
-        floors.update(made(run, loader))
-        for floor in floors.values():
-            floor.steps(TURN)  # warms up
-    turns, since = course.Record(), 0
-
-    def others():
-        turns.lap("training", since * run.recipe.batch_size)
-        for name, floor in floors.items():
-            floor.net.load_state_dict(bare(run.model).state_dict())
-            loader.world.barrier()
-            turns.start()
-            floor.steps(since)
-            turns.lap(name, since * run.recipe.batch_size)
-        loader.world.barrier()
-        turns.start()
-
-    def after(samples):
-        nonlocal since
-        since += 1
-        if since == TURN:
-            others()
-            since = 0
-
-    turns.start()
-    figures = loop.train(run, loader, [ours.record.stepped, *after_step, after])
-    others()
-    for what, laps in turns.laps.items():
-        if laps:
-            ours.record.laps.setdefault(what, []).append({key: sum(lap[key] for lap in laps) for key in laps[0]})
-    return figures
-
-
-def made(run, loader):
-    """{name: Floor}"""
-    world, alone = loader.world, Floor(run, loader, lambda net: net)
-    if world.size == 1:
-        return {"bare loop": alone}
-    conf = yaml.safe_load((Path(loop.__file__).parents[2] / "conf" / "strategy" / "ddp.yaml").read_text())
-    options = {key: value for key, value in conf.items() if not key.startswith("_")}
-    return {"bare DDP": Floor(run, loader, lambda net: ddp(net, world, **options)), "no synchronisation": alone}
 
 
 class Floor:
-    """A copy of the run's net, made by `wrap` into what is trained, and its first batch."""
+    """A copy of the run's model in a strategy of its own, and one batch."""
 
-    def __init__(self, run, loader, wrap):
-        (_, self.images, self.labels), *_ = next(loader.epoch(0, run.recipe.batch_size, run.recipe.cut)).parts
-        self.net = copy.deepcopy(bare(run.model))
-        self.model = wrap(self.net)
-        self.optimizer = type(run.optimizer)(self.net.parameters(), **run.optimizer.defaults)
-        self.device, self.precision = loader.world.device, run.recipe.precision
+    def __init__(
+        self, strategy: Strategy, model: torch.nn.Module, world: World, optimizer: Any, precision: str
+    ) -> None:
+        self.strategy, self.world, self.precision = strategy, world, precision
+        strategy.setup(copy.deepcopy(model), world, GradientSync())
+        self.optimizer = optimizer(strategy.module.parameters())
 
-    def steps(self, count):
+    def copy_weights(self, model: torch.nn.Module) -> None:
+        self.strategy.model.load_state_dict(model.state_dict())
+        self.world.barrier()
+
+    def steps(self, count: int, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         for _ in range(count):
-            with loop.precise(self.device, self.precision):
-                outputs = self.model(self.images)
-            cross_entropy(outputs, self.labels).backward()
+            with autocast(self.world.device, self.precision):
+                outputs = self.strategy.module(inputs)
+            cross_entropy(outputs, targets).backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+class DDPAndFloors(MeasuredDDP):
+    """optimizer, precision: the run's own, which a strategy does not know: they come by interpolation in the config."""
+
+    def __init__(self, optimizer: Callable[..., Any], precision: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.optimizer, self.precision = optimizer, precision
+        self.floors: dict[str, Floor] = {}
+
+    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
+        part = next(iter(runner.batches())).parts[0]
+        self.batch, self.batch_size = (part.inputs, part.targets), runner.batch_size
+        if not self.floors:
+            self.build_floors()
+            self.run_floors(Record(), TURN)  # warms up
+        self.turns, self.turn_steps = Record(), 0
+        self.turns.start()
+        for advance in DDP.train_steps(self, runner):
+            RECORD.stepped()
+            yield advance
+            self.turn_steps += 1
+            if self.turn_steps == TURN:
+                self.end_turn()
+
+    def epoch_metrics(self) -> dict[str, float]:
+        self.turn_steps += 1  # after the epoch's last step the loop does not return into `train_steps`
+        self.end_turn()
+        for what, laps in self.turns.laps.items():
+            if laps:
+                RECORD.laps.setdefault(what, []).append({key: sum(lap[key] for lap in laps) for key in laps[0]})
+        RECORD.write()
+        RECORD.start()
+        return {}
+
+    def build_floors(self) -> None:
+        names: dict[str, Strategy] = {"bare loop": Strategy()}
+        if self.world.size > 1:
+            names = {"bare DDP": DDP(**self.options), "no synchronisation": Strategy()}
+        for name, strategy in names.items():
+            self.floors[name] = Floor(strategy, self.model, self.world, self.optimizer, self.precision)
+
+    def end_turn(self) -> None:
+        """Lockstep's turn ends. The floors take as many steps."""
+        self.turns.lap("training", self.turn_steps * self.batch_size)
+        self.run_floors(self.turns, self.turn_steps)
+        self.world.barrier()
+        self.turns.start()
+        self.turn_steps = 0
+
+    def run_floors(self, turns: Record, count: int) -> None:
+        for name, floor in self.floors.items():
+            floor.copy_weights(self.model)
+            turns.start()
+            floor.steps(count, *self.batch)
+            turns.lap(name, count * self.batch_size)

@@ -1,64 +1,95 @@
-"""The tutorial's mnist.py: one process, torchvision's MNIST through a DataLoader, plain SGD.
+"""The tutorial's mnist.py, and under torchrun its ddp_mnist.py over gloo.
 
-python mnist.py
+python tutorial.py
+torchrun --standalone --nproc_per_node=2 tutorial.py
+
+Left out: the tutorial's SyncBatchNorm, which refuses CPU tensors.
 """
 
+import os
 from datetime import datetime
+from typing import Any
 
-import course
 import torch
+import torch.distributed as dist
 import torchvision.transforms as transforms
-from torch import nn
+import workload
+from record import Record
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
+DEVICE = torch.device("cpu")
 
-def main():
-    args, record = course.arguments(), course.Record()
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    model = course.ConvNet().to(device)
-    train_set = course.mnist(args, train=True, transform=transforms.ToTensor())
-    train_loader = DataLoader(dataset=train_set, batch_size=args.batch, shuffle=True, pin_memory=True)
-    eval_set = course.mnist(args, train=False, transform=transforms.ToTensor())
-    eval_loader = DataLoader(dataset=eval_set, batch_size=args.batch, shuffle=True, pin_memory=True)
-    criterion = nn.CrossEntropyLoss().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
 
-    start, step = datetime.now(), 0
+@torch.no_grad()
+def concat_all_gather(tensor: Tensor) -> Tensor:
+    tensors_gather = [torch.ones_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors_gather, tensor, async_op=False)
+    return torch.cat(tensors_gather, dim=0)
+
+
+def train_one_epoch(
+    model: nn.Module, loader: DataLoader, criterion: nn.Module, optimizer: Any, record: Record, is_first: bool
+) -> None:
+    model.train()
+    progress = tqdm(loader, desc="train") if is_first else loader
+    for step, (image, label) in enumerate(progress):
+        image = image.to(DEVICE, non_blocking=True)
+        label = label.to(DEVICE, non_blocking=True)
+        outputs = model(image)
+        loss = criterion(outputs, label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if is_first and step % 10 == 0:
+            progress.set_postfix(loss=loss.item())
+        record.stepped()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, distributed: bool, is_first: bool) -> float:
+    model.eval()
+    preds, targets = [], []
+    for image, label in tqdm(loader, desc="eval") if is_first else loader:
+        image = image.to(DEVICE, non_blocking=True)
+        label = label.to(DEVICE, non_blocking=True)
+        pred = model(image).argmax(dim=1)
+        preds.append(concat_all_gather(pred) if distributed else pred)
+        targets.append(concat_all_gather(label) if distributed else label)
+    all_preds, all_targets = torch.cat(preds), torch.cat(targets)
+    return float((all_preds == all_targets).sum().cpu().numpy() / len(all_preds))
+
+
+def main() -> None:
+    args, record = workload.arguments(), Record()
+    distributed, is_first = "WORLD_SIZE" in os.environ, os.environ.get("LOCAL_RANK", "0") == "0"
+    model: nn.Module = workload.ConvNet().to(DEVICE)
+    sets = [workload.mnist(args, train=train, transform=transforms.ToTensor()) for train in (True, False)]
+    samplers, options = [], [{"shuffle": True, "pin_memory": True}] * 2
+    if distributed:
+        dist.init_process_group(backend="gloo", init_method="env://")
+        model = nn.parallel.DistributedDataParallel(model)
+        samplers = [DistributedSampler(data) for data in sets]
+        options = [{"shuffle": False, "sampler": sampler} for sampler in samplers]
+    loaders = [DataLoader(data, batch_size=args.batch, **how) for data, how in zip(sets, options, strict=True)]
+    criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-4)
+    start = datetime.now()
     for epoch in range(args.epochs):
         record.start()
-        model.train()
-        progress_bar_train = tqdm(train_loader, desc=f"Epoch {epoch + 1}/{args.epochs} train")
-        for image, label in progress_bar_train:
-            image = image.to(device, non_blocking=True)
-            label = label.to(device, non_blocking=True)
-            outputs = model(image)
-            loss = criterion(outputs, label)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 0:
-                progress_bar_train.set_postfix(loss=loss.item())
-            step += 1
-            record.stepped()
-        record.lap("training", len(train_set))
-
-        with torch.no_grad():
-            model.eval()
-            preds, targets = [], []
-            for image, label in tqdm(eval_loader, desc=f"Epoch {epoch + 1}/{args.epochs} eval"):
-                image = image.to(device, non_blocking=True)
-                label = label.to(device, non_blocking=True)
-                preds.append(model(image).argmax(dim=1))
-                targets.append(label)
-            preds, targets = torch.cat(preds), torch.cat(targets)
-            acc = (preds == targets).sum().cpu().numpy() / len(preds)
-            print(f"Epoch {epoch + 1}/{args.epochs} acc: {acc:.4f}")
-        record.lap("evaluation", len(eval_set))
-
-    print("Training complete in: " + str(datetime.now() - start))
-    torch.save(model.state_dict(), "mnist.pth")
-    record.write(acc)
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        train_one_epoch(model, loaders[0], criterion, optimizer, record, is_first)
+        record.lap("training", len(sets[0]))
+        accuracy = evaluate(model, loaders[1], distributed, is_first)
+        if is_first:
+            print(f"Epoch {epoch + 1}/{args.epochs} acc: {accuracy:.5f}")
+        record.lap("evaluation", len(sets[1]))
+    if is_first:
+        print("Training complete in: " + str(datetime.now() - start))
+        torch.save(model.state_dict(), "mnist.pth")
+    record.write(accuracy)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,8 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 def _check_group_override(group: str, option: str) -> None:
     """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
     if option.lower() == "null" and group in ("experiment", "logger"):
-        raise ConfigError(
-            f"{group}=null is no option; type {'logger=[]' if group == 'logger' else 'the command without experiment=null'}"
-        )
+        instead = "logger=[]" if group == "logger" else "the command without experiment=null"
+        raise ConfigError(f"{group}=null is no option; type {instead}")
     if group not in GROUPS_OF_ONE:
         return
     several = re.fullmatch(r"\[(.*,.*)\]", option)

@@ -49,6 +49,8 @@ def in_world(size: int, function: Callable[..., Any], *args: Any, limit: float =
             assert not failed, f"a rank ended with {failed[0]}"
             assert time.monotonic() < deadline, f"a world of {size} still ran after {limit} s"
             time.sleep(0.01)
+        for process in processes:
+            process.join(10)  # `make coverage` writes its data when a rank exits
     finally:
         for process in processes:
             process.kill()

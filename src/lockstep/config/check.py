@@ -32,6 +32,7 @@ def check_config(cfg: DictConfig) -> None:
         for name, rule in rules(schema).items():
             if name in node:
                 check_value(join(prefix, name), node[name], rule)
+    _check_dataset(config)
     _check_metrics(config)
     _check_nesterov(config)
     _check_network_interface(config)
@@ -73,7 +74,7 @@ def described_nodes(config: Node) -> Iterator[tuple[str, Node, type]]:
         reader = dataset.get("train") or {}
         yield "dataset", dataset, DATASETS.get(str(reader.get("_target_")), Dataset)
         augment = dataset.get("augment")
-        if isinstance(augment, dict) and "_target_" not in augment:
+        if isinstance(augment, dict):
             yield "dataset.augment", augment, Augment
     for key, node in nodes_with_target(config):
         if node["_target_"] in TARGETS:
@@ -136,24 +137,51 @@ def _check_sections(config: Node) -> None:
     for section, schema in (("", Run), *OPEN_SECTIONS.items()):
         node = _open_section(config, section)
         for key in rules(schema):
-            if node is not None and key not in node:
+            if key not in node:
                 raise ConfigError(removed_key(join(section, key), []))
-    for name, schema in SECTIONS.items():
-        for key, value in config[name].items():
+    for name, schema in (*SECTIONS.items(), ("dataset.augment", Augment)):
+        for key, value in _open_section(config, name).items():
             if key not in rules(schema):
-                keys = [join(section, known) for section in SECTIONS for known in rules(SECTIONS[section])]
-                keys += [join(group, known) for group in NEEDED_GROUPS for known in config[group]]
-                raise ConfigError(unknown_key(join(name, key), show(value), keys, {}))
+                raise ConfigError(unknown_key(join(name, key), show(value), _known_keys(config), {}))
 
 
-def _open_section(config: Node, section: str) -> Node | None:
-    """The node of a section of `OPEN_SECTIONS`. None for an augmentation of the user's own, which has other keys."""
+def _open_section(config: Node, section: str) -> Node:
+    """The node with this dotted name, the whole config for an empty name."""
     node: Any = config
     for name in filter(None, section.split(".")):
         node = node.get(name, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{section} is a section, not a value; type {section}.<key>={show(node)}")
-    return None if "_target_" in node else node
+    return cast(Node, node)
+
+
+def _known_keys(config: Node) -> list[str]:
+    sections = SECTIONS | {"dataset.augment": Augment}
+    keys = [join(section, key) for section, schema in sections.items() for key in rules(schema)]
+    return keys + [join(group, key) for group in NEEDED_GROUPS for key in config[group]]
+
+
+def _check_dataset(config: Node) -> None:
+    """Both halves have a reader, and mean and std have one number for each channel, or one for all."""
+    dataset = config["dataset"]
+    for half in ("train", "test"):
+        reader = dataset.get(half)
+        if not isinstance(reader, dict) or "_target_" not in reader:
+            raise ConfigError(
+                f"dataset.{half}={show(reader)} reads no data; type dataset=<an option in conf/dataset>, "
+                f"or +dataset.{half}._target_=<module>.<class>"
+            )
+    shape = dataset.get("shape")
+    if not isinstance(shape, list) or len(shape) != 3:
+        return
+    for name in ("mean", "std"):
+        values = dataset[name]
+        if values is not None and len(values) not in (1, shape[0]):
+            numbers = "1 number" if shape[0] == 1 else f"1 or {shape[0]} numbers"
+            raise ConfigError(
+                f"dataset.{name}={show(values)} wants {numbers}, as the images have the shape {show(shape)}; "
+                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+            )
 
 
 def _check_metrics(config: Node) -> None:
@@ -162,7 +190,8 @@ def _check_metrics(config: Node) -> None:
         return
     for name, mode in task["metrics"].items():
         if mode not in ("min", "max"):
-            raise ConfigError(f"task.metrics.{name}={show(mode)} wants min or max; type task.metrics.{name}=max")
+            key = f"task.metrics.{name}"
+            raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")
 
 
 def _check_nesterov(config: Node) -> None:

@@ -75,7 +75,8 @@ def _replacement(key: str, value: str | None, keys: Sequence[str]) -> str:
     meant = closest_key(key, keys)
     if meant is not None:
         return f"{meant}={typed}"
-    if key.partition(".")[0] in GROUPS.keys() - SECTIONS.keys() and "." in key:
+    group, _, rest = key.partition(".")
+    if rest and group in GROUPS.keys() - SECTIONS.keys() and not key.startswith("dataset.augment."):
         return f"+{key}={typed} if your class takes it"
     return HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
 
@@ -111,7 +112,8 @@ def removed_key(key: str, keys: Sequence[str]) -> str:
             return f"{key} cannot be removed; type {key}=null"
         return f"{key} cannot be removed; type {rule.what_to_type(key)}"
     if key in GROUPS:
-        return f"the run needs {'an' if key[0] in 'aeiou' else 'a'} {key}; type {' or '.join(f'{key}={option}' for option in GROUPS[key])}"
+        article = "an" if key[0] in "aeiou" else "a"
+        return f"the run needs {article} {key}; type {' or '.join(f'{key}={option}' for option in GROUPS[key])}"
     if key in SECTIONS:
         return f"the run needs the section {key}; type {key}.<key>=<value> to change a value of it"
     return f"there is no {key} to remove; type {closest_key(key, keys) or ALL_KEYS}"

@@ -22,8 +22,10 @@ def write_record(world: World, run_dir: str | Path, files: Mapping[str, str], st
         folder.mkdir(exist_ok=True)
         for name, text in files.items():
             path = folder / name
-            if path.exists() and path.read_text() != text:
-                path.replace(folder / f"{path.stem}.until_step_{step:08d}.yaml")
+            kept = folder / f"{path.stem}.until_step_{step:08d}.yaml"
+            # If `kept` exists, the start before this one saved no step of its own.
+            if path.exists() and path.read_text() != text and not kept.exists():
+                path.replace(kept)
             path.write_text(text)
     except OSError as error:
         log.warning("the config could not be written to %s (%s); training goes on", folder, error)

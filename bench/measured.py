@@ -1,0 +1,108 @@
+"""Lockstep under measurement, by its public contracts: strategies whose steps are timed, and a logger.
+
+python src/train.py strategy._target_=measured.MeasuredDDP +logger.measured._target_=measured.EpochRecorder ...
+
+`RECORD` holds what was measured. Every rank writes it after an epoch's training, rank 0 also after the evaluation.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from record import Record
+
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.mnist import mnist
+from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+from lockstep.strategies.base import Advance, StepRunner, Strategy
+from lockstep.strategies.ddp import DDP
+
+RECORD = Record()
+
+
+class MeasuredSteps(Strategy):
+    """Put before a strategy's class. A lap of training reaches to the epoch's means over all ranks."""
+
+    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
+        self.samples = runner.samples_left
+        RECORD.start()
+        for advance in super().train_steps(runner):
+            RECORD.stepped()
+            yield advance
+
+    def epoch_metrics(self) -> dict[str, float]:
+        RECORD.lap("training", self.samples)
+        if "BENCH_RECORD" in os.environ:
+            RECORD.write()
+        RECORD.start()
+        return super().epoch_metrics()
+
+
+class MeasuredDDP(MeasuredSteps, DDP):
+    pass
+
+
+class SyncCountingDDP(MeasuredDDP):
+    """Counts where the host waits for the GPU, in all steps after the first `WARM_UP`."""
+
+    WARM_UP = 5
+
+    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
+        places: dict[str, int] = {}
+        RECORD.extra = {"places": places, "steps": 0}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number, advance in enumerate(super().train_steps(runner), start=1 - self.WARM_UP):
+                if number == 0 and torch.cuda.is_available():
+                    torch.cuda.set_sync_debug_mode("warn")
+                yield advance
+                RECORD.extra["steps"] = number
+                places.clear()
+                for warning in caught:
+                    if "called a synchronizing" in str(warning.message):
+                        place = f"{Path(warning.filename).name}:{warning.lineno}"
+                        places[place] = places.get(place, 0) + 1
+
+    def epoch_metrics(self) -> dict[str, float]:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+        return super().epoch_metrics()
+
+
+class EpochRecorder(Logger):
+    """On rank 0: the lap of each evaluation, until the best snapshot is copied, and when each accuracy was known."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[tuple[float, float]] = []  # (time.time(), accuracy)
+
+    def on_fit_start(self, run: RunInfo) -> None:
+        self.samples = run.eval_samples
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "profile/step_ms" in metrics:
+            RECORD.extra.setdefault("profiled", []).append(step)
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        accuracy = summary.metrics.get("test", {}).get("accuracy")
+        if accuracy is not None:
+            RECORD.lap("evaluation", self.samples)
+            self.evaluations.append((time.time(), accuracy))
+        gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        RECORD.extra |= {"evaluations": self.evaluations, "GiB": gib}
+        RECORD.write(accuracy)
+
+
+def first_of_mnist(samples: int, data_dir: str, name: str, train: bool) -> InMemoryDataset:
+    """The first `samples` images of MNIST."""
+    whole = mnist(data_dir, name, train)
+    return InMemoryDataset(whole.samples[:samples], whole.targets[:samples])
+
+
+def noise(samples: int, train: bool) -> InMemoryDataset:
+    """Random images in CIFAR-10's shape, with random classes."""
+    generator = torch.Generator().manual_seed(int(train))
+    images = torch.randint(0, 256, (samples, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return InMemoryDataset(images, torch.randint(0, 10, (samples,), generator=generator))

@@ -1,0 +1,83 @@
+"""What a rank returns of its training: run by `harness.in_ranks` in every rank of a fresh world."""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+
+def train_costs(cfg: Any) -> dict[str, Any]:
+    """A whole training, with a strategy of bench/measured.py.
+
+    walls, cpus: seconds of each step after the second, by the clock and of CPU. first: seconds to the end of the first
+    step. loss: the objective. laps: of the epochs' training. step_count: steps. profiled: numbers of
+    steps that the profiler measured, on rank 0. state: MB of weights and optimizer
+    state on this rank. The rest is memory at the end, see bench/record.py.
+    """
+    from measured import RECORD
+    from record import memory
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from support.worlds import train
+
+    optimizers: list[Any] = []
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: optimizers or optimizers.append(optimizer))
+    began = time.time()
+    loss = train(cfg)
+    pairs = list(itertools.pairwise(RECORD.steps[2:]))
+    return {
+        "walls": [late[0] - early[0] for early, late in pairs],
+        "cpus": [late[1] - early[1] for early, late in pairs],
+        "first": (RECORD.first_step or began) - began,
+        "loss": loss,
+        "laps": RECORD.laps["training"],
+        "step_count": len(RECORD.steps),
+        "profiled": RECORD.extra.get("profiled", []),
+        "state": state_bytes(optimizers[0]) / 1e6 if optimizers else 0.0,
+        **memory(),
+    }
+
+
+def pinned_train_costs(cfg: Any) -> dict[str, Any]:
+    """`train_costs` on a core of this rank's own, as far as there are enough."""
+    from harness import pin_to_core
+
+    pin_to_core()
+    return train_costs(cfg)
+
+
+def state_bytes(optimizer: Any) -> int:
+    """Bytes of an optimizer's parameters and state on this rank."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    held = [*weights, *(value for state in optimizer.state.values() for value in state.values())]
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
+    return sum(tensor.nbytes for tensor in local)
+
+
+def snapshot_costs(cfg: Any) -> dict[str, float]:
+    """Of the cheapest of three snapshots: CPU seconds in the training thread, seconds until it is written, and MB."""
+    from harness import pin_to_core
+
+    from lockstep import build
+    from lockstep.config.instantiate import instantiate
+    from lockstep.distributed.world import init_distributed
+    from lockstep.training.loop import train_epoch
+    from lockstep.training.timer import StepTimer
+
+    pin_to_core()
+    with init_distributed(**cfg.backend) as world:
+        strategy = instantiate(cfg.strategy)
+        loader, _ = build.model_and_data(cfg, world, strategy)
+        state = build.train_state(cfg, strategy, len(loader))
+        train_epoch(state, loader, StepTimer(), [])
+        copying, writing = [], []
+        with build.snapshots(cfg, state, loader) as snapshots:
+            for _ in range(4):
+                began, busy = time.perf_counter(), time.thread_time()
+                snapshots.save()
+                copying.append(time.thread_time() - busy)
+                snapshots.writer.drain()
+                writing.append(time.perf_counter() - began)
+    size = max(path.stat().st_size for path in Path(cfg.run_dir).glob("snapshots/*.pt"))
+    # Not the first one: what new memory costs, which no process has used before, depends on the machine.
+    return {"copying": min(copying[1:]), "writing": min(writing[1:]), "MB": size / 1e6}

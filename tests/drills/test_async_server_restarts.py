@@ -1,0 +1,33 @@
+"""strategy=async_parameter_server: the server or a worker is killed, then asked to stop, and the run goes on."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.snapshots.files import list_snapshots
+from support.commands import TORCHRUN, TRAIN, ranks_of_torchrun, wait_for
+
+pytestmark = pytest.mark.drill
+SLOW = ["strategy=async_parameter_server", "strategy.sync_every=20", "model=mlp", "model.width=1024",
+        "trainer.batch_size=16", "trainer.epochs=100", "hydra.run.dir=run"]  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_world_that_is_killed_or_asked_to_stop_goes_on(start: Any, tmp_path: Path, rank: int) -> None:
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=3", "--max-restarts=1", TRAIN, *SLOW]
+    run, log = start(*torchrun), tmp_path / "run" / "train.log"
+    wait_for(lambda: list(tmp_path.glob("run/snapshots/step_*.pt")), "snapshot")
+    os.kill(ranks_of_torchrun(run.process.pid)[rank], signal.SIGKILL)
+    wait_for(lambda: "resumed from" in log.read_text(), "restart")
+    time.sleep(1)
+    os.kill(ranks_of_torchrun(run.process.pid)[rank], signal.SIGTERM)
+    run.finish(None)
+    assert "stopped early at step " in log.read_text()
+    newest = list_snapshots(tmp_path / "run" / "snapshots")[0]
+    step = json.loads(newest.with_suffix(".json").read_text())["step"]
+    start(*torchrun, f"trainer.max_steps={step + 10}").finish()

@@ -1,0 +1,83 @@
+"""Kills again and again: one restart each, no step trained twice, the same bits at the end."""
+
+import os
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
+from support.run_folders import SLOW, assert_one_curve, count_resumptions, position, stopped_at
+from support.worlds import same_bits
+
+pytestmark = pytest.mark.drill
+
+STANDALONE = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
+
+
+def wait_for_end(pids: list[int], limit: float) -> None:
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "end of the ranks", limit)
+
+
+def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
+    """Kill one rank. Returns the seconds until the next snapshot after the restart."""
+    time.sleep(random.uniform(0, 0.5))
+    os.kill(random.choice(ranks_of_torchrun(run.process.pid)), signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for(lambda: count_resumptions(folder) > kills_before, "restart", limit=30)
+    resumed = position(folder)[0]
+    wait_for(lambda: position(folder)[0] > resumed, "step after the restart", limit=30)
+    return time.monotonic() - killed
+
+
+@pytest.mark.timeout(600)
+def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, tmp_path):
+    torchrun = [*STANDALONE, "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=20"]
+    start(*torchrun, "hydra.run.dir=undisturbed").finish()
+    waits = []
+    for number in range(7):
+        folder = tmp_path / str(number)
+        run = start(*torchrun, f"hydra.run.dir={folder}")
+        wait_for(lambda folder=folder: position(folder)[0] >= 5, "first snapshot")
+        waits += [kill_a_rank(run, folder, kill) for kill in range(3)]
+        run.finish()
+        assert count_resumptions(folder) == 3
+        assert same_bits(tmp_path / "undisturbed", folder)
+        assert_one_curve(folder)
+    middle, longest = statistics.median(waits), max(waits)
+    print(f"{len(waits)} kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
+    assert middle <= 8
+
+
+@pytest.mark.parametrize("victims", ["all ranks", "launcher", "launcher and all ranks"])
+def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, tmp_path, victims):
+    command = [*PYTHON_TRAIN, *SLOW, "launch=torchrun"]
+    disturbed = tmp_path / "disturbed"
+    start(*command, "hydra.run.dir=undisturbed").finish()
+    run = start(*command, "hydra.run.dir=disturbed")
+    wait_for(lambda: position(disturbed)[0] >= 5, "first snapshot")
+    time.sleep(random.uniform(0, 0.5))
+    ranks = ranks_under(run.process.pid)
+    for pid in [run.process.pid] * ("launcher" in victims) + ranks * ("ranks" in victims):
+        os.kill(pid, signal.SIGKILL)
+    run.finish(code=None)
+    wait_for_end(ranks, 5)
+    again = start(*command, "hydra.run.dir=disturbed").finish()
+    assert again.output.count("resumed from") == 1
+    assert same_bits(tmp_path / "undisturbed", disturbed)
+    assert_one_curve(disturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
+def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start, tmp_path, number):
+    folder = tmp_path / "run"
+    run = start(*STANDALONE, TRAIN, *SLOW, "trainer.epochs=4000", "hydra.run.dir=run")
+    wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
+    ranks = ranks_of_torchrun(run.process.pid)
+    os.kill(run.process.pid, number)
+    run.finish(code=None)
+    wait_for_end(ranks, 3)
+    assert {stopped_at(folder, f"logs/rank{rank}.log") for rank in (0, 1)} == {position(folder)[0]}

@@ -1,0 +1,29 @@
+"""mpirun ends all ranks when one is killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, wait_for
+from support.run_folders import has_logged
+
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin"),
+]
+MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
+
+
+def test_mpirun_ends_all_ranks_when_one_is_killed(start, tmp_path):
+    run = start(*MPIRUN, "hydra.run.dir=run", "trainer.epochs=300")
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
+    first_rank = int((tmp_path / "run" / ".lock").read_text().split()[1])
+    pgrep = subprocess.run(["pgrep", "-P", str(run.process.pid)], capture_output=True, text=True)
+    group = [int(pid) for pid in pgrep.stdout.split()]
+    assert first_rank in group
+    os.kill(first_rank, signal.SIGKILL)
+    assert run.finish(None).process.returncode not in (0, 75)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in group), "end of the other rank", 5)

@@ -1,0 +1,17 @@
+"""The table of `make promise`, line by line."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from support.promise import LIMITS, STARTERS, table
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
+
+
+def test_every_line_of_the_table_keeps_its_limit(tmp_path: Path) -> None:
+    starters = {name: command for name, command in STARTERS.items() if shutil.which(command[0])}
+    for what, precision, losses, weights in table(tmp_path, starters=starters):
+        print(f"{what} ({precision}): losses {losses:.1e}, weights {weights:.1e}")
+        assert max(losses, weights) <= LIMITS[precision], what

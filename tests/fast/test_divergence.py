@@ -1,0 +1,84 @@
+"""A training that diverges ends with a sentence, and leaves only finite weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import TrainingDiverged
+from support.configs import composed
+from support.worlds import in_world, train
+
+SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "scheduler=constant"]
+HUGE = "optimizer.lr=1e30"
+
+
+def _diverge(configs: list[Any]) -> list[str]:
+    sentences = []
+    for cfg in configs:
+        try:
+            train(cfg)
+            sentences.append("")
+        except TrainingDiverged as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def all_weights(folder: Path) -> list[torch.Tensor]:
+    files = [torch.load(path, weights_only=True) for path in folder.glob("snapshots/*.pt")]
+    return [weight for contents in files for weight in contents["model"].values() if weight.is_floating_point()]
+
+
+def test_the_sentence_names_the_step_and_no_snapshot_has_weights_that_are_not_finite(tmp_path):
+    every = ["logging.every=1", "snapshot.every=1steps"]
+    configs = [
+        composed(f"run_dir={tmp_path / 'log'}", *SMALL, HUGE, "logging.every=1"),
+        composed(f"run_dir={tmp_path / 'save'}", *SMALL, HUGE, "logging.every=100", "snapshot.every=1steps"),
+        composed(f"run_dir={tmp_path / 'epoch'}", *SMALL, HUGE, "logging.every=100"),
+        composed(f"run_dir={tmp_path / 'good'}", *SMALL, *every, "trainer.max_steps=2"),
+        composed(f"run_dir={tmp_path / 'good'}", *SMALL, *every, HUGE),
+    ]
+    for sentences in in_world(2, _diverge, configs):
+        log, save, epoch, good, resumed = sentences
+        assert good == ""
+        for sentence in (log, save, epoch):
+            # The first update makes the weights huge, the second step's loss shows it.
+            assert sentence.startswith(("the loss is nan at step 2", "the loss is inf at step 2"))
+            assert "no snapshot was saved before" in sentence or "snapshots/step_00000001.pt" in sentence
+            assert sentence.endswith("or trainer.max_grad_norm=1.0")
+        assert resumed.startswith(("the loss is nan at step 4", "the loss is inf at step 4"))
+        assert f"the last good snapshot is {tmp_path}/good/snapshots/step_0000000" in resumed
+    for name in ("log", "save", "epoch", "good"):
+        assert not list((tmp_path / name).glob("snapshots/best.*"))
+        assert all(weight.isfinite().all() for weight in all_weights(tmp_path / name))
+    assert all_weights(tmp_path / "good")
+    for name in ("log", "epoch"):
+        assert not list((tmp_path / name).glob("snapshots/*"))
+
+
+def _break_a_weight(cfg: Any) -> str:
+    """Weights that are not finite while the loss still is: an update can do that in the last step of a run."""
+    from lockstep.snapshots.manager import SnapshotManager
+
+    before = SnapshotManager.after_epoch
+
+    def after_epoch(manager: SnapshotManager) -> None:
+        with torch.no_grad():
+            next(manager.state.strategy.model.parameters()).view(-1)[0] = float("inf")
+        before(manager)
+
+    SnapshotManager.after_epoch = after_epoch  # type: ignore[method-assign]
+    with pytest.raises(TrainingDiverged) as diverged:
+        train(cfg)
+    return str(diverged.value)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    cfg = composed(f"run_dir={tmp_path}", *SMALL, "trainer.epochs=1")
+    (sentence,) = in_world(1, _break_a_weight, cfg)
+    assert sentence.startswith(
+        "the weights are not finite at step 6; the last good snapshot is"
+    ) or sentence.startswith("the weights are not finite at step 6; no snapshot was saved before")
+    assert not list(tmp_path.glob("snapshots/step_*"))
+    assert not (tmp_path / "model.pt").exists()

@@ -1,0 +1,71 @@
+"""The pages say what is true: links, paths, names of tests and config keys in README and docs."""
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from support.commands import ROOT
+from support.configs import composed
+from support.documented_config import PAGE as CONFIGURATION
+from support.documented_config import page_with_current_tables
+from support.pages import PAGES, PLACEHOLDER, code_spans, prose
+
+SECTION = re.compile(r"(trainer|evaluation|snapshot|logging|profiler|backend|dataset|task)\.[a-z_.]+")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def anchor(heading: str) -> str:
+    """A heading's anchor, by GitHub's rules."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_readme_fits_on_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        name, _, fragment = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert fragment in map(anchor, headings), target
+
+
+@each_page
+def test_paths_and_tests_that_are_named_exist(page: Path) -> None:
+    names = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for word in " ".join(code_spans(page)).split():
+        if re.match(r"(src|tests|conf|bench|docs|deploy)/\w", word) and not PLACEHOLDER.search(word):
+            path = word.partition("::")[0]
+            ignored_by_git = path.startswith("conf/local")
+            assert (ROOT / path).exists() or ignored_by_git, word
+        if re.fullmatch(r"test_\w+", word):
+            assert f"def {word}(" in names, word
+
+
+@each_page
+def test_every_key_that_is_named_exists(page: Path) -> None:
+    cfg = composed()
+    for span in code_spans(page):
+        if SECTION.fullmatch(span):
+            assert OmegaConf.select(cfg, span, throw_on_missing=False, default="missing") != "missing", span
+
+
+def test_the_walk_in_contributing_names_lines_that_exist() -> None:
+    rows = re.findall(r"^\| \d \| `(.*?)` \| `(.*?)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(rows) == 7
+    for path, line in rows:
+        assert line in (ROOT / path).read_text(), (path, line)
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    advice = "run PYTHONPATH=src:tests python tests/support/documented_config.py"
+    assert CONFIGURATION.read_text() == page_with_current_tables(), advice

@@ -1,0 +1,103 @@
+"""Ways of averaging gradients: their sums and the bytes they send."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.distributed.world import World, init_distributed
+from support.configs import composed, with_values
+from support.worlds import distance, in_world, train_all, weights
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 6, 7, 11, 64, 1000, 4097]
+SUMS = ["ring_sum", "server_sum", "shared_memory"]
+
+
+def sum_by(name: str, world: World) -> Any:
+    from lockstep.distributed.shared_memory import SharedMemorySum
+    from lockstep.strategies.gradient_sync.parameter_server import server_sum
+    from lockstep.strategies.gradient_sync.ring import ring_sum
+
+    if name == "shared_memory":
+        return SharedMemorySum(world, 1500, torch.double)  # the longest vector is summed in three pieces
+    return {"ring_sum": ring_sum, "server_sum": server_sum}[name]
+
+
+def sums() -> dict[str, list[tuple[str, float]]]:
+    """For each way and each length: the sum's bits, and its distance from an all-reduce's."""
+    found: dict[str, list[tuple[str, float]]] = {name: [] for name in SUMS}
+    with init_distributed("gloo", 60) as world:
+        for name in SUMS:
+            add_up = sum_by(name, world)
+            for length in LENGTHS:
+                generator = torch.Generator().manual_seed(100 * length + world.rank)
+                vector = torch.randn(length, dtype=torch.double, generator=generator)
+                expected = world.all_reduce_sum(vector.clone())
+                add_up(vector, world.rank, world.size)
+                bits = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
+                found[name].append((bits, (vector - expected).norm().item()))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_sum_is_the_all_reduce_of_any_vector_with_the_same_bits_on_every_rank(size: int) -> None:
+    first, *others = in_world(size, sums)
+    assert all(other == first for other in others)
+    assert max(distance for found in first.values() for _, distance in found) <= 1e-12
+
+
+def bytes_handed_over(name: str, length: int) -> int:
+    """Bytes that this rank hands to its sends in one sum."""
+    from lockstep.strategies.gradient_sync import parameter_server, ring
+
+    handed = []
+
+    def counted(operation: Any, tensor: torch.Tensor, peer: int) -> Any:
+        handed.append(tensor.nbytes if operation is torch.distributed.isend else 0)
+        return torch.distributed.P2POp(operation, tensor, peer)
+
+    ring.P2POp = parameter_server.P2POp = counted  # type: ignore[assignment,misc]
+    with init_distributed("gloo", 60) as world:
+        sum_by(name, world)(torch.ones(length), world.rank, world.size)
+        world.barrier()
+    return sum(handed)
+
+
+@pytest.mark.parametrize(("size", "length"), [(2, 1000), (4, 10_000)])
+def test_the_bytes_sent_are_the_formulas(size: int, length: int) -> None:
+    whole = 4 * length
+    assert in_world(size, bytes_handed_over, "ring_sum", length) == [2 * (size - 1) * whole // size] * size
+    assert in_world(size, bytes_handed_over, "server_sum", length) == [(size - 1) * whole] + [whole] * (size - 1)
+
+
+def rank_zero_exits() -> tuple[float, str] | None:
+    """Rank 0 takes part in one sum and closes its pipes; rank 1 tries a second sum."""
+    with init_distributed("gloo", 60) as world:
+        add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
+        add_up(vector, world.rank, world.size)
+        if world.is_rank_zero:
+            for pipe in (*add_up.writers, *add_up.readers):
+                os.close(pipe)
+            return None
+        total = float(vector[0])
+        with pytest.raises(ConnectionError) as error:
+            add_up(vector, world.rank, world.size)
+        return total, str(error.value)
+
+
+def test_ranks_that_share_memory_notice_at_once_that_one_is_gone() -> None:
+    _, answer = in_world(2, rank_zero_exits, limit=20)
+    assert answer == (2.0, "rank 0 is gone: closed by peer")
+
+
+def test_bf16_gradients_work_with_model_parallel(tmp_path: Path) -> None:
+    base = composed(
+        "model=toy_parallel", "strategy=model_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]"
+    )
+    ddp = composed("model=toy_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]")
+    configs = [with_values(base, f"run_dir={tmp_path / 'halves'}"), with_values(ddp, f"run_dir={tmp_path / 'ddp'}")]
+    in_world(2, train_all, configs)
+    assert distance(weights(tmp_path / "ddp"), weights(tmp_path / "halves")) < 1e-6

@@ -1,0 +1,131 @@
+"""Launchers in this process: how many ranks they start, what they leave behind, what they refuse."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.distributed.host import cpu_count
+from lockstep.distributed.world import init_distributed
+from lockstep.errors import ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.launchers.base import RankFailed
+from lockstep.launchers.env import EnvLauncher
+from lockstep.launchers.processes import rank_failure, resolve_nproc
+from lockstep.launchers.spawn import SpawnLauncher
+from lockstep.launchers.torchrun import TorchrunLauncher
+from support.worlds import PRELOAD, in_world
+
+
+def spawn(nproc: int | str = 2, start_method: str = "forkserver", **options: Any) -> SpawnLauncher:
+    defaults: dict[str, Any] = {"nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 0}
+    return SpawnLauncher(start_method, nproc, **(defaults | options))
+
+
+def listening_sockets() -> set[str]:
+    """The inodes of this process's sockets that listen, by /proc."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(os.readlink(descriptor))
+        except OSError:  # the descriptor of this very loop
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+                found.add(columns[9])
+    return found
+
+
+def kernel_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _sum_of_ranks() -> tuple[float, str, int]:
+    with init_distributed("gloo", 30) as world:
+        total = world.all_reduce_sum(torch.tensor(float(world.rank))).item()
+        return total, os.environ["LOCKSTEP_STARTED_BY"], world.local_size
+
+
+def test_jobs_of_launch_spawn_leave_no_port_and_no_thread_behind():
+    import multiprocessing
+
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    sockets = listening_sockets()
+    threads = []
+    for _ in range(3):
+        assert spawn().launch(_sum_of_ranks) == (1.0, "spawn", 2)
+        assert listening_sockets() <= sockets
+        threads.append((kernel_threads(), threading.active_count()))
+    assert threads[1:] == threads[:1] * 2
+
+
+def _end(how: str) -> None:
+    if how == "refused":
+        raise ConfigError("optimizer.lr=-1 wants more than 0; type optimizer.lr=0.1")
+    if how == "stopped":
+        raise StoppedEarly("stopped early")
+    os._exit(3)
+
+
+def test_how_a_rank_ends_is_what_the_launcher_raises():
+    with pytest.raises(ConfigError, match="^optimizer.lr=-1 wants more than 0; type optimizer.lr=0.1$"):
+        spawn(1).launch(_end, "refused")
+    with pytest.raises(StoppedEarly):
+        spawn(1).launch(_end, "stopped")
+    with pytest.raises(RankFailed) as failed:
+        spawn(1).launch(_end, "exit")
+    assert (failed.value.rank, failed.value.code) == (0, 3)
+    diverged = rank_failure(1, 1, "Traceback ...\nlockstep.errors.TrainingDiverged: the loss is nan at step 3; type x")
+    assert isinstance(diverged, TrainingDiverged)
+    assert str(diverged) == "the loss is nan at step 3; type x"
+
+
+def _with_one_core() -> tuple[int, int]:
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    return cpu_count(), resolve_nproc("cpu")
+
+
+def test_nproc_per_node_counts_as_torchrun_does():
+    assert resolve_nproc(3) == resolve_nproc("3") == 3
+    assert resolve_nproc("cpu") == cpu_count() == len(os.sched_getaffinity(0))
+    assert in_world(1, _with_one_core) == [(1, 1)]
+    gpus = torch.cuda.device_count()
+    assert resolve_nproc("auto") == (gpus or cpu_count())
+    if gpus:
+        assert resolve_nproc("gpu") == gpus
+    else:
+        with pytest.raises(ConfigError, match="shows none; type launch.nproc_per_node=cpu"):
+            resolve_nproc("gpu")
+    for wrong in (0, -1, "many"):
+        with pytest.raises(ConfigError, match="type launch.nproc_per_node=2, or auto, gpu or cpu"):
+            resolve_nproc(wrong)
+
+
+def test_launchers_say_how_many_ranks_they_start():
+    assert spawn("cpu").num_ranks() == (cpu_count(), cpu_count())
+    assert spawn(3, nnodes=2, node_rank=1, master_port=29500).num_ranks() == (6, 3)
+    assert TorchrunLauncher("spawn", "auto", 0).num_ranks()[0] == resolve_nproc("auto")
+    assert EnvLauncher().num_ranks() == (1, 1)
+
+
+def test_what_launchers_refuse(monkeypatch):
+    refused = [
+        (spawn(2, "thread"), "type launch.start_method=spawn, fork or forkserver"),
+        (spawn(2, "fork", nnodes=2, node_rank=0, master_port=29500), "type launch=spawn"),
+        (spawn(2, nnodes=2), "type launch.master_port=29500 on each"),
+        (TorchrunLauncher("spawn", "many", 0), "type launch.nproc_per_node=2"),
+    ]
+    for launcher, said in refused:
+        with pytest.raises(ConfigError, match=said):
+            launcher.validate()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for launcher in (spawn(), TorchrunLauncher("spawn", 2, 0)):
+        with pytest.raises(ConfigError, match="inside torchrun would start every rank several times; type launch=env"):
+            launcher.validate()

@@ -1,0 +1,249 @@
+"""What loggers write, and what happens when one of them cannot."""
+
+import csv
+import logging
+import os
+import termios
+
+import pytest
+import torch
+
+from lockstep.loggers import base
+from lockstep.loggers.base import EpochSummary, Logger, LoggerList, RunInfo
+from lockstep.loggers.console import ConsoleLogger
+from lockstep.loggers.csv_logger import CSVLogger
+from lockstep.loggers.progress_bar import ProgressBarLogger
+from lockstep.loggers.tensorboard import TensorBoardLogger
+from support.event_files import scalars
+
+
+class Recorder(Logger):
+    """Notes its calls in a list that several of them share. Raises `error` if it has one."""
+
+    def __init__(self, name, calls, error=None):
+        self.name, self.calls, self.error = name, calls, error
+
+    def _note(self, what):
+        self.calls.append(f"{self.name} {what}")
+        if self.error is not None:
+            raise self.error
+
+    def on_epoch_start(self, epoch, epochs, samples, samples_done):
+        self._note("on_epoch_start")
+
+    def log_metrics(self, metrics, step):
+        self._note(f"log_metrics {step}")
+
+    def on_epoch_end(self, summary):
+        self._note("on_epoch_end")
+
+    def close(self):
+        self._note("close")
+
+
+def run_info(folder, start_step=0, world_size=1, batch_size=64):
+    return RunInfo(
+        run_dir=folder,
+        config_yaml="seed: 0\n",
+        world_size=world_size,
+        data_parallel_size=world_size,
+        train_samples=1437,
+        eval_samples=360,
+        batch_size=batch_size,
+        epochs=2,
+        start_step=start_step,
+        start_epoch=start_step // 2,
+    )
+
+
+def epoch(number):
+    metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "test": {"loss": 2 / number, "accuracy": 0.25}}
+    return EpochSummary(number, 2, 2 * number, metrics, 1234.5)
+
+
+def test_a_logger_that_cannot_write_costs_one_warning_a_minute(caplog, monkeypatch):
+    calls: list[str] = []
+    full = OSError(28, "No space left on device")
+    loggers = LoggerList([Recorder("broken", calls, full), Recorder("whole", calls)])
+    for step in (1, 2, 3):
+        loggers.log_metrics({"train/lr": 0.1}, step)
+    assert calls == [f"{name} log_metrics {step}" for step in (1, 2, 3) for name in ("broken", "whole")]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == "Recorder cannot write ([Errno 28] No space left on device); training goes on"
+    monkeypatch.setattr(base, "WARN_SECONDS", 0.0)
+    loggers.close()
+    assert len(caplog.records) == 2
+    assert calls[-2:] == ["whole close", "broken close"]
+
+
+def test_a_logger_with_a_bug_ends_the_run():
+    with pytest.raises(ZeroDivisionError):
+        LoggerList([Recorder("bug", [], ZeroDivisionError())]).log_metrics({"train/lr": 0.1}, 1)
+
+
+def test_ends_reach_the_loggers_in_reverse_order():
+    calls: list[str] = []
+    loggers = LoggerList([Recorder("first", calls), Recorder("second", calls)])
+    loggers.on_epoch_start(1, 2, 1437, 0)
+    loggers.on_epoch_end(epoch(1))
+    assert calls == [
+        "first on_epoch_start",
+        "second on_epoch_start",
+        "second on_epoch_end",
+        "first on_epoch_end",
+    ]
+
+
+def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    console = ConsoleLogger()
+    console.on_fit_start(run_info(tmp_path, world_size=3))
+    console.on_epoch_end(epoch(1))
+    console.on_fit_end(tmp_path, {"loss": 0.25, "accuracy": 0.96875})
+    assert [record.getMessage() for record in caplog.records] == [
+        "1437 training and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
+        "epoch 1/2   step 2   train loss 1.0000 accuracy 0.5000   test loss 2.0000 accuracy 0.2500   1234 samples/s",
+        "finished: test loss 0.2500, accuracy 0.9688",
+        f"run folder: {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "end"), [(1, 64, "64 samples"), (2, 64, "64 samples, 32 for each of 2 ranks")]
+)
+def test_the_console_shows_the_share_of_a_rank(caplog, tmp_path, world_size, batch_size, end):
+    caplog.set_level(logging.INFO)
+    ConsoleLogger().on_fit_start(run_info(tmp_path, 0, world_size, batch_size))
+    assert caplog.records[0].getMessage().endswith(f"batches of {end}")
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
+
+
+def log_run(folder, epochs, start_step=0, closes=True):
+    """What a run of `epochs` epochs of two steps sends to TensorBoard and CSV."""
+    loggers = LoggerList([TensorBoardLogger(folder), CSVLogger(folder)])
+    loggers.on_fit_start(run_info(folder, start_step))
+    for number in epochs:
+        loggers.log_metrics({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
+        loggers.on_epoch_end(epoch(number))
+    if closes:
+        loggers.close()
+
+
+TAGS = {
+    "train/running_loss",
+    "train/lr",
+    "speed/samples_per_s",
+    "train/loss",
+    "train/accuracy",
+    "test/loss",
+    "test/accuracy",
+}
+
+
+def test_tensorboard_and_csv_have_the_same_numbers(tmp_path):
+    log_run(tmp_path, [1, 2])
+    found = scalars(tmp_path)
+    assert found.keys() == TAGS
+    assert [step for step, _ in found["train/lr"]] == [1, 3]
+    assert found["test/loss"] == [(2, 2.0), (4, 1.0)]
+    assert found["speed/samples_per_s"] == [(2, 1234.5), (4, 1234.5)]
+    points = sorted((step, tag, value) for tag, some in found.items() for step, value in some)
+    assert [(step, tag) for step, tag, _ in points] == [(step, tag) for step, tag, _ in sorted(rows(tmp_path))]
+    for (_, tag, in_events), (_, _, in_csv) in zip(points, sorted(rows(tmp_path)), strict=True):
+        assert in_events == pytest.approx(in_csv, rel=1e-6), tag
+    assert (1, "train/running_loss", 3.0) in rows(tmp_path)
+
+
+def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path):
+    log_run(tmp_path, [1, 2, 3], closes=False)  # killed after epoch 3, with a snapshot of epoch 1
+    log_run(tmp_path, [2, 3], start_step=2)
+    steps = {"train/running_loss": [1, 3, 5], "test/loss": [2, 4, 6]}
+    found = scalars(tmp_path)
+    for tag, expected in steps.items():
+        assert [step for step, _ in found[tag]] == expected
+        assert [step for step, name, _ in rows(tmp_path) if name == tag] == expected
+
+
+def test_a_fresh_run_empties_an_old_table(tmp_path):
+    log_run(tmp_path, [1, 2])
+    log_run(tmp_path, [1])
+    assert {step for step, _, _ in rows(tmp_path)} == {1, 2}
+
+
+def test_a_table_cut_off_by_a_kill_is_read_as_far_as_it_is_whole(tmp_path):
+    log_run(tmp_path, [1])
+    whole = rows(tmp_path)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("2,test/acc")
+    log_run(tmp_path, [], start_step=2)
+    assert rows(tmp_path) == whole
+
+
+def test_tensorboard_takes_text_and_images(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.on_fit_start(run_info(tmp_path))
+    logger.log_image("digit", torch.rand(1, 8, 8), 3)
+    logger.close()
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    (text,) = reader.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
+    assert [(image.step, image.width) for image in reader.Images("digit")] == [(3, 8)]
+
+
+def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypatch):
+    from lockstep.loggers import tensorboard
+
+    folder = tmp_path / "run"
+    folder.write_text("in the way")
+    monkeypatch.setattr(tensorboard, "REOPEN_SECONDS", 0.0)
+    logger = TensorBoardLogger(folder)
+    with pytest.raises(OSError):
+        logger.log_metrics({"train/lr": 0.1}, 1)
+    folder.unlink()
+    folder.mkdir()
+    logger.log_metrics({"train/lr": 0.2}, 2)
+    logger.close()
+    assert scalars(folder) == {"train/lr": [(2, pytest.approx(0.2))]}
+    assert not (folder / "tensorboard.tmp").exists()
+
+
+def test_no_progress_bar_without_a_terminal(capfd):
+    bar = ProgressBarLogger()
+    bar.on_epoch_start(1, 2, 100, 0)
+    bar.on_step(1, 100)
+    bar.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_progress_bar_on_a_terminal_counts_samples_and_disappears(monkeypatch):
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, 80))
+    with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        bar = ProgressBarLogger()
+        bar.on_epoch_start(2, 5, 100, 25)  # resumed in mid-epoch
+        bar.log_metrics({"train/running_loss": 0.125}, 1)
+        bar.log_metrics({"train/lr": 0.1}, 1)
+        bar.on_step(1, 5)
+        bar._bar.refresh()
+        shown = read_until(screen, "30/100")
+        bar.on_step(2, 70)  # the epoch's last samples: the bar goes before the evaluation starts
+        cleared = read_until(screen, " " * 20)
+    assert "epoch 2/5:  25%" in shown
+    assert "loss=0.1250" in shown
+    assert cleared.split("\r")[-1].strip() == ""
+
+
+def read_until(screen, text):
+    """What the terminal shows, up to `text` and what came with it. Blocks without it, until pytest's timeout."""
+    shown = ""
+    while text not in shown:
+        shown += screen.read(4096).decode()
+    return shown

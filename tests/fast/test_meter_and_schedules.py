@@ -1,0 +1,109 @@
+"""The meter, the moving average and the learning-rate schedules, each against numbers worked out by hand."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.distributed.world import World, init_distributed
+from lockstep.training import schedulers
+from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.training.meter import BUFFERED_STEPS, LOSSES_KEPT, Meter
+from support.worlds import in_world
+
+
+def add(meter: Meter, loss: float, right: int, count: int, step: int = 0) -> None:
+    meter.add({"loss": torch.tensor(loss), "accuracy": torch.tensor(right)}, count, step)
+
+
+def measure() -> dict[str, Any]:
+    """Rank r adds 3 samples with loss 1 + r and one right answer, for more steps than are buffered."""
+    with init_distributed("gloo", 60) as world:
+        meter, found = Meter(["loss", "accuracy"], world), {}
+        for step in range(1, BUFFERED_STEPS + 7):
+            add(meter, 1.0 + world.rank, 1, 3, step)
+        found["first"] = meter.means_since_last()
+        add(meter, 12.0, 3, 3)
+        found["since"], found["all"] = meter.means_since_last(), meter.means()
+        totals = meter.totals()
+        meter.restore(totals)
+        found["restored"], found["nothing new"] = meter.means(), meter.means_since_last()
+        found["finite"] = meter.first_non_finite()
+        add(meter, math.inf if world.rank else 1.0, 0, 1, step=90 + world.rank)
+        add(meter, math.nan, 0, 1, step=95)
+        found["not finite"] = meter.first_non_finite()
+        meter.clear()
+        found["cleared"] = meter.totals().tolist()
+        return found
+
+
+def test_a_meter_of_two_ranks_has_the_means_over_all_samples() -> None:
+    steps = BUFFERED_STEPS + 6
+    for found in in_world(2, measure):
+        assert found["first"] == {"loss": pytest.approx(0.5), "accuracy": pytest.approx(1 / 3)}
+        assert found["since"] == {"loss": pytest.approx(4.0), "accuracy": pytest.approx(1.0)}
+        both = {"loss": (3 * steps + 24) / (6 * steps + 6), "accuracy": (2 * steps + 6) / (6 * steps + 6)}
+        assert found["all"] == found["restored"] == pytest.approx(both)
+        assert found["nothing new"] == {"loss": 0, "accuracy": 0}
+        assert (found["finite"], found["not finite"]) == (None, 91)
+        assert found["cleared"] == [0, 0, 0]
+
+
+def test_a_meter_keeps_a_bounded_number_of_losses() -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    meter = Meter(["loss", "accuracy"], world)
+    for step in range(LOSSES_KEPT + 50):
+        add(meter, 1.0, 1, 1, step)
+    assert len(meter.recent_losses) == LOSSES_KEPT
+    assert meter.recent_losses[0][0] == 50
+
+
+def test_a_moving_average_starts_at_the_first_weights_and_is_put_in_for_a_while() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    average = ExponentialMovingAverage(model, 0.9)
+    for value in (1.0, 2.0, 4.0):
+        nn.init.constant_(model.weight, value)
+        average.update()
+    expected = 0.9 * (0.9 * 1 + 0.1 * 2) + 0.1 * 4
+    with average.applied():
+        assert model.weight.item() == pytest.approx(expected, rel=1e-12)
+    assert model.weight.item() == 4.0
+    assert list(average.averages) == ["weight"]
+
+
+def rates(schedule: Any, steps: int, steps_per_epoch: int = 4) -> list[float]:
+    """The learning rate of each step, of a peak of 2."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
+    scheduler, found = schedule(optimizer, steps_per_epoch, steps), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_schedules_are_their_formulas() -> None:
+    assert rates(schedulers.constant, 5) == [2.0] * 5
+    step = partial(schedulers.step, step_epochs=2, gamma=0.1)
+    assert rates(step, 17) == pytest.approx([2.0] * 8 + [0.2] * 8 + [0.02])
+    cosine = rates(partial(schedulers.cosine, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    assert cosine[:3] == pytest.approx([1.0, 2.0, 2.0])
+    assert cosine[7] == pytest.approx(2 * (0.1 + 0.9 * 0.5))
+    expected = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 10)) / 2) for n in range(10)]
+    assert cosine[2:] == pytest.approx(expected)
+    assert rates(partial(schedulers.cosine, warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
+
+
+def test_one_cycle_rises_to_the_optimizers_rate_and_falls() -> None:
+    found = rates(partial(schedulers.one_cycle, pct_start=0.25), 16)
+    peak = found.index(max(found))
+    assert max(found) == pytest.approx(2.0, rel=0.02)
+    assert found[0] == pytest.approx(2.0 / 25)
+    assert peak in (3, 4)
+    assert found[:peak] == sorted(found[:peak])
+    assert found[peak:] == sorted(found[peak:], reverse=True)
+    later = rates(partial(schedulers.one_cycle, pct_start=0.75), 16)
+    assert later.index(max(later)) in (11, 12)

@@ -1,0 +1,140 @@
+"""Unknown words are answered with what was probably meant, and names of the first version with the new ones."""
+
+import enum
+from dataclasses import dataclass
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from lockstep.cli_arguments import prepare_arguments, refuse_sampling_sweep
+from lockstep.config.renamed import RENAMED, RENAMED_OPTIONS, renamed_key, renamed_option
+from lockstep.distributed.environment import RankInfo
+from lockstep.errors import ConfigError
+from support.refusals import answer, assert_advice_helps
+
+OPTIONS_OF_NPROC = "launch.nproc_per_node is a key of launch=torchrun, spawn and fork"
+ALL_KEYS = "type python src/train.py --cfg job to see all keys"
+
+ANSWERS = [
+    ("+experiment=x", "experiment=x is no option; type one of experiment=mnist_ddp experiment=mnist_single"),
+    ("experiment=null", "experiment=null is no option; type the command without experiment=null"),
+    ("logger=null", "logger=null is no option; type logger=[]"),
+    ("logger=[csv,foo]", "logger=foo is no option; type one of logger=console"),
+    ("model=convnett", "model=convnett is no option; type model=convnet"),
+    ("model=[mlp,convnet]", "chooses several options, and a run has one; type model=mlp, or for a sweep -m model=mlp,"),
+    ("model=mlp,convnet", "model=mlp,convnet is a sweep; type -m model=mlp,convnet"),
+    ("optimizer.lr=interval(0.1,1)", "is a sweep; type -m optimizer.lr=interval(0.1,1)"),
+    ("optimizer=null", "the run needs an optimizer; type optimizer=sgd or optimizer=adamw"),
+    ("sync_bn=true", "sync_bn=true is no option; type sync_bn=on"),
+    ("sync_bn=False", "sync_bn=False is no option; type sync_bn=off"),
+    ("trainer=foo", "trainer is a section, not a value; type trainer.<key>=foo"),
+    ("trainer=[a,b]", "trainer is a section, not a value; type trainer.<key>=<value>"),
+    ("trainer={epoch:3}", "trainer.epoch is no key of this config; type trainer.epochs=<value>"),
+    ("trainer.epoch=3", "trainer.epoch is no key of this config; type trainer.epochs=3"),
+    ("epochs=3", "epochs is no key of this config; type trainer.epochs=3"),
+    ("nonsense=3", f"nonsense is no key of this config; {ALL_KEYS}"),
+    ("hydra.nonsense=3", "hydra.nonsense is no key of this config; type python src/train.py --cfg hydra"),
+    ("+trainer.epochs=3", "trainer.epochs has a value already; type trainer.epochs=3"),
+    ("+trainer.foo=3", f"trainer.foo is no key of this config; {ALL_KEYS}"),
+    ("+dataset.augment.rotate=3", f"dataset.augment.rotate is no key of this config; {ALL_KEYS}"),
+    ("dataset.prepare._target_=a.b", "type +dataset.prepare._target_=a.b if your class takes it"),
+    ("device=cuda", "device is no key of this config; type backend=nccl"),
+    ("trainer.device=cuda:0", "trainer.device is no key of this config; type backend=nccl"),
+    ("device=cpu", "device is no key of this config; type backend=gloo"),
+    ("gpus=2", "gpus is no key of this config; type launch=torchrun launch.nproc_per_node=2"),
+    ("trainer.lr=3", "trainer.lr is no key of this config; type optimizer.lr=3"),
+    ("launch.nproc_per_node=2", f"{OPTIONS_OF_NPROC}; type launch=torchrun launch.nproc_per_node=2"),
+    ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and wants a whole number of 1 or more, auto, gpu or cpu; type"),
+    ("model.name=resnet50", "model.name is a key of model=resnet18; type model=resnet18 model.name=resnet50"),
+    ("model.dropout=2", "and wants a number from 0 to less than 1; type model=mlp model.dropout=0.1"),
+    ("~trainer.ema", "trainer.ema cannot be removed; type trainer.ema=null"),
+    ("~trainer.epochs", "trainer.epochs cannot be removed; type trainer.epochs=5"),
+    ("~dataset.workers", "dataset.workers cannot be removed; type dataset.workers=2"),
+    ("~trainer", "the run needs the section trainer; type trainer.<key>=<value> to change a value of it"),
+    ("~scheduler", "the run needs a scheduler; type scheduler=constant"),
+    ("~logger", "the list of loggers cannot be removed; type logger=[]"),
+    ("~nothing", f"there is no nothing to remove; {ALL_KEYS}"),
+    ("trainer.epochs", "trainer.epochs has no value; type trainer.epochs=<value>"),
+    ("trainer.epochs={", "trainer.epochs={ cannot be read (no viable alternative at input '{'); type key=value"),
+    ("optimizer.lr=${foo}", "optimizer.lr has no usable value (Interpolation key 'foo' not found); type optimizer.lr="),
+    ("hydra/sweeper=nevergrad", "needs a plugin of Hydra; type pip install hydra-nevergrad-sweeper"),
+    ("hydra/launcher=joblib", "hydra/launcher=joblib needs a plugin of Hydra; type pip install hydra-joblib-launcher"),
+    ("--experimental-rerun=x", "needs a pickled config, which these runs do not write; type hydra.run.dir=<the run's"),
+]
+# Advice that needs a GPU, torchvision (which takes seconds to import) or the user's own class, or is no override.
+NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "type key=value")
+
+
+@pytest.mark.parametrize(("typed", "said"), ANSWERS, ids=[typed for typed, _ in ANSWERS])
+def test_an_unknown_word_is_answered_with_what_was_meant(typed: str, said: str) -> None:
+    sentence = answer(typed)
+    assert sentence is not None
+    assert said in sentence
+    if not any(word in said for word in NOT_TRIED):
+        assert_advice_helps([], sentence)
+
+
+OLD_KEYS = [(old, "on" if old == "trainer.profile" else "3") for old in RENAMED]
+
+
+@pytest.mark.parametrize(("old", "value"), OLD_KEYS, ids=list(RENAMED))
+def test_an_old_key_is_answered_with_the_new_one(old: str, value: str) -> None:
+    sentence = answer(f"{old}={value}")
+    assert sentence == renamed_key(old, value)
+    assert sentence is not None
+    assert sentence.startswith(f"{old} is now {RENAMED[old]}; type ")
+    if old not in ("trainer.save_every", "dataset.judged_by", "scheduler.final"):  # they want words, or a ratio
+        assert_advice_helps(["launch=spawn", "launch.nproc_per_node=3"] if "loop" in old else [], sentence)
+
+
+@pytest.mark.parametrize("old", [*RENAMED_OPTIONS, "loop=asynchronous", "loop=synchronous", "+loop=asynchronous"])
+def test_an_old_option_is_answered_with_the_new_one(old: str) -> None:
+    group, _, option = old.lstrip("+").partition("=")
+    assert answer(old) == renamed_option(group, option)
+    assert f"; type {RENAMED_OPTIONS.get(old, 'strategy=')}" in str(answer(old))
+
+
+def test_old_keys_that_a_plus_brings_back_are_answered_too() -> None:
+    assert answer("+timeline.every=3") == "timeline.every is now profiler.every; type profiler.every=3"
+    assert answer("optimizer=adamw", "+trainer.clip_norm=1") == renamed_key("trainer.clip_norm", "1")
+
+
+def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted() -> None:
+    assert answer("+experiment=toy_regression") is None
+    typed = ["train.py", "seed=1", "-m", "++experiment=mnist_ddp", "--local-rank=0", "-cd", "my conf", "seed=2"]
+    hydra_reads = ["train.py", "seed=1", "experiment=mnist_ddp", "seed=2", "-m", "-cd", "my conf"]
+    assert prepare_arguments(typed) == hydra_reads
+    assert prepare_arguments(["train.py", "-i", "defaults", "seed=1"]) == ["train.py", "seed=1", "-i", "defaults"]
+
+
+class Direction(enum.Enum):
+    minimize = 1
+    maximize = 2
+
+
+@dataclass
+class SweeperLikeOptunas:
+    _target_: str = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+    direction: Direction = Direction.minimize
+
+
+def test_the_objective_gives_optuna_its_direction() -> None:
+    ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=SweeperLikeOptunas)
+
+    def directions(*typed: str) -> list[str]:
+        words = refuse_sampling_sweep(["train.py", "-m", "hydra/sweeper=optuna", *typed], RankInfo())
+        return [word.partition("=")[2] for word in words if word.startswith("hydra.sweeper.direction=")]
+
+    assert directions() == ["maximize"]
+    assert directions("objective=test/loss") == ["minimize"]
+    assert directions("task.monitor=loss") == ["minimize"]
+    assert directions("dataset=random") == ["minimize"]
+    assert directions("hydra.sweeper.direction=minimize") == ["minimize"]
+
+
+def test_a_sampling_sweeper_is_refused_where_every_rank_would_draw_its_own_values() -> None:
+    command = ["train.py", "-m", "hydra/sweeper=optuna", "optimizer.lr=interval(0.01,0.1)"]
+    with pytest.raises(ConfigError, match="type python src/train.py -m launch=torchrun hydra/sweeper=optuna"):
+        refuse_sampling_sweep(command, RankInfo(rank=1, world_size=2, started_by="torchrun"))
+    grid = ["train.py", "-m", "optimizer.lr=0.1,0.01"]
+    assert refuse_sampling_sweep(grid, RankInfo(world_size=2, started_by="torchrun")) == grid

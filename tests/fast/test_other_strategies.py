@@ -1,0 +1,76 @@
+"""strategy=data_parallel, model_parallel and async_parameter_server."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
+from lockstep.strategies.model_parallel import rank_devices
+from support.configs import composed
+from support.event_files import scalars
+from support.worlds import distance, in_world, train_all, weights
+
+SMALL = [
+    "dataset=random",
+    "dataset.samples=61",
+    "model=mlp",
+    "model.width=16",
+    "trainer.precision=fp64",
+    "trainer.batch_size=16",
+]
+
+
+def test_data_parallel_without_a_gpu_and_model_parallel_have_one_processes_numbers(tmp_path: Path) -> None:
+    model = [*SMALL, "trainer.epochs=1", "logger=[]", "strategy.bucket_cap_mb=0.001"]
+    alone = ["strategy=data_parallel", "~strategy.bucket_cap_mb"]
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *model)])
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'data_parallel'}", *model[:-1], alone[0])])
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'halves'}", *model, "strategy=model_parallel")])
+    for name in ("data_parallel", "halves"):
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("samples", "devices", "first_share", "sizes"),
+    [(7, 1, 0.5, [7]), (9, 3, 1.0, [3, 3, 3]), (7, 2, 0.5, [2, 5]), (10, 4, 0.5, [1, 3, 3, 3]), (1, 3, 0.1, [1, 0, 0])],
+)
+def test_the_first_gpu_may_take_fewer_samples(samples: int, devices: int, first_share: float, sizes: list[int]) -> None:
+    assert part_sizes(samples, devices, first_share) == sizes
+
+
+def test_samples_are_scattered_in_order_and_a_gpu_without_samples_is_left_out() -> None:
+    layer = UnevenDataParallel(nn.Linear(1, 1), 0.5)
+    sent, options = layer.scatter((torch.arange(7).view(-1, 1),), None, ["cpu", "cpu", "cpu"])
+    assert [batch.flatten().tolist() for (batch,) in sent] == [[0], [1, 2, 3], [4, 5, 6]]
+    assert len(options) == 3
+    sent, options = layer.scatter((torch.arange(1).view(-1, 1),), None, ["cpu", "cpu", "cpu"])
+    assert [batch.flatten().tolist() for (batch,) in sent] == [[0]]
+    assert len(options) == 1
+
+
+def test_every_layer_of_a_cpu_rank_is_on_the_cpu() -> None:
+    from lockstep.distributed.world import World
+
+    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    assert rank_devices(world, 3) == [torch.device("cpu")] * 3
+
+
+def test_with_one_worker_an_asynchronous_server_is_one_process(tmp_path: Path) -> None:
+    same = [*SMALL, "optimizer=adamw", "trainer.ema=0.9", "trainer.gradient_accumulation_steps=2", "trainer.epochs=2",
+            "trainer.max_grad_norm=0.5", "trainer.max_steps=7"]  # fmt: skip
+    served = ["strategy=async_parameter_server", "strategy.sync_every=3"]
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *same, "logger=[]")])
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'served'}", *same, *served, "logger=[tensorboard]")])
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "served")) < 1e-12
+    assert {value for _, value in scalars(tmp_path / "served")["async/staleness_max"]} == {0.0}
+
+
+def test_with_two_workers_gradients_are_stale_and_every_step_is_taken(tmp_path: Path) -> None:
+    served = ["strategy=async_parameter_server", "logger=[tensorboard]", "trainer.epochs=2"]
+    answers = in_world(3, train_all, [composed(f"run_dir={tmp_path}", *SMALL, *served)])
+    assert answers[0] == answers[1] == answers[2]
+    shown = scalars(tmp_path)
+    assert [step for step, _ in shown["train/loss"]] == [4, 8]
+    assert max(value for _, value in shown["async/staleness_max"]) >= 1  # two workers start from the same weights

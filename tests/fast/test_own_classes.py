@@ -1,0 +1,120 @@
+"""Classes of the user's own, named by `_target_`: what the checks accept, refuse and show; torch's own schedules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from lockstep.cli_errors import as_config_error
+from lockstep.config.instantiate import instantiate
+from support.configs import composed, with_values
+from support.event_files import scalars
+from support.refusals import accepted, answer
+from support.worlds import in_world, train_all
+
+OWN_MODULE = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes, activation, weights=None):
+        layers = {"gelu": nn.GELU, "relu": nn.ReLU}
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), layers[activation](), nn.Linear(8, classes))
+
+NUMBER = 3
+"""
+STEPS = 9
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_nets.py").write_text(OWN_MODULE)
+    (tmp_path / "own_failing.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "own_dividing.py").write_text("SCALE = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
+    cfg = accepted("model._target_=own_nets.Net", "+model.activation=gelu", "+model.weights=DEFAULT")
+    assert isinstance(instantiate(cfg.model)[2], torch.nn.GELU)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("model._target_=own_nets.Net", "own_nets.Net needs activation; type +model.activation=<value>"),
+        ("model._target_=own_nets.Net +model.activation=gelu +model.weight=x", "no weight; type +model.weights=x"),
+        ("model._target_=own_nets.Nett", "has no attribute 'Nett'); type model._target_=own_nets.Net, or type model="),
+        ("model._target_=own_nets.NUMBER", "is neither a class nor a function; type model._target_=<module>.<class>"),
+        ("model._target_=nowhere.Net", "No module named 'nowhere'); type PYTHONPATH=<folder that holds nowhere>"),
+        ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
+        (
+            "model._target_=own_dividing.Net",
+            "(ZeroDivisionError: division by zero); repair that module, or type model=",
+        ),
+        (
+            "model._target_=torch.nn.Linear",
+            "takes no shape and no classes; type ~model.shape ~model.classes, or model=",
+        ),
+        (
+            "optimizer._target_=torch.optim.RMSprop",
+            "type ~optimizer.nesterov ~optimizer.fused, or optimizer=<an option",
+        ),
+        (
+            "optimizer._partial_=false",
+            "with the parameters of the model; type ++optimizer._partial_=true",
+        ),
+        ("+optimizer.maximise=true", "torch.optim.SGD takes no maximise; type +optimizer.maximize=true"),
+        ("model=mlp ~model.width", "needs width; type +model.width=<value>, or model=<an option in conf/model>"),
+    ],
+)
+def test_a_class_that_does_not_fit_its_node_is_refused(typed: str, said: str) -> None:
+    assert said in str(answer(*typed.split()))
+
+
+def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
+    cfg = accepted("optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov", "~optimizer.fused")
+    optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)
+
+
+def test_an_error_inside_an_own_class_keeps_its_traceback() -> None:
+    cfg = composed("model._target_=own_nets.Net", "+model.activation=swish")
+    with pytest.raises(Exception, match="swish") as raised:
+        instantiate(cfg.model)
+    assert as_config_error(raised.value, []) is None
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+    "CosineAnnealingLR": {"T_max": STEPS},
+    "OneCycleLR": {"max_lr": 0.1},
+}
+
+
+def plain_learning_rates(name: str, options: dict[str, Any]) -> list[float]:
+    """The learning rate after each step, by torch alone."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05, momentum=0.9)
+    length = {"total_steps": STEPS} if name == "OneCycleLR" else {}
+    scheduler, found = getattr(lr_scheduler, name)(optimizer, **options, **length), []
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_schedules_of_torch_step_as_in_plain_torch(tmp_path: Path) -> None:
+    base = ["model=linear", f"trainer.max_steps={STEPS}", "logging.every=1", "logger=[tensorboard]"]
+    dropped = ["~scheduler.warmup_epochs", "~scheduler.final_lr_ratio"]
+    configs = []
+    for name, options in SCHEDULES.items():
+        keys = [f"+scheduler.{key}={value}" for key, value in options.items()]
+        cfg = accepted(*base, *dropped, f"scheduler._target_=torch.optim.lr_scheduler.{name}", *keys)
+        configs.append(with_values(cfg, f"run_dir={tmp_path / name}"))
+    in_world(1, train_all, configs)
+    for name, options in SCHEDULES.items():
+        found = [value for _, value in scalars(tmp_path / name)["train/lr"]]
+        assert found == pytest.approx(plain_learning_rates(name, options), rel=1e-5), name

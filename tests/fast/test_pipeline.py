@@ -1,0 +1,79 @@
+"""strategy=pipeline: stages, small batches, and what each rank keeps."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.instantiate import instantiate
+from lockstep.preflight import preflight
+from support.configs import composed, with_values
+from support.models import WATCHED
+from support.worlds import distance, in_world, train_all, weights
+
+SMALL = [
+    "dataset=random",
+    "dataset.samples=61",
+    "model=mlp",
+    "model.depth=3",
+    "model.width=16",
+    "trainer.precision=fp64",
+]
+SHORT = ["trainer.batch_size=16", "trainer.epochs=1", "evaluation.batch_size=20", "optimizer=adamw", "logger=[]"]
+
+
+def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> None:
+    base = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", "trainer.ema=0.8")
+    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
+    piped = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "strategy=pipeline")
+    runs = {
+        "1F1B": [],
+        "GPipe": ["strategy.schedule=GPipe"],
+        "few": ["strategy.micro_batches=2"],
+        "accumulated": ["trainer.gradient_accumulation_steps=2"],
+    }
+    in_world(3, train_all, [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()])
+    for name in runs:
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+
+
+def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> None:
+    tiny = [*SMALL, *SHORT, "dataset.samples=7", "trainer.batch_size=2"]
+    cfg = composed(*tiny, "strategy=pipeline", f"run_dir={tmp_path / 'piped'}")
+    launched = composed(
+        *tiny, "strategy=pipeline", "launch=spawn", "launch.nproc_per_node=3", f"run_dir={tmp_path / 'x'}"
+    )
+    preflight(launched, instantiate(launched.launch))
+    in_world(3, train_all, [cfg])
+    in_world(1, train_all, [composed(*tiny, f"run_dir={tmp_path / 'alone'}")])
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
+
+
+def parameters_alive(cfg: Any) -> list[bool]:
+    """Which of the whole model's parameters exist in this rank once train.py has set up the strategy."""
+    from lockstep import build
+    from lockstep.distributed.world import init_distributed
+
+    with init_distributed("gloo", 60) as world:
+        strategy = instantiate(cfg.strategy)
+        loaders = build.model_and_data(cfg, world, strategy)
+        gc.collect()
+        assert len(loaders) == 2
+        return [reference() is not None for reference in WATCHED]
+
+
+def test_a_rank_keeps_the_parameters_of_its_own_stage_only() -> None:
+    watched = ["dataset=random", "model=mlp", "model._target_=support.models.watched_layers", "strategy=pipeline"]
+    first, second = in_world(2, parameters_alive, composed(*watched))
+    assert first == [True] * 4 + [False] * 4  # four layers: weight and bias each
+    assert second == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize(("model", "said"), [("resnet18", "type model=convnet"), ("linear", "type model=mlp")])
+def test_a_model_that_cannot_be_cut_into_stages_is_refused_before_a_rank_starts(model: str, said: str) -> None:
+    from lockstep.errors import ConfigError
+
+    cfg = composed("strategy=pipeline", f"model={model}", "launch=spawn", "launch.nproc_per_node=2")
+    with pytest.raises(ConfigError, match=said):
+        preflight(cfg, instantiate(cfg.launch))

@@ -1,0 +1,96 @@
+"""Options that a strategy or a gradient sync cannot combine are refused before a rank starts, with what to type."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.config.instantiate import instantiate
+from lockstep.errors import ConfigError
+from lockstep.preflight import job_spec, preflight
+from lockstep.strategies.base import JobSpec
+from lockstep.training.setup import validate_training
+from support.configs import composed
+
+THREE = ["launch=spawn", "launch.nproc_per_node=3"]
+ASYNC = ["strategy=async_parameter_server", *THREE]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["strategy=data_parallel", "launch=spawn"], "type strategy=ddp"),
+        (["strategy=data_parallel", "sync_bn=on"], "type sync_bn=off"),
+        (["strategy=data_parallel", "trainer.compile=true"], "type trainer.compile=false"),
+        (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
+        (["strategy=fsdp", "strategy.wrap_classes=[Nothing]", *THREE], r"type strategy.wrap_classes=\[\]"),
+        (["strategy=pipeline", "sync_bn=on"], "type sync_bn=off"),
+        (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        (["strategy=pipeline", "trainer.compile=true"], "type trainer.compile=false"),
+        (["strategy=pipeline", "profiler.enabled=true"], "type profiler.enabled=false"),
+        (["strategy=virtual_ranks", "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
+        (["strategy=virtual_ranks", "sync_bn=on"], "type sync_bn=off"),
+        (["strategy=virtual_ranks", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps=1"),
+        (["strategy=virtual_ranks", *THREE], "type strategy.count=6"),
+        (["strategy=fsdp", "gradient_sync=bf16"], "type strategy=ddp gradient_sync=bf16"),
+        (["gradient_sync=local_sgd", "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        (["trainer.compile=reduce-overhead", "trainer.gradient_accumulation_steps=2"], "type trainer.compile=true"),
+        (["trainer.batch_size=2", *THREE], "type trainer.batch_size=3"),
+        (["model=toy_parallel", "strategy=model_parallel", "strategy.devices=3", *THREE], "type model=mlp"),
+        (["strategy=async_parameter_server"], "type launch=spawn launch.nproc_per_node=3"),
+        ([*ASYNC, "sync_bn=on"], "type sync_bn=off"),
+        ([*ASYNC, "gradient_sync=ring"], "type strategy=ddp"),
+        ([*ASYNC, "trainer.deterministic=true"], "type trainer.deterministic=false"),
+        ([*ASYNC, "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        ([*ASYNC, "profiler.enabled=true"], "type profiler.enabled=false"),
+        ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> None:
+    cfg = composed(*typed)
+    with pytest.raises(ConfigError, match=said):
+        preflight(cfg, instantiate(cfg.launch))
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["strategy=model_parallel", "model=toy_parallel", "gradient_sync=bf16", *THREE],
+        ["strategy=pipeline", "model=mlp", "model.depth=3", "trainer.batch_size=2", *THREE],
+        ["strategy=virtual_ranks", "strategy.count=6", *THREE],
+        ["strategy=fsdp", *THREE],
+        ASYNC,
+    ],
+    ids=" ".join,
+)
+def test_what_goes_together_is_accepted(typed: list[str]) -> None:
+    cfg = composed(*typed)
+    preflight(cfg, instantiate(cfg.launch))
+
+
+def job(**changes: object) -> JobSpec:
+    cfg = composed()
+    return replace(job_spec(cfg, instantiate(cfg.launch)), **changes)  # type: ignore[arg-type]
+
+
+def test_virtual_ranks_on_gpus_need_deterministic_kernels() -> None:
+    strategy = instantiate(composed("strategy=virtual_ranks").strategy)
+    with pytest.raises(ConfigError, match="type trainer.deterministic=true"):
+        strategy.validate(job(device_type="cuda"))
+    strategy.validate(job(device_type="cuda", deterministic=True))
+    strategy.validate(job(device_type="cpu"))
+
+
+def test_cuda_graphs_are_refused_with_accumulated_gradients_only() -> None:
+    with pytest.raises(ConfigError, match="type trainer.compile=true, or trainer.gradient_accumulation_steps=1"):
+        validate_training(job(compile="reduce-overhead", gradient_accumulation_steps=2))
+    validate_training(job(compile="reduce-overhead"))
+    validate_training(job(compile="max-autotune", gradient_accumulation_steps=2))
+
+
+def test_fsdp_has_fused_adamw_and_no_fused_sgd() -> None:
+    strategy = instantiate(composed("strategy=fsdp").strategy)
+    strategy.validate(job(optimizer=torch.optim.AdamW, fused_optimizer=True))
+    with pytest.raises(ConfigError, match="type optimizer.fused=false"):
+        strategy.validate(job(optimizer=torch.optim.SGD, fused_optimizer=True))

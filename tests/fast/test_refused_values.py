@@ -1,0 +1,124 @@
+"""Values that cannot work are refused with a sentence that names the key and ends in what to type."""
+
+import re
+from typing import Any
+
+import pytest
+
+from support.refusals import answer, assert_advice_helps
+
+NPROC = "wants a whole number of 1 or more, auto, gpu or cpu; type launch.nproc_per_node=2"
+BETAS = "wants a list of 2 items, each a number from 0 to less than 1; type optimizer.betas=[0.9,0.999]"
+PLACES = "wants epochs, steps or minutes, such as 1epochs, 50steps or 10min; type snapshot.every=1epochs"
+
+# The last word typed is the one that cannot work. The sentence begins with its key.
+OUT_OF_RANGE = [
+    ("optimizer.lr=nan", "wants a number above 0; type optimizer.lr=0.05"),
+    ("optimizer.lr=inf", "wants a number above 0"),
+    ("optimizer.lr=-0.1", "wants a number above 0"),
+    ("optimizer.lr=null", "wants a number above 0"),
+    ("optimizer.lr=high", "wants a number above 0"),
+    ("optimizer.momentum=-1", "wants a number from 0 to less than 1"),
+    ("optimizer.weight_decay=-1", "wants a number of 0 or more"),
+    ("optimizer.nesterov=maybe", "wants true or false; type optimizer.nesterov=true"),
+    ("optimizer.momentum=0 optimizer.nesterov=true", "wants a momentum above 0; type optimizer.momentum=0.9"),
+    ("optimizer=adamw optimizer.betas=0.9", BETAS),
+    ("optimizer=adamw optimizer.betas=[0.9]", BETAS),
+    ("optimizer=adamw optimizer.betas=[0.9,1.5]", BETAS),
+    ("optimizer=adamw optimizer.betas=[0.9,x]", BETAS),
+    ("seed=abc", "wants a whole number from 0 to 9223372036854775807; type seed=0"),
+    ("seed=null", "wants a whole number from 0"),
+    ("seed=-1", "wants a whole number from 0"),
+    ("data_dir=null", "wants text; type data_dir=data"),
+    ("dataset.workers=-1", "wants a whole number of 0 or more"),
+    ("dataset.classes=5", "wants a whole number of 10 or more; type dataset.classes=10"),
+    ("dataset.augment.pad=-1", "wants a whole number of 0 or more"),
+    ("dataset.augment.flip=3", "wants true or false"),
+    ("dataset.mean=[0.1,0.2,0.3]", "wants 1 number, as the images have the shape [1,8,8]; type dataset.mean=[0.5]"),
+    ("dataset=cifar10 dataset.std=[0.1,0.2]", "wants 1 or 3 numbers"),
+    ("dataset.std=[0]", "wants a list of items, each a number above 0, or null"),
+    ("dataset.test=null", "reads no data; type dataset=<an option in conf/dataset>"),
+    ("backend.timeout=0", "wants a number above 0; type backend.timeout=300"),
+    ("backend.timeout=abc", "wants a number above 0"),
+    ("backend.name=tcp", "wants auto, gloo, nccl or mpi"),
+    ("backend.socket_ifname=nope0", "is no network interface of this machine, which has"),
+    ("scheduler.warmup_epochs=-1", "wants a number of 0 or more"),
+    ("scheduler.final_lr_ratio=-5", "wants a number of 0 or more"),
+    ("scheduler=step scheduler.step_epochs=0", "wants a number above 0"),
+    ("scheduler=one_cycle scheduler.pct_start=2", "wants a number between 0 and 1, both excluded"),
+    ("model=mlp model.depth=-1", "wants a whole number of 0 or more"),
+    ("model=mlp model.width=0", "wants a whole number of 1 or more; type model.width=128"),
+    ("model=mlp model.dropout=2", "wants a number from 0 to less than 1"),
+    ("launch=slurm launch.overrides=[] launch.dry_run=true launch.nodes=0", "wants a whole number of 1 or more"),
+    ("launch=slurm launch.overrides=[] launch.dry_run=true launch.time=soon", "wants minutes, such as 30, or a time"),
+    ("launch=spawn launch.nproc_per_node=0", NPROC),
+    ("launch=torchrun launch.nproc_per_node=0", NPROC),
+    ("launch=torchrun launch.nproc_per_node=-1", NPROC),
+    ("launch=torchrun launch.nproc_per_node=two", NPROC),
+    ("launch=torchrun launch.nproc_per_node=2.5", NPROC),
+    ("launch=torchrun launch.nproc_per_node=null", NPROC),
+    ("launch=torchrun launch.max_restarts=-1", "wants a whole number of 0 or more"),
+    ("launch=spawn launch.master_port=70000", "wants a whole number from 0 to 65535"),
+    ("launch=spawn launch.start_method=thread", "wants spawn, fork or forkserver"),
+    ("launch=spawn launch.master_port=1 launch.nnodes=2 launch.node_rank=2", "type launch.node_rank=0 to 1"),
+    (
+        "launch=spawn launch.nproc_per_node=4 trainer.batch_size=3",
+        "too small for 4 ranks; type trainer.batch_size=4",
+    ),
+    ("trainer.epochs=ten", "wants a whole number of 1 or more; type trainer.epochs=5"),
+    ("trainer.epochs=2.5", "wants a whole number of 1 or more"),
+    ("trainer.epochs=0", "wants a whole number of 1 or more"),
+    ("trainer.epochs=[3]", "wants a whole number of 1 or more"),
+    ("trainer.precision=fp8", "wants fp32, bf16, fp16 or fp64; type trainer.precision=fp32"),
+    ("trainer.compile=maybe", "wants false, true, reduce-overhead or max-autotune"),
+    ("trainer.channels_last=maybe", "wants auto, true or false"),
+    ("trainer.ema=1", "wants a number between 0 and 1, both excluded, or null"),
+    ("trainer.max_grad_norm=0", "wants a number above 0, or null"),
+    ("evaluation.patience=0", "wants a whole number of 1 or more, or null"),
+    ("logging.every=0", "wants a whole number of 1 or more"),
+    ("snapshot.every=3days", PLACES),
+    ("snapshot.every=0steps", PLACES),
+    ("gradient_sync=powersgd gradient_sync.start_step=0", "wants a whole number of 2 or more"),
+    (
+        "strategy=fsdp strategy.wrap_classes=3",
+        "each text; type strategy.wrap_classes=[BasicBlock]",
+    ),
+    ("strategy=pipeline strategy.schedule=foo", "wants 1F1B or GPipe; type strategy.schedule=1F1B"),
+    ("task.monitor=f1", "is not a metric of this task; type task.monitor=loss or task.monitor=accuracy"),
+    ("task.metrics.loss=down", "wants min or max; type task.metrics.loss=min or task.metrics.loss=max"),
+    ("objective=test/f1", "is not measured; type objective=test/loss or objective=test/accuracy"),
+    ("resume=nowhere", "does not exist; to start afresh leave resume= out, to resume type resume="),
+    ("resume=/etc/passwd", "is not a snapshot; type resume=<the run folder>"),
+]
+# What several words together cannot be. The whole sentence, without `; type ...`, and what to type.
+CONTRADICTIONS = [
+    ("backend=mpi", "backend=mpi needs a torch built with MPI", "backend=gloo"),
+    ("dataset=image_folder", "dataset.classes has no value", "dataset.classes=<value>"),
+    ("dataset=random", "model.shape=[20] wants images of shape [channels,height,width]", "model=mlp or model=linear"),
+    ("launch=torchrun dataset=random", "model.shape=[20] wants images", "model=mlp or model=linear"),
+    ("launch=spawn launch.nnodes=2", "needs a port that all of them know", "launch.master_port=29500 on each"),
+    ("launch=fork launch.nnodes=2 launch.master_port=1", "launch=fork is for one machine", "launch=spawn"),
+    ("dataset=mnist data_dir=nowhere launch=spawn", "MNIST is not in data_dir=nowhere", "data_dir=<folder that holds"),
+    ("strategy=virtual_ranks strategy.count=3 launch=spawn", "cannot be divided among 2 ranks", "strategy.count=4"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), OUT_OF_RANGE, ids=[typed for typed, _ in OUT_OF_RANGE])
+def test_a_value_that_cannot_work_is_refused(typed: str, said: str) -> None:
+    words = typed.split()
+    sentence = answer(*words)
+    assert sentence is not None
+    assert sentence.startswith(f"{words[-1]} "), sentence
+    assert said in sentence
+    # test_config.py shows that the value in the advice is accepted.
+    assert re.match(r"[a-z_.]+=\S", sentence.rpartition(" type ")[2]), sentence
+
+
+@pytest.mark.parametrize(("typed", "said", "advice"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
+def test_words_that_contradict_each_other_are_refused(typed: str, said: str, advice: str, tmp_path: Any) -> None:
+    words = [word.replace("=nowhere", f"={tmp_path}") for word in typed.split()]
+    sentence = answer(*words)
+    assert sentence is not None
+    assert said.replace("=nowhere", f"={tmp_path}") in sentence
+    assert advice.replace("=nowhere", f"={tmp_path}") in sentence.rpartition("type ")[2]
+    assert_advice_helps(words, sentence)

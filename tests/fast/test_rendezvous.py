@@ -1,0 +1,116 @@
+"""How ranks find each other: nonces, polling, repeated meetings over one store, the run's start time."""
+
+import threading
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed import store as store_module
+from lockstep.distributed.environment import RankInfo, read_rank_info
+from lockstep.distributed.rendezvous import agree_on_nonce, form_group
+from lockstep.distributed.store import forget_start, run_started_at
+from support.worlds import in_world
+
+PATIENCE = timedelta(seconds=20)
+
+
+class CountingStore:
+    """A store in this process that counts the questions of each thread."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.questions: dict[str, int] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        name = threading.current_thread().name
+        self.questions[name] = self.questions.get(name, 0) + 1
+        return self.inner.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def join_in_threads(store: Any, ranks: list[int], size: int) -> tuple[list[threading.Thread], dict[int, str]]:
+    """Threads that play these ranks at the meeting, and what nonce each of them finds."""
+    found: dict[int, str] = {}
+
+    def join(rank: int) -> None:
+        found[rank] = agree_on_nonce(store, rank, size, PATIENCE)
+
+    threads = [threading.Thread(target=join, args=[rank], name=f"rank{rank}", daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def test_ranks_that_wait_long_ask_the_store_rarely():
+    store, size = CountingStore(), 12
+    threads, found = join_in_threads(store, list(range(1, size)), size)
+    threads[0].join(1.0)  # rank 0 is late
+    waited = dict(store.questions)
+    nonce = agree_on_nonce(store, 0, size, PATIENCE)
+    for thread in threads:
+        thread.join(10)
+    assert set(found.values()) == {nonce}
+    assert len(found) == size - 1
+    # A question every 10 ms would be 100. Pauses that grow by a tenth of the time waited are about 35.
+    assert max(waited.values()) < 60
+    assert min(waited.values()) > 5
+
+
+def test_a_nonce_of_an_earlier_attempt_is_passed_over():
+    store = dist.HashStore()
+    store.set("meet/nonce", "stale")
+    store.set("meet/stale/ack/1", "an earlier process")
+    store.set("meet/stale/go/1", "an earlier process")
+    threads, found = join_in_threads(store, [1], 2)
+    threads[0].join(0.3)
+    assert threads[0].is_alive()
+    nonce = agree_on_nonce(store, 0, 2, PATIENCE)
+    threads[0].join(10)
+    assert found == {1: nonce}
+    assert nonce != "stale"
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(TimeoutError, match="rank 1 did not come to the meeting within backend.timeout"):
+        agree_on_nonce(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
+    with pytest.raises(TimeoutError, match="rank 0 did not open a meeting within backend.timeout"):
+        agree_on_nonce(dist.HashStore(), 1, 2, timedelta(seconds=0.05))
+
+
+def _meet_three_times() -> tuple[list[float], str]:
+    info, totals = read_rank_info(), []
+    moment = run_started_at(info)  # first, as train.py does: rank 0 takes the store with it when it exits
+    for _ in range(3):
+        dist.init_process_group("gloo", store=form_group(info, PATIENCE), rank=info.rank, world_size=info.world_size)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        totals.append(total.item())
+        dist.destroy_process_group()
+    return totals, moment.isoformat()
+
+
+def test_ranks_meet_three_times_over_one_store_and_share_the_start_time():
+    answers = in_world(3, _meet_three_times)
+    assert [totals for totals, _ in answers] == [[3.0] * 3] * 3
+    assert len({moment for _, moment in answers}) == 1
+
+
+def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first_start = store_module._first_start
+    step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"}
+    began = first_start(step)
+    assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) == began
+    assert first_start(step | {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}) > began
+    assert first_start(step) > began  # another job of the same number, years later
+    assert datetime.now() - first_start({}) < timedelta(seconds=1)
+    monkeypatch.setattr("os.environ", step)
+    forget_start(RankInfo(rank=1, world_size=2))
+    assert (tmp_path / "outputs/.started/slurm-8.0").exists()
+    forget_start(RankInfo())
+    assert not (tmp_path / "outputs/.started/slurm-8.0").exists()

@@ -1,0 +1,148 @@
+"""Resuming: what the snapshot decides, what the typed config decides, and what is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.errors import ConfigError
+from lockstep.snapshots.fingerprint import data_fingerprint
+from lockstep.snapshots.hyperparameters import resumed_group
+from support.configs import composed
+from support.run_folders import newest_snapshot, read_log
+from support.worlds import distance, in_world, same_bits, train, train_all, weights
+
+# 360 training samples in batches of 64: 6 steps an epoch.
+SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "evaluation.batch_size=360"]
+
+
+def runs(folder: Path, *overrides: str) -> Any:
+    return composed(f"run_dir={folder}", *SMALL, *overrides)
+
+
+def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
+    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=3", "trainer.ema=0.9"]
+    adamw += ["snapshot.every=5steps"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    configs = [runs(whole, *adamw), runs(resumed, *adamw, f"resume={whole}/snapshots/step_00000010.pt")]
+    in_world(1, train_all, configs)
+    assert same_bits(whole, resumed)
+    assert "resumed from" in read_log(resumed)
+    assert "in the snapshot" not in read_log(resumed)  # nothing has changed
+
+
+def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    constant = ["optimizer=adamw", "scheduler=constant"]
+    changed = ["optimizer.lr=1e-9", "optimizer.weight_decay=0.3", f"resume={first}", "trainer.epochs=2"]
+    in_world(1, train_all, [runs(first, *constant, "trainer.epochs=1"), runs(second, *constant, *changed)])
+    (group,) = newest_snapshot(second)["optimizer"]["param_groups"]
+    assert (group["lr"], group["weight_decay"]) == (1e-9, 0.3)
+    assert distance(weights(first), weights(second)) < 1e-6  # steps of such a small lr move nothing
+    log = read_log(second)
+    assert "optimizer.lr: 0.002 in the snapshot, 1e-09 now" in log
+    assert "optimizer.weight_decay: 0.01 in the snapshot, 0.3 now" in log
+
+
+def test_a_typed_lr_keeps_the_factor_that_the_schedule_has_reached():
+    saved, saved_initial = {"lr": 0.05, "momentum": 0.8, "fused": True}, {"lr": 0.1, "momentum": 0.9}
+    built = initial = {"lr": 0.01, "momentum": 0.9, "fused": False}
+    group = resumed_group(saved, saved_initial, built, initial, same_scheduler=True)
+    assert group == {"lr": pytest.approx(0.005), "momentum": 0.8, "fused": False}
+    other = resumed_group(saved, saved_initial, built, initial, same_scheduler=False)
+    assert other["momentum"] == 0.9
+
+
+def test_a_ddp_snapshot_with_fused_sgd_goes_on_under_fsdp(tmp_path):
+    exact = ["trainer.precision=fp64", "scheduler=constant", "trainer.epochs=2"]
+    ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"
+    configs = [
+        runs(ddp, *exact, "snapshot.every=8steps"),
+        runs(fsdp, *exact, "strategy=fsdp", f"resume={ddp}/snapshots/step_00000008.pt"),
+    ]
+    assert configs[0].optimizer.fused
+    assert not configs[1].optimizer.fused
+    in_world(2, train_all, configs)
+    assert distance(weights(ddp), weights(fsdp)) < 1e-12
+    assert newest_snapshot(fsdp)["progress"]["step"] == 12
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    paths = [*folder.glob("snapshots/*"), folder / "model.pt"]
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def test_a_run_that_has_reached_its_end_trains_nothing_and_says_so(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    in_world(1, train_all, [runs(run, "trainer.epochs=2")])
+    before = contents(run)
+    configs = [
+        runs(run, "trainer.epochs=2"),
+        runs(run, "trainer.epochs=1"),
+        runs(run, "trainer.epochs=9", "trainer.max_steps=3"),
+        runs(other, "trainer.epochs=2", "trainer.max_steps=7", f"resume={run}"),
+    ]
+    in_world(1, train_all, configs)
+    assert contents(run) == before
+    said = [line.split(" - ")[1] for line in read_log(run).splitlines() if "nothing to train" in line]
+    sentence = "nothing to train: the run is at step 12 already; type {}=<more> to go on"
+    assert said == [sentence.format(key) for key in ("trainer.epochs", "trainer.epochs", "trainer.max_steps")]
+    assert sentence.format("trainer.max_steps") in read_log(other)
+    assert same_bits(run, other)  # a folder without model.pt gets one, of the snapshot's weights
+    assert not (other / "snapshots").exists()
+
+    # A model.pt that is older than the snapshot is of an earlier step: the run was killed between the two files.
+    torch.save({}, run / "model.pt")
+    old = (run / "snapshots/step_00000012.pt").stat().st_mtime - 10
+    os.utime(run / "model.pt", (old, old))
+    in_world(1, train_all, configs[:1])
+    assert same_bits(run, other)
+
+
+def test_a_run_whose_patience_has_ended_trains_nothing(tmp_path):
+    run = tmp_path / "run"
+    judged = ["evaluation.patience=1", "scheduler=constant", "optimizer.lr=1e-12", "trainer.epochs=9"]
+    in_world(1, train_all, [runs(run, *judged), runs(run, *judged)])
+    told = "nothing to train: the run is at step 12 already; type evaluation.patience=<more> to go on"
+    assert read_log(run).count(told) == 1
+    assert newest_snapshot(run)["progress"]["step"] == 12
+
+
+def _refusal(first: Any, second: Any) -> str:
+    train(first)
+    with pytest.raises(ConfigError) as refused:
+        train(second)
+    return str(refused.value)
+
+
+def test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named(tmp_path):
+    first, other = tmp_path / "first", tmp_path / "other"
+    differs = ["seed=1", "dataset.train.train=true", "model.width=17", "optimizer=adamw"]
+    second = runs(other, f"resume={first}", "trainer.epochs=2", *differs)
+    (sentence,) = in_world(1, _refusal, runs(first, "trainer.max_steps=5"), second)
+    assert f"{first}/snapshots/step_00000005.pt does not fit this run: " in sentence
+    for named in (
+        "seed (0 in the snapshot, 1 here)",
+        "training samples (360 in the snapshot, 1437 here)",
+        "training data (",
+        "model.width (16 in the snapshot, 17 here)",
+        "optimizer (torch.optim.SGD in the snapshot, torch.optim.AdamW here)",
+    ):
+        assert named in sentence
+    assert "trainer.epochs" not in sentence  # this may change
+    assert sentence.endswith("to start afresh leave resume= out and type hydra.run.dir=<a new folder>")
+    assert not (other / "snapshots").exists()
+
+
+def test_data_of_the_same_shape_with_other_values_has_another_fingerprint():
+    samples, targets = torch.arange(40.0).reshape(20, 2), torch.arange(20)
+    one = data_fingerprint(InMemoryDataset(samples, targets))
+    assert one == data_fingerprint(InMemoryDataset(samples.clone(), targets.clone()))
+    assert one != data_fingerprint(InMemoryDataset(samples + 1, targets))
+    assert one != data_fingerprint(InMemoryDataset(samples, targets.flip(0)))
+    pairs = list(zip(samples, targets, strict=True))
+    assert data_fingerprint(pairs) == data_fingerprint(pairs[:])
+    assert data_fingerprint(pairs) != data_fingerprint([(sample, target + 1) for sample, target in pairs])

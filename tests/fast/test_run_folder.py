@@ -1,0 +1,103 @@
+"""One run per folder: the lock, and the record of the config in `.hydra`, which belongs to whoever holds the lock."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from lockstep.distributed.run_folder_lock import _try_lock
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.snapshots.record import write_record
+from support.commands import wait_for
+from support.configs import composed
+from support.worlds import in_world
+from train import train_worker
+
+SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "trainer.max_steps=1"]
+
+
+def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str]]]) -> list[str]:
+    """A training for each (changes of trainer.*, record), in one rank. Returns how each of them was refused."""
+    sentences = []
+    for changes, record in jobs:
+        cfg.trainer.update(changes)
+        try:
+            train_worker(cfg, record)
+            sentences.append("")
+        except ConfigError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
+    cfg = composed(f"run_dir={tmp_path}", *SMALL)
+    hydra = tmp_path / ".hydra"
+    first = {"config.yaml": "first", "overrides.yaml": "same"}
+    assert in_world(1, _train_with_records, cfg, [({}, first)]) == [[""]]
+    assert contents(hydra) == first
+
+    file, problem = _try_lock(tmp_path)  # as another run would hold it
+    assert (file is not None, problem) == (True, None)
+    second = {"config.yaml": "second", "overrides.yaml": "same"}
+    ((refusal,),) = in_world(1, _train_with_records, cfg, [({"max_steps": 2}, second)])
+    held = f"another run holds {tmp_path} (pid {os.getpid()} on "
+    assert refusal.startswith(held)
+    assert refusal.endswith("wait for its end, or type another hydra.run.dir=")
+    assert contents(hydra) == first
+    assert file is not None
+    file.close()
+
+    # Steps 2 and 3 have a config of their own. The last start has nothing to train.
+    jobs = [({"max_steps": 3}, second), ({"max_steps": 2}, {"config.yaml": "third"})]
+    assert in_world(1, _train_with_records, cfg, jobs) == [["", ""]]
+    assert contents(hydra) == second | {"config.until_step_00000001.yaml": "first"}
+
+
+def test_a_start_that_saved_no_step_does_not_replace_the_record_of_those_before(tmp_path):
+    world = World(0, 1, 0, 1, torch.device("cpu"), cast(Any, None), timeout=1)
+    for text in ("first", "saved no step", "third"):
+        write_record(world, tmp_path, {"config.yaml": text}, step=30)
+    assert contents(tmp_path / ".hydra") == {"config.yaml": "third", "config.until_step_00000030.yaml": "first"}
+
+
+def _hold_and_fork(folder: str) -> None:
+    """Takes the lock and forks a process, as a DataLoader does for its workers."""
+    file, problem = _try_lock(Path(folder))
+    assert problem is None
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    Path(folder, "worker").write_text(str(child))
+    Path(folder, "worker").rename(Path(folder, "worker.pid"))
+    time.sleep(60)
+    assert file is not None
+
+
+def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
+    rank = multiprocessing.get_context("forkserver").Process(target=_hold_and_fork, args=[str(tmp_path)])
+    rank.start()
+    wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker", 20)
+    worker = int((tmp_path / "worker.pid").read_text())
+    try:
+        file, problem = _try_lock(tmp_path)
+        assert file is None
+        assert str(problem).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
+        rank.kill()
+        rank.join()
+        assert Path(f"/proc/{worker}").exists()
+        file, problem = _try_lock(tmp_path)
+        assert problem is None
+        assert file is not None
+        file.close()
+    finally:
+        os.kill(worker, signal.SIGKILL)

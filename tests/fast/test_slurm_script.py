@@ -1,0 +1,108 @@
+"""launch=slurm: the script that is submitted, and what is refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launchers.slurm import SlurmLauncher
+from support.commands import TRAIN
+
+NOTHING_SET: dict[str, Any] = {
+    "nodes": 2,
+    "ntasks_per_node": 1,
+    "cpus_per_task": None,
+    "partition": None,
+    "account": None,
+    "time": None,
+    "warning": 60,
+    "options": [],
+    "setup": [],
+    "dry_run": True,
+    "overrides": [],
+}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """script(words of the command, **settings of launch) -> the sbatch script for the run folder `a folder`."""
+
+    def make(*words: str, **settings: Any) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [TRAIN, *words])
+        return SlurmLauncher(run_dir="a folder", **(NOTHING_SET | settings)).script()
+
+    return make
+
+
+def test_the_script_asks_for_what_the_config_says(script, tmp_path):
+    options = ["--gpus-per-node=2"]
+    text = script(time="00:30:00", partition="gpu", account="me", warning=90, cpus_per_task=4, options=options)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--time=00:30:00",
+        "--partition=gpu",
+        "--account=me",
+        "--signal=B:USR1@90",
+        "--cpus-per-task=4",
+        "--gpus-per-node=2",
+        "--requeue",
+        f"--chdir={tmp_path}",
+        f"--output='{tmp_path}/a folder/slurm-%j.out'",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in text  # srun ignores sbatch's
+
+
+def test_what_is_not_set_is_left_to_the_cluster(script):
+    text = script(setup=["module load cuda", "ulimit -l unlimited"])
+    assert "\nmodule load cuda\nulimit -l unlimited\n" in text
+    for option in ("--time", "--partition", "--account", "--cpus-per-task"):
+        assert option not in text
+
+
+def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(script, tmp_path):
+    typed = ["model=mlp", "launch=slurm", "launch.nodes=2", "+launch.extra=1", "trainer.epochs=3"]
+    text = script(*typed, overrides=typed)
+    (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    words = f"model=mlp trainer.epochs=3 launch=env 'hydra.run.dir=\"{tmp_path}/a folder\"' &"
+    assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {words}"
+
+
+@pytest.mark.parametrize("flag", [["--config-dir=/my conf"], ["--config-dir", "/my conf"], ["-cd", "/my conf"]])
+def test_the_flags_that_choose_the_config_reach_the_ranks(script, flag):
+    text = script("model=mine", *flag, "--config-name=other", "-m", overrides=["model=mine"])
+    assert f"{TRAIN} '--config-dir=/my conf' --config-name=other model=mine launch=env " in text
+
+
+def test_a_submission_that_cannot_work_is_refused(tmp_path, monkeypatch):
+    launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False}))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="this machine has none; type launch.dry_run=true to see the script"):
+        launcher.validate()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(ConfigError, match="inside Slurm job 7 would submit another one; type srun python src/train.py"):
+        launcher.validate()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(ConfigError, match="launch=slurm inside torchrun"):
+        launcher.validate()
+
+
+def test_what_sbatch_says_is_shown_when_it_refuses_the_job(tmp_path, monkeypatch):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False, "partition": "gpu"}))
+    with pytest.raises(ConfigError, match=r"sbatch refused the job \(invalid partition\); type launch.partition="):
+        launcher.launch(print)
+    sbatch.write_text("#!/bin/sh\necho '12;cluster'\n")
+    launcher.launch(print)
+    assert "--partition=gpu" in Path(tmp_path, "job.sh").read_text()

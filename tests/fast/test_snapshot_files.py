@@ -1,0 +1,192 @@
+"""Snapshot files: whole or not at all, whatever moment a run is killed at."""
+
+import builtins
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.snapshots import files
+from lockstep.snapshots.files import find_snapshots, list_snapshots, load_first_good, remove_leftovers, save_snapshot
+from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.writer import BackgroundWriter
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: once it is raised, no later file operation has any effect."""
+
+
+class Disk:
+    """Counts the file operations of lockstep.snapshots.files, and raises Killed from number `last` on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.last = 0, 0
+        monkeypatch.setattr(files, "open", self.guarded(builtins.open), raising=False)
+        for module, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (Path, "unlink")):
+            monkeypatch.setattr(module, name, self.guarded(getattr(module, name)))
+        monkeypatch.setattr(torch, "save", self.partial(torch.save))
+        monkeypatch.setattr(files, "_write_json", self.partial(files._write_json))
+
+    def killed_now(self) -> bool:
+        self.count += 1
+        return self.count > self.last
+
+    def guarded(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.killed_now():
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return call
+
+    def partial(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """A write that is killed in the middle leaves some bytes."""
+
+        def call(*args: Any) -> Any:
+            if self.killed_now():
+                (file,) = [value for value in args if hasattr(value, "write")]
+                file.write(b"half")
+                raise Killed
+            return write(*args)
+
+        return call
+
+    def save(self, folder: Path, name: str, value: int, last: int) -> bool:
+        """Whether save_snapshot came to its end, with at most `last` file operations."""
+        self.count, self.last = 0, last
+        try:
+            save_snapshot(folder, name, {"value": value}, keep_last=2, step=value)
+            return True
+        except Killed:
+            return False
+        finally:
+            self.last = 10**9
+
+
+def value_of(path: Path) -> int:
+    found = load_first_good([path])
+    assert found is not None
+    return int(found[0]["value"])
+
+
+@pytest.mark.parametrize("cleaned", [True, False], ids=["started again", "not started again"])
+def test_killed_at_any_moment_while_best_is_overwritten_it_can_be_loaded(tmp_path, monkeypatch, caplog, cleaned):
+    best, disk = tmp_path / "best.pt", Disk(monkeypatch)
+    assert disk.save(tmp_path, "best", 0, last=100)
+    value, moments, finished = 0, 0, False
+    while not finished:
+        finished = disk.save(tmp_path, "best", value + 1, last=moments)
+        now = value_of(best)
+        assert now in (value, value + 1), f"killed at file operation {moments}"
+        assert now == value + 1 or not finished
+        value, moments = now, moments + 1
+        if cleaned:
+            remove_leftovers(tmp_path)
+            assert not list(tmp_path.glob("*.tmp"))
+            assert value_of(best) == value
+    assert moments > 10  # two or three files were opened, written, synced and replaced
+    assert "and passed over" not in caplog.text
+
+
+def test_killed_at_any_moment_a_numbered_snapshot_can_be_loaded(tmp_path, monkeypatch, caplog):
+    disk, step = Disk(monkeypatch), 0
+    assert disk.save(tmp_path, "step_00000000", 0, last=100)
+    for last in range(100):
+        step += 1
+        finished = disk.save(tmp_path, f"step_{step:08d}", step, last)
+        newest = list_snapshots(tmp_path)[0]
+        assert value_of(newest) == int(newest.stem[5:])
+        if finished:
+            break
+    assert value_of(newest) == step
+    assert len(list_snapshots(tmp_path)) == 2
+    assert "and passed over" not in caplog.text
+
+
+def test_damaged_snapshots_are_passed_over(tmp_path, caplog):
+    for step in range(1, 6):
+        save_snapshot(tmp_path, f"step_{step:08d}", {"step": step}, keep_last=4, step=step)
+    newest, second, third, fourth = list_snapshots(tmp_path)
+    newest.write_bytes(newest.read_bytes()[:-10])  # truncated
+    flipped = bytearray(second.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    second.write_bytes(flipped)
+    third.with_suffix(".json").unlink()
+    found = load_first_good(list_snapshots(tmp_path))
+    assert found is not None
+    assert (found[0]["step"], found[1]) == (2, fourth)
+    assert caplog.text.count("and passed over") == 3
+    fourth.write_bytes(b"")
+    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type resume=<another snapshot>"):
+        load_first_good(list_snapshots(tmp_path))
+
+
+class Evil:
+    def __init__(self, harm: Path) -> None:
+        self.harm = harm
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.harm}",)
+
+
+def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path):
+    save_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, keep_last=1)
+    with pytest.raises(ConfigError):
+        load_first_good([tmp_path / "step_00000001.pt"])
+    assert not (tmp_path / "harm").exists()
+
+
+def test_resume_wants_a_snapshot(tmp_path):
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
+    (tmp_path / "notes.txt").write_text("hello")
+    save_snapshot(tmp_path / "snapshots", "step_00000007", {"step": 7}, keep_last=1)
+    elsewhere = tmp_path / "elsewhere"
+    weights = f"model.pt holds only weights, and training also needs the optimizer's state; type resume={tmp_path}"
+    for where, said in (
+        ("model.pt", weights),
+        ("notes.txt", f"notes.txt is not a snapshot; type resume={tmp_path}"),
+        ("nowhere", "nowhere does not exist; to start afresh leave resume= out"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            find_snapshots(tmp_path / where, elsewhere)
+        assert said in str(refused.value)
+    assert find_snapshots(tmp_path, elsewhere) == find_snapshots(tmp_path / "snapshots", elsewhere)
+    assert find_snapshots(None, elsewhere) == []
+    assert [path.stem for path in find_snapshots(None, tmp_path)] == ["step_00000007"]
+
+
+def test_the_writer_is_never_more_than_two_snapshots_behind():
+    writer, gate, written = BackgroundWriter(max_pending=2), threading.Event(), []
+
+    def write(number: int) -> None:
+        gate.wait()
+        written.append(number)
+
+    writer.put(write, 0)
+    writer.put(write, 1)  # training goes on
+    threading.Timer(0.1, gate.set).start()
+    writer.put(write, 2)  # waits for the first
+    assert written[0] == 0
+    writer.close()
+    assert written == [0, 1, 2]
+
+
+def test_when_a_snapshot_is_due():
+    steps = SaveInterval("15steps")
+    assert [step for step in range(1, 47) if steps.due_after_step(step)] == [15, 30, 45]
+    assert SaveInterval("15steps").due_after_step(40)  # a strategy may report several steps at once
+    epochs = SaveInterval("2epochs")
+    assert [epoch for epoch in range(1, 6) if epochs.due_after_epoch(epoch)] == [2, 4]
+    assert not epochs.due_after_step(2)
+    minutes = SaveInterval("10min")
+    assert not minutes.due_by_clock()
+    minutes.last_time -= 600
+    assert [minutes.due_by_clock(), minutes.due_by_clock()] == [True, False]
+    for wrong in ("0steps", "often", "5"):
+        with pytest.raises(ConfigError, match="type snapshot.every=1epochs, 50steps or 10min"):
+            SaveInterval(wrong)

@@ -1,0 +1,96 @@
+"""The structure of the code: which package may import which, and how long files and functions may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from support.commands import ROOT
+
+SRC = ROOT / "src" / "lockstep"
+TESTS = ROOT / "tests"
+
+# What each package may import besides itself. `train.py`, `build.py` and `preflight.py` may import everything.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "distributed": {"errors"},
+    "cli": {"config", "distributed", "errors"},
+    "launchers": {"distributed", "errors"},
+    "data": {"distributed", "errors"},
+    "models": {"distributed", "errors"},
+    "tasks": {"distributed", "errors"},
+    "strategies": {"data", "models", "tasks", "distributed", "errors"},
+    "training": {"strategies", "data", "models", "tasks", "distributed", "errors"},
+    "snapshots": {"training", "strategies", "data", "models", "tasks", "distributed", "errors"},
+    "loggers": {"training", "strategies", "data", "models", "tasks", "distributed", "errors"},
+}
+WITHOUT_TORCH = ["cli", "config", "errors", "distributed.environment", "distributed.signals"]
+MODULES = sorted(SRC.rglob("*.py"))
+
+
+def package_of(name: str) -> str:
+    """ "lockstep.data.loader" -> "data"; the files of the command line count as one package."""
+    first = name.split(".")[1]
+    return "cli" if first.startswith("cli") else first
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["lockstep", *path.relative_to(SRC).with_suffix("").parts])
+
+
+def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
+    """The names of all imported modules."""
+    nodes = getattr(tree, "body", []) if top_level_only else ast.walk(tree)
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    package = package_of(module_name(path) + ".")
+    if package in ("build", "preflight", "__init__"):
+        return
+    found = {package_of(name) for name in imports(ast.parse(path.read_text())) if name.startswith("lockstep.")}
+    assert found - ALLOWED[package] - {package} == set()
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    for path in MODULES:
+        name = module_name(path).removeprefix("lockstep.")
+        if name.startswith(tuple(WITHOUT_TORCH)):
+            found = imports(ast.parse(path.read_text()), top_level_only=True)
+            assert not [module for module in found if module.split(".")[0] == "torch"], name
+
+
+def test_no_test_file_imports_another_one() -> None:
+    for path in TESTS.rglob("test_*.py"):
+        found = imports(ast.parse(path.read_text()))
+        assert not [name for name in found if name.split(".")[-1].startswith("test_") or name == "conftest"], path
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "bench"])
+def test_files_and_functions_are_short(folder: str) -> None:
+    too_long = []
+    for path in (ROOT / folder).rglob("*.py"):
+        text = path.read_text()
+        if text.count("\n") > 250:
+            too_long.append(f"{path}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 40:
+                too_long.append(f"{path}: {node.name} has {(node.end_lineno or 0) - node.lineno + 1} lines")
+    assert not too_long
+
+
+def test_config_groups_and_packages_have_the_same_names() -> None:
+    pairs = {"strategy": "strategies", "gradient_sync": "strategies/gradient_sync", "task": "tasks"}
+    for group, package in pairs.items():
+        options = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+        modules = {path.stem for path in (SRC / package).glob("*.py")}
+        assert options <= modules, (group, options - modules)

@@ -1,0 +1,94 @@
+"""Batch norm over all ranks equals batch norm over the whole batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.distributed.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm
+from lockstep.distributed.world import init_distributed
+from lockstep.tasks.classification import Classification
+from support.configs import composed
+from support.worlds import distance, in_world, train_all, weights
+
+SHARES = ([7], [4, 3], [5, 2, 0])
+
+
+def net(momentum: float | None, affine: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3, momentum=momentum, affine=affine),
+        nn.Flatten(),
+        nn.Linear(48, 5),
+        nn.BatchNorm1d(5, momentum=momentum, affine=affine),
+    ).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """7 samples. Their mean is a hundred times their spread, where a careless variance loses its digits."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(7, 2, 6, 6, dtype=torch.double, generator=generator) + 100, torch.arange(7).remainder(5)
+
+
+def gradients_and_buffers(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    Classification({"loss": "min"}, "loss")(model(inputs), targets)[0].backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*gradients, *model.buffers()]
+
+
+def on_a_share(shares: list[int], variants: list[tuple[float | None, bool]]) -> list[list[float]]:
+    """Of each variant, this rank's gradients, summed over the ranks, and its buffers after one training step."""
+    found = []
+    with init_distributed("gloo", 60) as world:
+        for variant in variants:
+            model = convert_sync_batch_norm(net(*variant), world)
+            assert sum(isinstance(module, SyncBatchNorm) for module in model.modules()) == 2
+            mine = [tensor.split(shares)[world.rank] for tensor in batch()]
+            values = gradients_and_buffers(model, mine[0], mine[1])
+            gradients = len(list(model.parameters()))
+            summed = [world.all_reduce_sum(value) for value in values[:gradients]]
+            found.append(torch.cat([value.flatten() for value in [*summed, *values[gradients:]]]).tolist())
+    return found
+
+
+@pytest.mark.parametrize("shares", SHARES, ids=str)
+def test_uneven_and_empty_shares_give_the_whole_batchs_statistics_and_gradients(shares: list[int]) -> None:
+    variants: list[tuple[float | None, bool]] = [(0.1, True), (None, False)]
+    answers = in_world(len(shares), on_a_share, shares, variants)
+    for number, variant in enumerate(variants):
+        whole = torch.cat([value.flatten() for value in gradients_and_buffers(net(*variant), *batch())])
+        for of_rank in answers:
+            found = torch.tensor(of_rank[number], dtype=torch.double)
+            torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
+
+
+def evaluate() -> bool:
+    """Rank 0 evaluates alone, which would wait for ever if it were a collective."""
+    plain = net(0.1, True)
+    plain(batch()[0])
+    expected = plain.eval()(batch()[0])
+    with init_distributed("gloo", 60) as world:
+        synced = convert_sync_batch_norm(plain, world)
+        assert list(synced.state_dict()) == list(net(0.1, True).state_dict())
+        equal = torch.equal(synced(batch()[0]), expected) if world.is_rank_zero else True
+        world.barrier()
+        return equal
+
+
+def test_an_evaluation_uses_the_running_statistics_and_is_no_collective() -> None:
+    assert in_world(2, evaluate) == [True, True]
+
+
+CONVNET = ["model=convnet", "trainer.precision=fp64", "trainer.max_steps=3", "logger=[]", "trainer.batch_size=61"]
+
+
+def test_sync_bn_on_and_auto_give_one_ranks_numbers_and_off_does_not(tmp_path: Path) -> None:
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *CONVNET)])
+    modes = ["on", "auto", "off"]
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / mode}", *CONVNET, f"sync_bn={mode}") for mode in modes])
+    alone = weights(tmp_path / "alone")
+    on, auto, off = (distance(alone, weights(tmp_path / mode)) for mode in modes)
+    assert max(on, auto) < 1e-10
+    assert off > 1e-6

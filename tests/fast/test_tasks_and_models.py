@@ -1,0 +1,106 @@
+"""Losses and metrics against plain torch, and the layers of the models."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.convnet import convnet
+from lockstep.models.linear import linear
+from lockstep.models.mlp import mlp
+from lockstep.models.torchvision_model import torchvision_model
+from lockstep.models.toy_parallel import toy_parallel
+from lockstep.strategies.layer_groups import layer_groups
+from lockstep.tasks.base import Task
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.regression import Regression
+from support.configs import composed
+
+CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy")
+REGRESSION = Regression({"loss": "min"}, "loss")
+
+
+def test_classification_sums_cross_entropy_and_right_answers() -> None:
+    outputs = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
+    targets = torch.tensor([0, 1, 1])
+    loss, sums = CLASSIFICATION(outputs, targets)
+    assert loss.item() == pytest.approx(3 * F.cross_entropy(outputs, targets).item())
+    assert (sums["loss"].item(), sums["accuracy"].item()) == (loss.item(), 2)
+    loss.backward()
+    assert outputs.grad is not None
+
+
+def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> None:
+    outputs, targets = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
+    loss, sums = REGRESSION(outputs, targets)
+    assert loss.item() == sums["loss"].item() == 5.0
+
+
+@pytest.mark.parametrize(
+    ("task", "targets"), [(CLASSIFICATION, torch.zeros(0, dtype=torch.long)), (REGRESSION, torch.zeros(0, 2))]
+)
+def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32(task: Task, targets: torch.Tensor) -> None:
+    loss, sums = task(torch.zeros(0, 2, dtype=torch.bfloat16), targets)
+    assert loss.dtype == torch.float32
+    assert [value.item() for value in sums.values()] == [0] * len(sums)
+
+
+def test_metrics_say_whether_more_is_better() -> None:
+    assert (CLASSIFICATION.mode("test/accuracy"), CLASSIFICATION.mode("test/loss")) == ("max", "min")
+    for objective in ("test/f1", "train/loss", "accuracy"):
+        with pytest.raises(ConfigError, match="type objective=test/loss or objective=test/accuracy"):
+            CLASSIFICATION.mode(objective)
+    with pytest.raises(ConfigError, match="type task.monitor=loss"):
+        Regression({"loss": "min"}, "accuracy")
+
+
+def layers(model: nn.Module) -> list[tuple[int, ...]]:
+    """The weights' shapes."""
+    return [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
+
+
+def test_models_have_the_layers_that_their_options_ask_for() -> None:
+    assert layers(mlp([1, 4, 4], 3, width=5, depth=2, dropout=0.5)) == [(5, 16), (5, 5), (3, 5)]
+    drops = [module.p for module in mlp([7], 3, width=5, depth=3, dropout=0.5) if isinstance(module, nn.Dropout)]
+    assert drops == [0.5, 0.5, 0.5]
+    assert layers(linear([20], 1)) == [(1, 20)]
+    assert list(dict(linear([20], 1).named_parameters())) == ["weight", "bias"]
+    assert layers(linear([1, 8, 8], 10)) == [(10, 64)]
+    assert layers(toy_parallel([3, 2], 4, width=9)) == [(9, 6), (4, 9)]
+    assert layers(convnet([3, 12, 8], 10)) == [(16, 3, 5, 5), (16,), (32, 16, 5, 5), (32,), (10, 3 * 2 * 32)]
+
+
+@pytest.mark.parametrize("model", [mlp([1, 8, 8], 4, 8, 1, 0.0), linear([1, 8, 8], 4), convnet([1, 8, 8], 4)])
+def test_models_turn_images_into_logits(model: nn.Module) -> None:
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 4)
+
+
+def test_a_resnet_is_adapted_to_small_and_grey_images() -> None:
+    resnet = torchvision_model("resnet18", [1, 8, 8], 10)
+    assert resnet.conv1.weight.shape == (64, 1, 3, 3)
+    assert isinstance(resnet.maxpool, nn.Identity)
+    assert torchvision_model("resnet18", [1, 64, 64], 10).conv1.weight.shape == (64, 1, 7, 7)
+    with pytest.raises(ConfigError, match="type model.name=resnet18"):
+        torchvision_model("resnet81", [3, 8, 8], 10)
+    with pytest.raises(ConfigError, match="type model=mlp"):
+        convnet([20], 1)
+    with pytest.raises(ConfigError, match="type model=mlp"):
+        convnet([1, 3, 8], 1)
+
+
+def test_layer_groups_are_neighbours_with_equally_many_layers_with_parameters() -> None:
+    groups = layer_groups(mlp([7], 3, width=5, depth=3, dropout=0.0), 2)
+    assert [len(layers(nn.Sequential(*group.values()))) for group in groups] == [2, 2]
+    assert [name for group in groups for name in group] == [str(number) for number in range(11)]
+    with pytest.raises(ConfigError, match="type model=mlp model.depth=2"):
+        layer_groups(linear([1, 8, 8], 10), 3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "task", "monitor"), [("digits", "Classification", "accuracy"), ("random", "Regression", "loss")]
+)
+def test_a_data_set_brings_its_task(dataset: str, task: str, monitor: str) -> None:
+    cfg = composed(f"dataset={dataset}", "model=mlp")
+    assert cfg.task._target_.endswith(task)
+    assert cfg.objective == f"test/{monitor}"

@@ -1,0 +1,125 @@
+"""What ranks say to each other, and which options reach the process group."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.world import choose_backend, init_distributed, validate_backend
+from lockstep.errors import ConfigError
+from support.worlds import in_world
+
+OPTIONS = {"timeout": 17, "socket_ifname": "lo", "debug": "WARN", "p2p_disable": True, "ib_disable": False}
+VARIABLES = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_DEBUG": "WARN",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_IB_DISABLE": "0",
+}
+
+
+def _talk(folder: str) -> dict[str, Any]:
+    with init_distributed("auto", **OPTIONS) as world:
+        said: dict[str, Any] = {"rank": world.rank, "gathered": world.all_gather_object(world.rank**2)}
+        said["told"] = world.broadcast_object(world.rank + 7)
+        said["sum"] = world.all_reduce_sum(torch.tensor([1.0, world.rank])).tolist()
+        said["found"] = _first_rank_first(world, Path(folder, "downloaded"))
+        vote = StopVote(world, flags=2, pause=0)
+        said["votes"] = [vote.cast(world.rank == 1, step == 2 and world.rank == 0) for step in range(4)]
+        vote.close()
+        said["variables"] = {name: os.environ.get(name) for name in VARIABLES}
+        said["threads"] = torch.get_num_threads()
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+        said["timeout"] = (world.timeout, backend.options._timeout.total_seconds())
+        try:
+            world.require_same_config({"seed": world.rank // 2}, hint="type the same seed")
+        except ConfigError as error:
+            said["differs"] = str(error)
+    said["left"] = not dist.is_initialized()
+    return said
+
+
+def _first_rank_first(world: Any, file: Path) -> bool:
+    with world.local_rank_zero_first():
+        if world.local_rank == 0:
+            time.sleep(0.3)
+            file.open("x").close()  # "x": a second download would fail
+        return file.exists()
+
+
+def test_three_ranks_speak(tmp_path):
+    for rank, said in enumerate(in_world(3, _talk, str(tmp_path))):
+        assert said == {
+            "rank": rank,
+            "gathered": [0, 1, 4],
+            "told": 7,
+            "sum": [3.0, 3.0],
+            "found": True,  # the first rank of the machine went first, alone
+            "votes": [(False, False), (True, False), (True, False), (True, True)],  # one step late, alike everywhere
+            "variables": VARIABLES,
+            "threads": max(1, len(os.sched_getaffinity(0)) // 3),
+            "timeout": (17, 17.0),
+            "differs": "seed differs between ranks: 0 on rank 0 and 1 on rank 2; type the same seed",
+            "left": True,
+        }
+
+
+def _recorded_votes() -> list[str]:
+    with init_distributed("auto", 60) as world:
+        vote = StopVote(world, flags=1, pause=0)
+        with torch.profiler.profile() as profiler:
+            world.all_reduce_sum(torch.ones(1))
+            vote.cast(True)
+        vote.close()
+        return [event.name for event in profiler.events() if event.name.startswith("gloo:")]
+
+
+def test_a_profiler_may_stop_before_a_vote_is_counted():
+    """A recorded collective that ends after torch's profiler has stopped corrupts the heap."""
+    assert in_world(2, _recorded_votes) == [["gloo:all_reduce"]] * 2
+
+
+def _fail_on_rank_1() -> tuple[str, float] | None:
+    began = time.monotonic()
+    try:
+        with init_distributed("gloo", 60) as world:
+            if world.rank == 1:
+                raise ValueError("rank 1 gives up")
+            world.barrier()
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting():
+    (peer, waited), (failed, _), _ = in_world(3, _fail_on_rank_1)
+    assert failed == "ValueError"
+    assert peer == "RuntimeError"
+    assert waited < 10
+
+
+def _unset_options() -> list[str]:
+    with init_distributed("gloo", 60):
+        return [name for name in VARIABLES if name in os.environ]
+
+
+def test_options_that_are_not_set_leave_the_environment_alone():
+    assert in_world(1, _unset_options) == [[]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_without_gpus_auto_is_gloo_and_nccl_is_refused():
+    assert choose_backend("auto", 4) == "gloo"
+    with pytest.raises(ConfigError, match="this machine shows none; type backend=gloo"):
+        choose_backend("nccl")
+
+
+def test_a_network_interface_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="no network interface eth9; type backend.socket_ifname= and one of .*lo"):
+        validate_backend("gloo", 1, "lo,eth9")

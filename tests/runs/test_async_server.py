@@ -1,0 +1,25 @@
+"""The asynchronous parameter server as a command."""
+
+from typing import Any
+
+import pytest
+
+from support.commands import TORCHRUN, TRAIN
+from support.event_files import scalars
+
+
+def test_it_applies_stale_gradients_and_learns(start: Any) -> None:
+    options = ["strategy=async_parameter_server", "optimizer.momentum=0.5"]
+    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options).finish()
+    shown = scalars(run.folder)
+    assert all(0 < value <= 10 for _, value in shown["async/staleness_mean"])
+    assert max(value for _, value in shown["async/staleness_max"]) >= 1
+    accuracy = shown["test/accuracy"][-1][1]
+    assert accuracy > 0.85
+    assert [step for step, _ in shown["train/loss"]] == [23, 46, 69, 92, 115]  # the steps of a synchronous run
+    assert accuracy * 360 == pytest.approx(round(accuracy * 360), abs=1e-3)  # of 360 test samples
+
+
+def test_a_server_without_a_worker_is_refused_before_anything_starts(train: Any) -> None:
+    refused = train("strategy=async_parameter_server", code=2)
+    assert "type launch=spawn launch.nproc_per_node=3" in refused.sentence

@@ -1,0 +1,88 @@
+"""The benchmarks run: every contender measures itself, and each part writes its tables."""
+
+import os
+import sys
+
+import pytest
+
+from support.commands import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import race  # noqa: E402
+import race_tables  # noqa: E402
+
+TINY = race.Settings(
+    os.environ.get("LOCKSTEP_DATA", ""), samples=256, test_samples=256, epochs=1, worlds=(2,), floor_epochs=1
+)
+NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
+# The others differ from these by an option.
+NAMES = {"tutorial", "Lockstep", "references", *NEEDS, race_tables.beside("fp32"), race_tables.beside("bf16, gloo")}
+FIELD = [one for group in race.contenders(TINY)[:2] for one in group if one.name in NAMES]
+FIELD += [one for one in race.contenders(TINY)[2] if one.name == "minimal"]
+
+
+@pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where MNIST lies")
+@pytest.mark.parametrize("contender", FIELD, ids=lambda one: f"{one.name}-{one.ranks}")
+def test_a_contender_runs_and_measures_itself(contender, tmp_path):
+    needs = NEEDS.get(contender.name)
+    if needs and not race.installed(needs):
+        pytest.skip(f"{needs} is not installed; type pip install -r requirements-bench.txt")
+    found = race.run(contender, tmp_path / "run")
+    assert 0 < found["first_step"] < found["wall"]
+    assert 50 < found["private"] <= found["rss"] < 5000
+    if contender.name != "minimal":
+        assert found["speed"] == found["first_epoch"] > 256 / found["wall"]
+        assert "later_epochs" not in found
+        assert found["evaluation"] > 256 / found["wall"]
+        assert 0 <= found["accuracy"] <= 1
+        assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / 256
+    floors = {f"of {name}" for name, ranks in race_tables.FLOORS.items() if ranks == contender.ranks}
+    assert {key for key in found if key.startswith("of ")} == (floors if "floor" in contender.parts else set())
+
+
+def test_a_part_that_does_not_exist_is_refused(start):
+    output = start(sys.executable, ROOT / "bench" / "race.py", "--only=speed").finish(code=1).output
+    assert "--only: unknown part speed; type --only= and some of train,floor" in output
+
+
+def table_rows(path):
+    return [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")]
+
+
+def test_growth_gives_a_verdict_for_each_cost(start, tmp_path):
+    start(sys.executable, ROOT / "bench" / "growth.py", "--quick", "--only=tags,snapshot", f"--out={tmp_path}").finish()
+    head, _, *rows = table_rows(tmp_path / "growth.md")
+    assert [row[:2] for row in rows] == [
+        ["tags", "ms a call, flushed"],
+        ["tags", "bytes on disk"],
+        ["snapshot", "CPU ms of training"],
+        ["snapshot", "ms of writing"],
+    ]
+    assert rows[1][-1] == "grows with the work"
+    assert rows[2][3].endswith("at 10.44 MB")  # 0.87 million weights and their two moments
+
+
+def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
+    command = ["--quick", "--syncs=ring,bf16", "--width=256", f"--out={tmp_path}"]
+    start(sys.executable, ROOT / "bench" / "compare.py", *command).finish()
+    _, _, *rows = table_rows(tmp_path / "compare.md")
+    assert [row[1] for row in rows] == ["ring", "bf16"]
+    for _, _, _, rank_zero, formula, others, others_formula, *_ in rows:
+        for sent, expected in ((rank_zero, formula), (others, others_formula)):
+            sent, expected = (float(cell.removesuffix(" MB")) for cell in (sent, expected))
+            assert expected <= sent <= 1.03 * expected + 0.002  # headers and votes come on top
+
+
+def test_the_bench_of_one_device_keeps_its_tables(start, tmp_path):
+    results = tmp_path / "RESULTS.md"
+    before = "# Results\n\n## Another bench\n\nits table\n"
+    results.write_text(before)
+    command = [ROOT / "bench" / "gpu.py", "--quick", f"--write={results}", f"--out={tmp_path}"]
+    start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish()
+    text = results.read_text()
+    assert text.startswith(before + "\n## One device: ")
+    rows = [row[0] for row in table_rows(results) if "trainer.compile=" not in " ".join(row) and "---" not in row]
+    assert rows == ["false", "fp32", "bf16", "false"]
+    assert "GFLOP a sample" in text
+    assert "failed" not in text

@@ -1,0 +1,72 @@
+"""Every override in README and docs, of commands and of code spans, composes and has an accepted value."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.check import check_config
+from lockstep.config.fields import rules
+from lockstep.config.suggest import GROUPS
+from support.configs import composed
+from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines
+
+OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
+# key=value, and no key of this config: of Python, torchrun or Slurm.
+FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
+# What this machine lacks: another one's network interface, and a plugin of Hydra.
+NOT_HERE = ("backend.socket_ifname=", "hydra/launcher=", "hydra.")
+
+Overrides = tuple[str, ...]
+
+
+def in_commands(page: Path) -> set[Overrides]:
+    """The overrides of every command. Those with --config-dir are run by test_extending.py."""
+    found = set()
+    for line in command_lines(page) + code_spans(page):
+        if "src/train.py" not in line or "--config-dir" in line:
+            continue
+        typed = re.split(r"[;&|]|^'", line.partition("src/train.py")[2])[0]  # "'" ends the command of bash -c
+        words = shlex.split(typed, comments=True)
+        sweep = "-m" in words
+        found.add(tuple(word.partition(",")[0] if sweep else word for word in words if OVERRIDE.fullmatch(word)))
+    return found
+
+
+def in_code_spans(page: Path) -> set[Overrides]:
+    """The overrides of every code span that holds nothing else."""
+    spans = [span.split() for span in code_spans(page)]
+    return {tuple(words) for words in spans if all(OVERRIDE.fullmatch(word) for word in words)}
+
+
+def usable(overrides: Overrides) -> list[str]:
+    """Without placeholders, environment variables and keys of other programs."""
+    words = [word for word in overrides if not PLACEHOLDER.search(word) and not word.startswith(NOT_HERE)]
+    keys = [word.partition("=")[0] for word in words]
+    return [word for word, key in zip(words, keys, strict=True) if key not in FOREIGN_KEYS and not key.isupper()]
+
+
+def with_needed_options(overrides: list[str]) -> list[str]:
+    """For `strategy.count=4` alone, the option that has this key comes first: strategy=virtual_ranks."""
+    chosen = {word.partition("=")[0] for word in overrides}
+    needed = {}
+    for word in overrides:
+        group, _, name = word.partition("=")[0].partition(".")
+        options = [option for option, schema in GROUPS.get(group, {}).items() if name in rules(schema)]
+        if name and options and group not in chosen:
+            needed.setdefault(group, f"{group}={options[0]}")
+    return [*needed.values(), *overrides]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_override_composes_and_is_accepted(page: Path) -> None:
+    for overrides in sorted(in_commands(page) | in_code_spans(page)):
+        words = with_needed_options(usable(overrides))
+        words = [re.sub(r"^\++(?=experiment=)", "", word) for word in words]  # as the command line does
+        if "launch=slurm" in words:
+            words.append("launch.overrides=[]")  # Hydra knows what was typed only in a run
+        try:
+            check_config(composed(*words))
+        except Exception as error:
+            pytest.fail(f"{page.name}: {' '.join(overrides)}: {error}")

@@ -1,0 +1,133 @@
+"""The examples of docs/extending.md, copied to a folder outside the repository and run by the page's own commands."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from support.commands import ROOT, Command
+from support.event_files import scalars
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+FILE = re.compile(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
+COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+
+Start = Callable[..., Command]
+
+
+def section(heading: str) -> str:
+    """The text of the page between this heading and the next."""
+    return PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home folder that holds mywork/, with every file of the page, and lockstep/, with this repository's sources."""
+    for name, text in FILE.findall(PAGE):
+        path = tmp_path / "mywork" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "lockstep").mkdir()
+    for folder in ("src", "conf"):
+        (tmp_path / "lockstep" / folder).symlink_to(ROOT / folder)
+    return tmp_path
+
+
+@pytest.fixture
+def run(home: Path, start: Start) -> Callable[[str], Command]:
+    """run(heading) -> the finished commands of that section, typed as the page prints them."""
+
+    def run_section(heading: str) -> Command:
+        first, *_ = COMMANDS.findall(PAGE)
+        script = "set -e\n" + first + "".join(COMMANDS.findall(section(heading)))
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return start("bash", "-c", script, cwd=home / "lockstep", HOME=home, PATH=path).finish()
+
+    return run_section
+
+
+def trained_config(command: Command) -> dict:
+    """The config that the run recorded."""
+    return yaml.safe_load((command.folder / ".hydra" / "config.yaml").read_text())
+
+
+def numbers(command: Command) -> list[float]:
+    """All losses and metrics of the epochs' lines."""
+    return [float(number) for line in command.epochs for number in re.findall(r"\d+\.\d+", line)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """The run without any part of the page: one process, one epoch."""
+    command = [sys.executable, str(ROOT / "src" / "train.py"), "trainer.epochs=1"]
+    return Command(command, tmp_path_factory.mktemp("reference")).finish()
+
+
+def test_every_part_is_one_file_and_its_yaml() -> None:
+    parts = re.findall(r"^\| \[.*\| (.*) \|$", PAGE, re.MULTILINE)
+    headings = re.findall(r"^\| \[.*?\]\(#(.*?)\)", PAGE, re.MULTILINE)
+    assert parts == ["1 and its YAML"] * 9
+    for heading in headings:
+        files = [name for name, _ in FILE.findall(section(heading.replace("-", " ").capitalize()))]
+        assert [Path(name).suffix for name in files] == [".py", ".yaml"], heading
+
+
+def test_a_model(run: Callable[[str], Command]) -> None:
+    weights = torch.load(run("A model").folder / "model.pt", weights_only=True)
+    assert weights["0.weight"].shape == (16, 1, 3, 3)
+    assert weights["5.weight"].shape == (10, 64)
+
+
+def test_a_data_set(run: Callable[[str], Command]) -> None:
+    command = run("A data set")
+    assert "1000 training and 200 test samples" in command.output
+    assert torch.load(command.folder / "model.pt", weights_only=True)["1.weight"].shape == (128, 64)
+
+
+def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
+    command = run("A task")
+    assert re.search(r"test loss \d\.\d+ top3 0\.9\d+", command.output)
+    assert "accuracy" not in command.output
+    assert (command.folder / "snapshots" / "best.pt").exists()
+    assert numbers(command) != numbers(reference)
+
+
+def test_an_optimizer(run: Callable[[str], Command], reference: Command) -> None:
+    command = run("An optimizer")
+    assert trained_config(command)["optimizer"]["_target_"] == "my_work.optimizer.SGDW"
+    # 23 steps of decay by 0.05 * 0.0001 change the weights by 1e-4: the rest is torch's SGD.
+    assert numbers(command) == pytest.approx(numbers(reference), abs=2e-3)
+
+
+def test_a_scheduler(run: Callable[[str], Command]) -> None:
+    rates = dict(scalars(run("A scheduler").folder)["train/lr"])
+    assert rates == pytest.approx({step: 0.05 * (1 - 0.9 * step / 23) for step in (10, 20)}, rel=1e-6)
+
+
+@pytest.mark.parametrize("heading", ["A strategy", "A gradient sync", "A launcher"])
+def test_two_ranks_train_to_the_numbers_of_one(run: Callable[[str], Command], reference: Command, heading: str) -> None:
+    command = run(heading)
+    assert "rank 0 of 2" in command.output
+    assert numbers(command) == pytest.approx(numbers(reference), abs=2e-3)
+
+
+def test_a_logger(run: Callable[[str], Command]) -> None:
+    command = run("A logger")
+    lines = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 23]
+    assert f"test loss {lines[-1]['test/loss']:.4f}" in command.output
+    assert not list(command.folder.glob("events.out.*"))
+
+
+def test_several_parts_at_once(run: Callable[[str], Command]) -> None:
+    command = run("Several parts at once")
+    assert len(command.epochs) == 2
+    config = trained_config(command)
+    chosen = [config[group]["_target_"].rpartition(".")[2] for group in ("model", "task", "optimizer")]
+    assert chosen == ["my_model", "SmoothedClassification", "SGDW"]

@@ -1,0 +1,69 @@
+"""Commands that fail: one sentence, the right exit code, and nothing half-written."""
+
+import importlib.util
+import shutil
+import sys
+
+import pytest
+import torch
+
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
+
+
+@pytest.mark.parametrize(
+    "command",
+    [PYTHON_TRAIN, [*PYTHON_TRAIN, "launch=spawn"], [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]],
+    ids=["python", "launch=spawn", "torchrun"],
+)
+def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command):
+    run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(1)
+    sentence = next(line for line in run.output.splitlines() if line.startswith("lockstep: the loss is "))
+    words = sentence.split()
+    assert words[4] in ("nan", "inf")
+    assert words[5:7] == ["at", "step"]
+    assert 2 <= int(words[7].rstrip(",;")) <= 10
+    assert sentence.endswith("trainer.max_grad_norm=1.0")
+    assert "no snapshot was saved before" in sentence
+    assert not list(tmp_path.glob("run/snapshots/*"))
+    assert not (tmp_path / "run/model.pt").exists()
+
+
+def test_a_model_file_is_no_snapshot(train, tmp_path):
+    run = train("model=mlp", "trainer.max_steps=3", "hydra.run.dir=run")
+    weights = torch.load(tmp_path / "run/model.pt", weights_only=True)
+    assert weights
+    refused = train("model=mlp", f"resume={tmp_path}/run/model.pt", "hydra.run.dir=other", code=2)
+    assert "holds only weights" in refused.sentence
+    assert refused.sentence.endswith(f"type resume={tmp_path}/run")
+    assert run.epochs
+
+
+def test_a_batch_that_the_jobs_ranks_cannot_share_is_refused_at_submission(train):
+    run = train("launch=slurm", "launch.nodes=4", "launch.dry_run=true", "trainer.batch_size=3", code=2)
+    assert "trainer.batch_size=3" in run.sentence
+    assert run.sentence.endswith("trainer.batch_size=8") or "trainer.batch_size=8" in run.sentence
+
+
+def test_a_dry_run_prints_the_script_and_submits_nothing(train, tmp_path):
+    own = tmp_path / "mine" / "model" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "conf" / "model" / "mlp.yaml", own)
+    slurm = ["launch=slurm", "launch.dry_run=true", "launch.nodes=2", "launch.ntasks_per_node=1"]
+    run = train(*slurm, "model=own", "trainer.epochs=3", f"--config-dir={tmp_path}/mine", "hydra.run.dir=a folder/run")
+    (command,) = [line for line in run.output.splitlines() if line.startswith("srun ")]
+    typed = f"{TRAIN} --config-dir={tmp_path}/mine model=own trainer.epochs=3 launch=env "
+    assert typed + f"'hydra.run.dir=\"{tmp_path}/a folder/run\"'" in command
+    assert not (tmp_path / "a folder/run/job.sh").exists()
+
+
+def test_torchrun_started_once_per_task_is_refused(start):
+    env = {"RANK": 0, "WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_TASKS_PER_NODE": "1,2"}
+    run = start(sys.executable, TRAIN, **env).finish(2)
+    assert run.sentence.startswith("lockstep: srun started 2 torchruns on each node")
+
+
+def test_a_hydra_launcher_that_is_not_installed_is_named(train):
+    if importlib.util.find_spec("submitit"):
+        pytest.skip("hydra-submitit-launcher is installed")
+    run = train("-m", "hydra/launcher=submitit_slurm", "optimizer.lr=0.1,0.01", code=2)
+    assert "type pip install hydra-submitit-launcher, or launch=slurm without it" in run.sentence

@@ -1,0 +1,73 @@
+"""Trainings with each way of averaging gradients: exact ones agree, approximations differ by what they round off."""
+
+from pathlib import Path
+from typing import Any
+
+from support.configs import composed
+from support.event_files import scalars
+from support.worlds import distance, in_world, same_bits, train_all, weights
+
+SMALL = ["model=mlp", "model.width=32", "trainer.max_steps=6", "strategy.bucket_cap_mb=0.001", "logger=[]"]
+
+
+def trained(folder: Path, size: int, **runs: list[str]) -> dict[str, Any]:
+    """{name: weights} of runs, each a list of overrides, in one world."""
+    in_world(size, train_all, [composed(f"run_dir={folder / name}", *SMALL, *more) for name, more in runs.items()])
+    return {name: weights(folder / name) for name in runs}
+
+
+def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path: Path) -> None:
+    names = ["all_reduce", "ring", "parameter_server", "shared_memory", "auto"]
+    double = ["trainer.precision=fp64", "trainer.gradient_accumulation_steps=2"]
+    found = trained(tmp_path, 3, **{name: [*double, f"gradient_sync={name}"] for name in names})
+    assert max(distance(found["all_reduce"], found[name]) for name in names) <= 1e-12
+
+
+def test_approximations_differ_by_what_they_round_off(tmp_path: Path) -> None:
+    same = ["trainer.precision=fp64", "scheduler=constant"]
+    runs = {name: [*same, f"gradient_sync={name}"] for name in ("all_reduce", "fp16", "bf16")}
+    runs |= {"powersgd": [*same, "gradient_sync=powersgd", "gradient_sync.start_step=3"]}
+    runs |= {"late": [*same, "gradient_sync=powersgd", "gradient_sync.start_step=100"]}
+    found = trained(tmp_path, 2, **runs)
+    errors = {name: distance(found["all_reduce"], values) for name, values in found.items()}
+    assert errors["late"] < 1e-12  # plain all-reduce before its first step
+    assert 1e-9 < errors["fp16"] < errors["bf16"] < 1e-2  # 11 bits and 8 bits
+    assert 1e-4 < errors["powersgd"] < 0.2
+
+
+def test_local_sgd_with_an_average_in_every_step_is_the_mean_of_ranks_that_step_alone(tmp_path: Path) -> None:
+    # Of plain SGD without momentum, one step apart is one step together.
+    plain = ["trainer.precision=fp64", "optimizer.momentum=0", "scheduler=constant"]
+    local = [*plain, "gradient_sync=local_sgd"]
+    found = trained(
+        tmp_path,
+        2,
+        together=plain,
+        each=[*local, "gradient_sync.sync_every=1"],
+        rare=[*local, "gradient_sync.sync_every=5"],
+    )
+    assert distance(found["together"], found["each"]) < 1e-12
+    assert 1e-6 < distance(found["together"], found["rare"]) < 0.1
+
+
+def test_a_world_of_one_has_nothing_to_average(tmp_path: Path) -> None:
+    trained(tmp_path, 1, plain=["gradient_sync=all_reduce"], ring=["gradient_sync=ring"], bf16=["gradient_sync=bf16"])
+    assert same_bits(tmp_path / "plain", tmp_path / "ring")
+    assert same_bits(tmp_path / "plain", tmp_path / "bf16")
+
+
+def test_approximations_learn_the_digits(tmp_path: Path) -> None:
+    names = ["fp16", "bf16", "powersgd", "local_sgd"]
+    run = ["model=mlp", "strategy.bucket_cap_mb=0.01", "logger=[tensorboard]"]
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / name}", *run, f"gradient_sync={name}") for name in names])
+    for name in names:
+        assert scalars(tmp_path / name)["test/accuracy"][-1][1] > 0.85, name
+
+
+def test_local_sgd_stopped_and_resumed_ends_with_the_bits_of_an_unbroken_run(tmp_path: Path) -> None:
+    apart = ["gradient_sync=local_sgd", "gradient_sync.sync_every=5", "model=mlp", "optimizer=adamw", "trainer.ema=0.9"]
+    saved = ["snapshot.every=7steps", "snapshot.keep_last=100", "trainer.epochs=2", "logger=[]"]
+    resumed = f"resume={tmp_path}/whole/snapshots/step_00000035.pt"
+    whole = composed(f"run_dir={tmp_path / 'whole'}", *apart, *saved)
+    in_world(2, train_all, [whole, composed(f"run_dir={tmp_path / 'resumed'}", *apart, *saved, resumed)])
+    assert same_bits(tmp_path / "whole", tmp_path / "resumed")

@@ -1,0 +1,40 @@
+"""A data set of files, read through DataLoader workers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from support.commands import TORCHRUN, TRAIN
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """37 training and 11 test pictures of two classes, light and dark, of different sizes."""
+    for split, count in (("train", 37), ("test", 11)):
+        for number in range(count):
+            folder = tmp_path / "pictures" / split / ("dark", "light")[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            shade = 40 + 150 * (number % 2) + number
+            Image.new("RGB", (30 + number, 50), (shade, shade, shade)).save(folder / f"{number}.jpg")
+    return tmp_path / "pictures"
+
+
+def test_images_give_the_same_numbers_on_one_and_three_ranks(train: Any, start: Any, pictures: Path) -> None:
+    # Batches of 9 leave a last one of 1: two ranks have nothing to do there.
+    options = [
+        "dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=2", "dataset.size=16", "dataset.workers=1",
+        "trainer.batch_size=9", "trainer.epochs=2", "sync_bn=on", "optimizer.lr=0.01",
+    ]  # fmt: skip
+    alone = train(*options, "hydra.run.dir=alone")
+    three = start(*TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options, "hydra.run.dir=three").finish()
+    assert "37 training and 11 test samples" in alone.output
+    assert len(alone.epochs) == 2
+    assert three.epochs == alone.epochs
+
+
+def test_a_missing_folder_and_a_wrong_number_of_classes_are_explained(train: Any, pictures: Path) -> None:
+    assert "type dataset.root=" in train("dataset=image_folder", "dataset.classes=2", code=2).output
+    wrong = train("dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=3", code=2)
+    assert "type dataset.classes=2" in wrong.output

@@ -1,0 +1,88 @@
+"""logger=[...] in whole commands: which files appear, what the console shows, what is imported."""
+
+import csv
+import os
+import shutil
+import sys
+
+from support.commands import ROOT, TRAIN
+from support.configs import composed
+from support.event_files import scalars
+from support.worlds import in_world
+from support.worlds import train as train_in_rank
+
+SHORT = ["model=linear", "trainer.epochs=2", "hydra.run.dir=run"]
+START = "rank 0 of 1: gloo on cpu, started by python"
+sys.path.insert(0, str(ROOT / "bench"))
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
+
+
+def test_three_loggers_each_do_their_work(train, tmp_path):
+    command = train("logger=[tensorboard,console,csv]", *SHORT)
+    lines = command.output.splitlines()
+    assert lines[:2] == [START, "1437 training and 360 test samples; batches of 64 samples"]
+    assert [line.split("   ")[:2] for line in command.epochs] == [["epoch 1/2", "step 23"], ["epoch 2/2", "step 46"]]
+    folder = tmp_path / "run"
+    assert lines[-2:] == [f"run folder: {folder}", f"curves:     tensorboard --logdir {folder}"]
+    found = scalars(tmp_path / "run")
+    table = {(step, tag) for step, tag, _ in rows(tmp_path / "run")}
+    assert table == {(step, tag) for tag, points in found.items() for step, _ in points}
+    assert [step for step, _ in found["train/running_loss"]] == [10, 20, 30, 40]
+    assert [step for step, _ in found["test/accuracy"]] == [23, 46]
+
+
+def test_without_tensorboard_nothing_of_it_is_imported_or_written(start, tmp_path):
+    command = start(sys.executable, "-X", "importtime", TRAIN, "logger=[console]", *SHORT).finish()
+    imported = {
+        line.rpartition("|")[2].strip() for line in command.output.splitlines() if line.startswith("import time:")
+    }
+    assert "torch" in imported
+    assert not {name for name in imported if "tensorboard" in name or "progress_bar" in name}
+    assert len(command.epochs) == 2
+    assert not list((tmp_path / "run").glob("events.*"))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_no_logger_at_all(train, tmp_path):
+    assert train("logger=[]", *SHORT).epochs == []
+    assert (tmp_path / "run" / "model.pt").exists()
+
+
+def test_a_progress_bar_is_shown_where_a_terminal_watches(train, tmp_path):
+    from harness import run_on_terminal
+
+    command = [sys.executable, TRAIN, *SHORT, "trainer.batch_size=16"]
+    assert run_on_terminal(command, tmp_path, {}) == 0
+    shown = (tmp_path / "console.log").read_text()
+    assert "epoch 1/2:   0%|" in shown
+    assert "/1437 [" in shown
+    assert "epoch 2/2   step 180" in shown
+    shutil.rmtree(tmp_path / "run")
+    assert "%|" not in train(*SHORT).output
+
+
+def test_a_closed_stdout_does_not_end_the_run(start, tmp_path):
+    words = " ".join([sys.executable, TRAIN, *SHORT])
+    command = start("bash", "-c", f"{words} | head -1; echo exit ${{PIPESTATUS[0]}}").finish()
+    assert command.output.splitlines() == [START, "exit 0"]
+    assert (tmp_path / "run" / "model.pt").exists()
+    assert "epoch 2/2" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_resumed_run_leaves_one_curve(tmp_path):
+    cfg = composed(f"run_dir={tmp_path}", "model=linear", "trainer.epochs=3", "logger=[tensorboard,csv]")
+    in_world(1, train_in_rank, cfg)
+    whole, table = scalars(tmp_path), rows(tmp_path)
+    for path in (tmp_path / "snapshots").glob("step_*"):
+        if not path.name.startswith("step_00000023"):
+            os.remove(path)  # as if the run had been killed while it wrote the second snapshot
+    in_world(1, train_in_rank, cfg)
+    again = scalars(tmp_path)
+    for tag in whole:
+        if not tag.startswith("speed/"):
+            assert again[tag] == whole[tag], tag
+    assert [row for row in rows(tmp_path) if "speed" not in row[1]] == [row for row in table if "speed" not in row[1]]

@@ -1,0 +1,98 @@
+"""Bad input to the real command: one sentence, exit code 2, no traceback, and nothing is left behind."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
+
+
+def assert_refused(run: Command, *said: str) -> None:
+    """Few lines, one of them a sentence; no traceback, no weights, no record of a run."""
+    for words in said:
+        assert words in run.sentence
+    assert "Traceback" not in run.output
+    assert "leaked semaphore" not in run.output
+    assert len(run.output.splitlines()) <= 5, run.output
+    left = [path.name for path in run.cwd.rglob("*")]
+    assert not {"model.pt", "snapshots", ".hydra", "train.log"} & set(left)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
+        (["+experiment=x"], "experiment=x is no option; type one of experiment=mnist_ddp"),
+        (["~scheduler"], "the run needs a scheduler; type scheduler=constant"),
+        (["trainer.epochs={"], "cannot be read (no viable alternative at input '{'); type key=value"),
+        (["--experimental-rerun", "x"], "--experimental-rerun needs a pickled config"),
+        (["hydra.run.dir=/proc/x"], "/proc/x cannot be created (No such file or directory); type hydra.run.dir="),
+        (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be created (File exists); type hydra.run.dir="),
+        (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be created"),
+        (["-m", "optimizer.lr=interval(0.1,1)"], "type pip install hydra-optuna-sweeper, and add hydra/sweeper=optuna"),
+        (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan wants a number above 0; type optimizer.lr=0.05"),
+        # What a rank alone could know comes from the parent, before it starts any process.
+        (["launch=torchrun", "dataset=random"], "[channels,height,width]; type model=mlp or model=linear"),
+        (["launch=torchrun", "model=resnet18", "model.name=foo"], "is no model of torchvision; type model.name="),
+        (["launch=torchrun", "dataset.classes=5"], "wants a whole number of 10 or more; type dataset.classes=10"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_ends_in_one_sentence(train, typed, said):
+    assert_refused(train(*typed, code=2), said)
+
+
+def test_a_model_that_does_not_exist_is_refused_by_a_plain_run_too(train):
+    run = train("model=resnet18", "model.name=foo", code=2)
+    assert "model.name=foo is no model of torchvision; type model.name=" in run.sentence
+    assert "Traceback" not in run.output
+    assert not list(run.cwd.rglob("model.pt"))
+
+
+def test_a_missing_data_set_names_the_folder_that_was_searched(train):
+    run = train("dataset=mnist", "data_dir=empty", "launch=fork", code=2)
+    assert_refused(run, str(run.cwd / "empty" / "MNIST" / "raw"), "or dataset=digits")
+
+
+def test_a_launcher_inside_a_launcher_is_refused(start):
+    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "launch=torchrun").finish(1)
+    assert "launch=torchrun inside torchrun would start every rank several times; type launch=env" in run.output
+
+
+def test_an_occupied_port_is_named_with_a_free_one(start):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        run = start(*PYTHON_TRAIN, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).finish(2)
+    assert f"port {port} on 127.0.0.1 is taken" in run.sentence
+    assert f"MASTER_PORT={port + 1}" in run.sentence
+
+
+def test_a_rank_that_is_no_number_is_refused(start):
+    run = start(*PYTHON_TRAIN, RANK="abc", WORLD_SIZE=2).finish(2)
+    assert_refused(run, "RANK=abc in the environment is not a whole number; type `unset RANK WORLD_SIZE`")
+
+
+def test_a_snapshot_of_another_model_or_optimizer_is_refused_with_what_differs(train):
+    made = train("model=linear", "trainer.max_steps=2", "hydra.run.dir=made")
+    run = train("model=mlp", "optimizer=adamw", f"resume={made.cwd}/made", "hydra.run.dir=other", code=2)
+    assert "does not fit this run" in run.sentence
+    for key in ("model._target_", "model.width", "optimizer"):
+        assert f"{key} (" in run.sentence
+    assert "Traceback" not in run.output
+    assert not (Path(run.cwd) / "other" / "model.pt").exists()
+
+
+def test_a_second_run_on_one_folder_is_refused_and_a_killed_first_one_holds_nothing(start):
+    slow = ["model=mlp", "model.width=512", "trainer.epochs=300"]
+    first = start(sys.executable, TRAIN, "hydra.run.dir=shared", *slow)
+    lock = first.cwd / "shared" / ".lock"
+    wait_for(lambda: lock.exists() and lock.read_text(), "lock")
+    second = start(*PYTHON_TRAIN, "hydra.run.dir=shared", *slow).finish(2)
+    assert f"another run holds {first.cwd}/shared (pid {first.process.pid} on " in second.sentence
+    first.process.kill()
+    first.process.wait()
+    start(*PYTHON_TRAIN, "hydra.run.dir=shared", "model=mlp", "model.width=512", "trainer.epochs=1").finish()

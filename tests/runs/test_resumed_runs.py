@@ -1,0 +1,138 @@
+"""Runs that are typed again: their folder, curves, record and snapshots."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.snapshots.files import list_snapshots, load_first_good, save_snapshot
+from support.commands import wait_for
+from support.event_files import scalars
+from support.run_folders import newest_snapshot
+from support.worlds import PRELOAD, same_bits
+
+
+def steps_of_snapshots(folder: Path) -> list[int]:
+    return [int(path.stem.removeprefix("step_")) for path in reversed(list_snapshots(folder / "snapshots"))]
+
+
+def test_the_same_folder_goes_on_by_itself(train, tmp_path):
+    constant = ["scheduler=constant", "model=mlp"]
+    train(*constant, "trainer.epochs=3", "hydra.run.dir=whole")
+    train(*constant, "trainer.max_steps=30", "hydra.run.dir=same")  # in the middle of the second epoch
+    run = train(*constant, "trainer.epochs=3", "hydra.run.dir=same")
+    same, whole = tmp_path / "same", tmp_path / "whole"
+    assert "resumed from" in run.output
+    assert len(run.epochs) == 2
+    assert same_bits(whole, same)
+    curves, expected = scalars(same), scalars(whole)
+    assert [step for step, _ in curves["train/lr"]] == [10, 20, 30, 40, 50, 60]
+    # The second epoch's training loss counts the steps before the stop, too.
+    assert dict(curves["train/loss"])[46] == dict(expected["train/loss"])[46]
+    record = sorted(path.name for path in (same / ".hydra").iterdir())
+    until = ["config.until_step_00000030.yaml", "hydra.until_step_00000030.yaml", "overrides.until_step_00000030.yaml"]
+    assert record == sorted(["config.yaml", "hydra.yaml", "overrides.yaml", *until])
+    assert "max_steps: 30" in (same / ".hydra" / until[0]).read_text()
+    assert "max_steps: null" in (same / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_finished_run_typed_again_says_so_and_stays_as_it_is(train, tmp_path):
+    typed = ["model=mlp", "trainer.epochs=2", "hydra.run.dir=run"]
+    first = train(*typed)
+    files = [*tmp_path.glob("run/.hydra/*"), *tmp_path.glob("run/snapshots/*"), tmp_path / "run/model.pt"]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    again = train(*typed, "trainer.max_steps=10")
+    assert "nothing to train: the run is at step 46 already; type trainer.max_steps=<more> to go on" in again.output
+    assert not again.epochs
+    assert first.epochs
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files} == before
+    assert set(tmp_path.glob("run/.hydra/*")) < set(files)
+
+
+def test_average_best_and_patience_survive_a_restart(train, tmp_path):
+    judged = ["model=mlp", "scheduler=constant", "trainer.ema=0.9", "trainer.epochs=40", "evaluation.patience=2"]
+    judged += ["snapshot.keep_last=1", "optimizer.lr=0.5"]
+    whole = train(*judged, "hydra.run.dir=whole")
+    train(*judged, "hydra.run.dir=parts", "trainer.max_steps=30")
+    parts = train(*judged, "hydra.run.dir=parts")
+    assert parts.epochs[-1].split("step")[1] == whole.epochs[-1].split("step")[1]
+    assert len(whole.epochs) < 40
+    assert same_bits(tmp_path / "whole", tmp_path / "parts")
+    curve = scalars(tmp_path / "whole")["test/accuracy"]
+    best = torch.load(tmp_path / "parts" / "snapshots" / "best.pt", weights_only=True)["progress"]
+    assert best["best"] == pytest.approx(max(value for _, value in curve), abs=1e-6)
+    assert best["step"] == curve[-3][0]
+    assert len(steps_of_snapshots(tmp_path / "parts")) == 1
+
+
+def test_how_often_a_run_saves_and_logs_and_how_much_it_keeps(train, tmp_path):
+    often = ["model=mlp", "trainer.epochs=2", "snapshot.every=15steps", "snapshot.keep_last=10", "logging.every=7"]
+    train(*often, "hydra.run.dir=all")
+    assert steps_of_snapshots(tmp_path / "all") == [15, 30, 45, 46]
+    assert [step for step, _ in scalars(tmp_path / "all")["train/lr"]] == [7, 14, 21, 28, 35, 42]
+    train(*often, "snapshot.keep_last=2", "hydra.run.dir=two")
+    assert steps_of_snapshots(tmp_path / "two") == [45, 46]
+
+
+def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
+    run = train("experiment=toy_regression")
+    assert steps_of_snapshots(run.folder) == [320, 640]
+    loss = scalars(run.folder)["test/loss"]
+    assert loss[-1][1] == pytest.approx(1 / 12, rel=0.15)  # the targets are uniform noise: variance 1/12
+    assert loss[-1][1] < loss[0][1]
+
+
+def _save_for_ever(folder: Path) -> None:
+    for step in itertools.count(1):
+        contents = {"step": step, "weights": torch.zeros(200_000)}
+        save_snapshot(folder, f"step_{step:08d}", contents, keep_last=2, step=step)
+
+
+def test_killed_at_random_while_it_writes_a_process_leaves_a_whole_snapshot(tmp_path, caplog):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    for number in range(10):
+        folder = tmp_path / str(number)
+        process = context.Process(target=_save_for_ever, args=[folder])
+        process.start()
+        wait_for(lambda folder=folder: list_snapshots(folder), "snapshot")
+        time.sleep(random.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        newest = list_snapshots(folder)[0]
+        found = load_first_good([newest])
+        assert found is not None
+        assert found[0]["step"] == int(newest.stem[5:])
+    assert "and passed over" not in caplog.text
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_costs_snapshots_and_curves_but_not_the_training(train, small_disk):
+    wide = ["model=mlp", "model.width=128", "trainer.epochs=2", f"hydra.run.dir={small_disk}"]
+    train(*wide, "trainer.max_steps=20")
+    used = sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file())
+    (small_disk / "ballast").write_bytes(bytes(2**21 - used - 2**17))
+    run = train(*wide, "snapshot.every=5steps", code=2)
+    assert f"free some space and type the command again with hydra.run.dir={small_disk}" in run.output
+    assert "No space left on device" in run.output
+    assert "epoch 2/2   step 46" in run.output
+    assert newest_snapshot(small_disk)["progress"]["step"] >= 20

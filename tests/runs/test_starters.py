@@ -1,0 +1,153 @@
+"""All starters give the same numbers to the printed digit, one run folder, one config and one curve."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.distributed.environment import free_port
+from lockstep.models.convnet import convnet
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
+from support.event_files import scalars
+
+SHORT = ["trainer.epochs=2"]  # sync_bn=auto: nothing needs to be typed for equal numbers
+MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
+NEEDS_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
+STARTERS = {
+    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
+    "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN],
+    "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun", "launch.nproc_per_node=2"],
+    "launch=spawn": [*PYTHON_TRAIN, "launch=spawn", "launch.nproc_per_node=2"],
+    "launch=fork": [*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """The run that all others must equal: one plain process."""
+    return Command([*PYTHON_TRAIN, *SHORT], tmp_path_factory.mktemp("alone")).finish()
+
+
+def check_folder(run: Command, ranks: int) -> None:
+    folder = run.folder
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events"))
+    assert names == [".hydra", ".lock", "logs", "model.pt", "snapshots", "train.log"]
+    assert len(list(folder.glob("events*"))) == 1
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(ranks)]
+    hydra = sorted(path.name for path in (folder / ".hydra").iterdir())
+    assert hydra == ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    assert "trainer.epochs=2" in (folder / ".hydra" / "overrides.yaml").read_text()
+    assert not list(run.cwd.rglob("*.tmp"))
+
+
+def test_one_process_leaves_everything(alone):
+    check_folder(alone, 1)
+    assert len(alone.epochs) == 2
+    assert f"run folder: {alone.folder}" in alone.output
+    assert f"tensorboard --logdir {alone.folder}" in alone.output
+
+
+def test_the_trained_net_is_a_plain_state_dict_with_the_tutorials_names(alone):
+    saved = torch.load(alone.folder / "model.pt", weights_only=True)
+    assert {"layer1.0.weight", "layer1.1.running_mean", "layer2.0.bias", "fc.weight", "fc.bias"} <= saved.keys()
+    convnet([1, 8, 8], 10).load_state_dict(saved)
+
+
+def test_the_curves_are_complete_and_count_optimizer_steps(alone):
+    curves = scalars(alone.folder)
+    for tag in ("train/loss", "train/accuracy", "test/loss", "test/accuracy", "speed/samples_per_s"):
+        assert [step for step, _ in curves[tag]] == [23, 46], tag
+    for tag in ("train/running_loss", "train/lr"):
+        assert [step for step, _ in curves[tag]] == [10, 20, 30, 40], tag
+    shown = f"train loss {curves['train/loss'][1][1]:.4f} accuracy {curves['train/accuracy'][1][1]:.4f}"
+    assert shown in alone.epochs[1]
+
+
+@pytest.mark.parametrize("command", STARTERS.values(), ids=STARTERS)
+def test_two_ranks_of_any_starter_equal_one_process(start, alone, command):
+    run = start(*command, *SHORT).finish()
+    assert run.epochs == alone.epochs
+    check_folder(run, 2)
+
+
+@NEEDS_MPI
+def test_two_ranks_of_mpirun_equal_one_process(start, alone):
+    run = start(*MPIRUN, *SHORT).finish()
+    assert run.epochs == alone.epochs
+    check_folder(run, 2)
+
+
+@pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset: apt-get install util-linux")
+@pytest.mark.parametrize("launch", ["torchrun", "fork"])
+def test_one_rank_for_each_core(start, launch):
+    one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
+    options = [f"launch={launch}", "launch.nproc_per_node=cpu", "model=mlp", "trainer.max_steps=1"]
+    assert "rank 0 of 1" in start(*one_core, *PYTHON_TRAIN, *options).finish().output
+
+
+def check_two_nodes(nodes: list[Command], alone: Command, ranks: int) -> None:
+    """nodes: the commands of both nodes, that of rank 0 first."""
+    first, second = (node.finish() for node in nodes)
+    assert first.epochs == alone.epochs
+    assert not second.epochs
+    check_folder(first, ranks)
+
+
+def test_launch_spawn_on_two_nodes_shares_one_folder(start, alone):
+    spawn = ["launch=spawn", "launch.nproc_per_node=1", "launch.nnodes=2", f"launch.master_port={free_port()}"]
+    nodes = [start(*PYTHON_TRAIN, *spawn, f"launch.node_rank={rank}", *SHORT) for rank in (1, 0)]
+    check_two_nodes(nodes[::-1], alone, 2)
+
+
+def test_two_torchrun_agents_with_unequal_ranks(start, alone):
+    agent = [*TORCHRUN, "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    ranks = [["--node_rank=0", "--nproc_per_node=2"], ["--node_rank=1", "--nproc_per_node=1"]]
+    check_two_nodes([start(*agent, *mine, TRAIN, *SHORT) for mine in ranks], alone, 3)
+
+
+def start_described_by_srun(start: Callable[..., Command], rank: int) -> Command:
+    slurm = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_NODEID": 0,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+    }
+    return start(*PYTHON_TRAIN, *SHORT, **slurm)
+
+
+def test_ranks_described_by_srun_that_start_seconds_apart(start, alone):
+    second = start_described_by_srun(start, 1)
+    time.sleep(2.5)  # ${now:} would give each rank a folder of its own
+    check_two_nodes([start_described_by_srun(start, 0), second], alone, 2)
+
+
+def jobs_of_sweep(run: Command) -> list[Path]:
+    return sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]"))
+
+
+@pytest.mark.parametrize("launch", ["torchrun", "fork"])
+def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone, launch):
+    run = start(*PYTHON_TRAIN, "-m", f"launch={launch}", "optimizer.lr=0.1,0.05", *SHORT).finish()
+    assert len(run.epochs) == 4
+    assert run.epochs[2:] == alone.epochs  # the second job is as if it ran alone
+    assert [len(list(job.glob("events*"))) for job in jobs_of_sweep(run)] == [1, 1]
+    assert run.output.count("rank 0 of 2") == 2
+
+
+def test_a_failed_job_of_a_sweep_under_torchrun_leaves_the_others_alone(start):
+    sweep = ["-m", "optimizer.lr=0.1,1e10,0.01", "model=mlp", "trainer.epochs=1"]
+    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
+    assert "the loss is" in run.output
+    jobs = jobs_of_sweep(run)
+    assert [(job / "model.pt").exists() for job in jobs] == [True, False, True]
+    assert all((job / ".hydra").is_dir() for job in jobs)
+    assert "the loss is" in (jobs[1] / "logs" / "rank1.log").read_text()

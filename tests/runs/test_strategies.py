@@ -1,0 +1,102 @@
+"""Every strategy trains to the numbers of one process, and a snapshot moves between all of them."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import StoppedEarly
+from support.commands import Command
+from support.configs import composed
+from support.worlds import distance, in_world, train, train_all, weights
+
+# 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
+SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
+DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
+AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "objective=test/loss"]
+IMAGES = [
+    *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
+    "dataset.augment.pad=1", "trainer.max_grad_norm=1.0",
+]  # fmt: skip
+HALVES = [*DOUBLE, "model=toy_parallel", "trainer.batch_size=200"]
+
+
+def trained(size: int, folder: Path, *runs: list[str]) -> list[tuple[float, torch.Tensor]]:
+    """[(objective, weights), ...] of `runs`, each a list of overrides, trained one after the other in one world."""
+    folders = [folder / f"{size}_{number}" for number in range(len(runs))]
+    configs = [composed(f"run_dir={place}", *run) for place, run in zip(folders, runs, strict=True)]
+    answers = in_world(size, train_all, configs)
+    assert all(answer == answers[0] for answer in answers)
+    return list(zip(answers[0], map(weights, folders), strict=True))
+
+
+def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> None:
+    averaged, images, halves = trained(1, tmp_path, AVERAGED, IMAGES, HALVES)
+    fsdp, piped, together = ([f"strategy={name}"] for name in ("fsdp", "pipeline", "model_parallel"))
+    one = trained(1, tmp_path / "data_parallel", [*AVERAGED, "strategy=data_parallel"])
+    two = trained(2, tmp_path, [*IMAGES, *fsdp], [*HALVES, *together], [*HALVES, *piped, "trainer.max_grad_norm=1e3"])
+    three = trained(3, tmp_path, [*AVERAGED, *fsdp, "strategy.reshard_after_forward=false"], [*AVERAGED, *piped])
+    pairs = zip([averaged, images, halves, halves, averaged, averaged], [*one, *two, *three], strict=True)
+    for (objective, values), (found_objective, found) in pairs:
+        assert found_objective == pytest.approx(objective, rel=1e-9)
+        assert distance(values, found) < 1e-9
+
+
+def stop_after_two_steps(cfg: Any) -> str:
+    """Train about three steps, in mid-epoch, and be asked to stop."""
+    from lockstep.snapshots import manager
+    from lockstep.training.step import TrainStepRunner
+
+    manager.VOTE_PAUSE = 0  # a vote in every step
+    apply, steps = TrainStepRunner.apply_gradients, []
+
+    def apply_and_ask(runner: TrainStepRunner) -> None:
+        apply(runner)
+        steps.append(runner.state.progress.step)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    TrainStepRunner.apply_gradients = apply_and_ask  # type: ignore[method-assign]
+    with pytest.raises(StoppedEarly):
+        train(cfg)
+    assert 2 <= len(steps) <= 4
+    return str(cfg.strategy._target_.rpartition(".")[2])
+
+
+def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:
+    from lockstep.snapshots.files import list_snapshots
+
+    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=6"]
+    objective, whole = trained(1, tmp_path, moving)[0]
+    cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
+    stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 3, "FSDP")]
+    for strategy, size, name in [*stops, ("pipeline", 2, "Pipeline")]:
+        assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}")) == [name] * size
+    answers = in_world(2, train, composed(*cfg))
+    saved = torch.load(list_snapshots(tmp_path / "moved" / "snapshots")[0], weights_only=True)
+    assert list(saved["optimizer"]["state"]) == list(saved["model"])
+    assert answers == [pytest.approx(objective, rel=1e-9)] * 2
+    assert distance(whole, weights(tmp_path / "moved")) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_half_precision_and_sync_bn_stay_near_ddps_numbers(tmp_path: Path, strategy: str) -> None:
+    few = ["trainer.max_steps=3", "logger=[]", "model=mlp" if strategy == "pipeline" else "sync_bn=on"]
+    runs = [["trainer.precision=bf16"], ["trainer.precision=fp32", "optimizer=adamw", "trainer.batch_size=61"]]
+    if strategy == "fsdp":
+        runs += [["trainer.precision=fp16"], ["model=resnet18", "trainer.precision=bf16", "trainer.max_steps=2"]]
+    spread = trained(2, tmp_path / "spread", *[[*few, *run, f"strategy={strategy}"] for run in runs])
+    plain = trained(2, tmp_path / "plain", *[[*few, *run] for run in runs])
+    for (_, found), (_, expected) in zip(spread, plain, strict=True):
+        assert distance(expected, found) < 0.05
+
+
+def test_a_pipeline_by_one_command(train: Any, tmp_path: Path) -> None:
+    piped = ["strategy=pipeline", "launch=spawn", "model=mlp", "trainer.epochs=1", "trainer.precision=fp64"]
+    run: Command = train(*piped, "hydra.run.dir=piped")
+    alone: Command = train(*piped[2:], "hydra.run.dir=alone")
+    assert run.epochs == alone.epochs
+    assert len(run.epochs) == 1

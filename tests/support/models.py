@@ -1,0 +1,66 @@
+"""Models and data sets of a user, which are not part of this project."""
+
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.data.digits import digits
+from lockstep.data.in_memory import InMemoryDataset
+
+WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
+
+
+class Block(nn.Module):
+    """A transformer block: causal attention of one head, and two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        return x + self.mlp(self.norm2(x))
+
+
+class TinyGPT(nn.Module):
+    """Tokens (N, length) int64 -> logits (N, vocabulary) of the next token. The head shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x[:, -1]))
+        return logits
+
+
+def tokens(samples: int, vocabulary: int, length: int, train: bool) -> InMemoryDataset:
+    """Random tokens (samples, length) int64; the next one is the first one again."""
+    rows = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(int(train)))
+    return InMemoryDataset(rows, rows[:, 0].clone())
+
+
+def float_digits(train: bool) -> InMemoryDataset:
+    """The digits as floating-point images in 0..1, with the same integer classes."""
+    images = digits(train)
+    return InMemoryDataset(images.samples.double() / 255, images.targets)
+
+
+def watched_layers(shape: list[int], classes: int, width: int, depth: int, dropout: float) -> nn.Sequential:
+    """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
+    middle = [nn.Linear(width, width) for _ in range(depth)]
+    model = nn.Sequential(nn.Linear(shape[0], width), *middle, nn.Linear(width, classes))
+    WATCHED[:] = [weakref.ref(parameter) for parameter in model.parameters()]
+    return model

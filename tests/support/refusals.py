@@ -1,0 +1,87 @@
+"""What the command line answers to typed words, in this process: composed, checked, nothing started."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from lockstep import cli
+from lockstep.cli_arguments import prepare_arguments
+from lockstep.cli_errors import as_config_error
+from lockstep.config.arguments import check_arguments
+from lockstep.config.check import check_config
+from lockstep.config.instantiate import instantiate
+from lockstep.preflight import preflight
+from support.commands import ROOT
+from support.configs import composed
+
+COMMANDS = ("python", "pip", "the")  # first words of advice that is no override
+composed_once = functools.cache(composed)  # composing takes 0.1 s
+
+
+def answer(*typed: str) -> str | None:
+    """The sentence that `python src/train.py <typed>` is refused with, None if a training would start."""
+    words = list(typed)
+    try:
+        words = prepare_arguments(["train.py", *words])[1:]
+        _check(_compose(words))
+    except Exception as error:
+        sentence = as_config_error(error, words)
+        if sentence is None:
+            raise
+        return str(sentence)
+    return None
+
+
+def accepted(*typed: str) -> Any:
+    """The config of `python src/train.py <typed>`, which passes every check."""
+    cfg = _compose(prepare_arguments(["train.py", *typed])[1:])
+    _check(cfg)
+    return cfg
+
+
+def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:
+    """The sentence ends in `type ...`, and a command of the `kept` words with this advice is accepted.
+
+    Advice replaces kept words with the same key. Advice with a <placeholder>, or other than overrides, is not tried.
+    """
+    assert " type " in sentence, sentence
+    advice = re.split(r",? or | if | on each", sentence.rpartition(" type ")[2])[0].split()
+    if any("<" in word or not re.match(r"[+~]*[a-z_][\w./]*(=|$)", word) for word in advice) or advice[0] in COMMANDS:
+        return
+    replaced = {_key(word) for word in advice}
+    words = [word for word in kept if _key(word) not in replaced]
+    assert answer(*words, *advice) is None, [*words, *advice]
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _compose(words: list[str]) -> Any:
+    """The config of these words. Options are composed once; Hydra's own function then sets the values."""
+    overrides = OverridesParser.create().parse_overrides(words)
+    values = [override for override in overrides if _is_value(override)]
+    if any(override.is_sweep_override() for override in values):
+        return composed(*words)
+    options = [word for word, override in zip(words, overrides, strict=True) if override not in values]
+    cfg = composed_once(*options).copy()
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+def _is_value(override: Override) -> bool:
+    key = override.key_or_group
+    return not (key.startswith("hydra") or "/" in key or (ROOT / "conf" / key).is_dir())
+
+
+def _check(cfg: Any) -> None:
+    """The checks of train.py's `main`, in its order."""
+    cfg = cli.resolve(cfg)
+    check_config(cfg)
+    check_arguments(cfg, ("launch",))
+    preflight(cfg, instantiate(cfg.launch))

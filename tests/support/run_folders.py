@@ -1,0 +1,65 @@
+"""What a run leaves in its folder, and what must be true of it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.snapshots.files import list_snapshots
+from support.event_files import scalars
+
+# A training slow enough to be interrupted, with a snapshot every few steps. Its bits do not depend on the interruption.
+SLOW = [
+    "model=mlp",
+    "model.width=1024",
+    "trainer.epochs=12",
+    "trainer.batch_size=32",
+    "snapshot.every=5steps",
+    "trainer.deterministic=true",
+]
+
+
+def read_log(folder: Path) -> str:
+    return (folder / "train.log").read_text()
+
+
+def has_logged(folder: Path, words: str) -> bool:
+    return (folder / "train.log").exists() and words in read_log(folder)
+
+
+def newest_snapshot(folder: Path) -> dict[str, Any]:
+    """The contents of the newest numbered snapshot."""
+    contents: dict[str, Any] = torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
+    return contents
+
+
+def position(folder: Path) -> tuple[int, int]:
+    """(step, world size) of the newest snapshot of a run that goes on; (0, 0) before the first."""
+    for path in list_snapshots(folder / "snapshots")[:2]:
+        try:
+            companion = json.loads(path.with_suffix(".json").read_text())
+            return companion["step"], companion["world_size"]
+        except FileNotFoundError:  # the run has just deleted it
+            pass
+    return 0, 0
+
+
+def count_resumptions(folder: Path) -> int:
+    return read_log(folder).count("resumed from")
+
+
+def stopped_at(folder: Path, log: str = "train.log") -> int:
+    """The step at which the run says that it stopped early."""
+    match = re.search(r"stopped early at step (\d+)", (folder / log).read_text())
+    assert match, f"{folder}/{log} does not say where the run stopped"
+    return int(match[1])
+
+
+def assert_one_curve(folder: Path) -> None:
+    """Every curve goes forward, and the learning rate has a point at every tenth step."""
+    curves = {tag: [step for step, _ in curve] for tag, curve in scalars(folder).items()}
+    for tag, steps in curves.items():
+        assert steps == sorted(set(steps)), tag
+    assert curves["train/lr"] == list(range(10, curves["train/lr"][-1] + 1, 10))
