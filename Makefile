@@ -44,16 +44,16 @@ sweep: $(READY) ## a sweep over learning rates, N ranks a job
 bench: $(BENCH) ## ratios against tutorials, Lightning, Accelerate and bare loops (ARGS=--quick)
 	$(PYTHON) bench/race.py $(ARGS)
 
-bench-gpu: $(BENCH) ## one GPU: MNIST to 99 %, throughput, share of the card's own rate (ARGS=--write keeps it)
+bench-gpu: $(BENCH) ## one GPU: MNIST to 99 %, throughput, share of the card's own rate
 	$(PYTHON) bench/gpu.py $(ARGS)
 
-compare: $(BENCH) ## what each way of averaging gradients costs: a table and a plot
+compare: $(BENCH) ## what each way of averaging gradients costs: a table
 	$(PYTHON) bench/compare.py $(ARGS)
 
-growth: $(BENCH) ## what a unit of work costs as the work grows: a table and a plot
+growth: $(BENCH) ## what a unit of work costs as the work grows: a table
 	$(PYTHON) bench/growth.py $(ARGS)
 
-scaling: $(BENCH) ## step times on up to 4096 ranks: fitted and checked here, predicted beyond
+scaling: $(BENCH) ## step times on up to 4096 ranks: collectives fitted and checked here, the rest predicted
 	$(PYTHON) bench/scaling.py $(ARGS)
 
 board: $(READY) ## TensorBoard over all runs
@@ -65,10 +65,10 @@ lint: $(DEV) ## ruff and mypy: style, format, types
 	$(VENV)/bin/mypy
 
 test-fast: lint ## lint, then the tests that take seconds
-	$(PYTHON) -m pytest -q tests/fast $(ARGS)
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast $(ARGS)
 
 test: lint ## lint, then all tests but the drills
-	$(PYTHON) -m pytest -q tests/fast tests/runs $(ARGS)
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast tests/runs $(ARGS)
 
 drill: $(DEV) ## the long drills: kills, elastic worlds, clusters on this machine
 	$(PYTHON) -m pytest -q -m drill tests/drills $(ARGS)
@@ -78,7 +78,7 @@ promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase
-	-$(PYTHON) -m coverage run -m pytest -q tests/fast tests/runs $(ARGS)
+	-$(PYTHON) -m coverage run -m pytest -q -n 2 --dist loadfile tests/fast tests/runs $(ARGS)
 	$(PYTHON) -m coverage combine --quiet
 	$(PYTHON) -m coverage report
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, commands on a terminal, worlds of ranks, rounds, ratios, tables, plots.
+"""What the benchmarks share: arguments, commands on a terminal, worlds of ranks, rounds, ratios, tables.
 
 Runs that are compared take turns in rounds, so that other work on the machine slows all of them alike. A ratio is taken
 between two runs of one round; the median, the smallest and the largest of the rounds are shown.
@@ -6,9 +6,11 @@ between two runs of one round; the median, the smallest and the largest of the r
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import pty
+import re
 import signal
 import statistics
 import subprocess
@@ -16,14 +18,15 @@ import sys
 import tempfile
 import termios
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
-RESULTS = ROOT / "bench" / "RESULTS.md"
+CONTENDERS = ROOT / "bench" / "contenders"
+DDP = ["strategy._target_=measured.MeasuredDDP"]
+MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 
@@ -31,12 +34,12 @@ def parser(doc: str, name: str, parts: Sequence[str] = (), rounds: int | None = 
     """The arguments of every benchmark: --quick, --out, and where they make sense --only and --rounds."""
     arguments = argparse.ArgumentParser(description=doc.splitlines()[0])
     arguments.add_argument("--quick", action="store_true", help="small and short, to see that everything runs")
-    arguments.add_argument("--out", type=Path, default=ROOT / "outputs" / name, help="folder for tables and plots")
+    arguments.add_argument("--out", type=Path, default=ROOT / "outputs" / name, help="folder for the tables")
     if parts:
         arguments.add_argument("--only", default=",".join(parts), help=f"some of {','.join(parts)}")
     if rounds:
         arguments.add_argument("--rounds", type=int, help=f"{rounds}, or 1 with --quick")
-    arguments.set_defaults(parts=tuple(parts), default_rounds=rounds)
+    arguments.set_defaults(parts=parts, default_rounds=rounds)
     return arguments
 
 
@@ -56,38 +59,64 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     return asked
 
 
-def run_on_terminal(command: Sequence[str], folder: Path, env: Mapping[str, str], limit: float = 600) -> int:
+def run_on_terminal(command: Sequence[str], folder: Path, limit: float = 600, **env: str) -> int:
     """The command's exit code, 124 after `limit` seconds. Its output goes to folder/console.log.
 
-    The command sees a terminal, as its users' commands do. Processes that it leaves behind are killed.
+    The command sees a terminal, as its users' commands do. Its ranks write folder/record.<rank>, see `records`.
+    Processes that it leaves behind are killed.
     """
     reading, writing = pty.openpty()
     termios.tcsetwinsize(writing, (24, 80))  # a bar is cut to the width
-    with (folder / "console.log").open("ab") as console:
-        console.write(" ".join(command).encode() + b"\n")
-        process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(writing)
-        reader = threading.Thread(target=_copy, args=(reading, console))
-        reader.start()
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return 124
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            reader.join()
-            os.close(reading)
+    env = os.environ | {"PYTHONPATH": f"{ROOT / 'bench'}{os.pathsep}{CONTENDERS}"} | env
+    env["BENCH_RECORD"] = str(folder / "record")
+    process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing,
+                               start_new_session=True)  # fmt: skip
+    os.close(writing)
+    reader = threading.Thread(target=_copy, args=(reading, folder / "console.log"))
+    reader.start()
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join()
+        os.close(reading)
 
 
-def _copy(reading: int, console: Any) -> None:
-    with contextlib.suppress(OSError):  # a terminal raises it when its last writer is gone
+def _copy(reading: int, path: Path) -> None:
+    with path.open("ab") as console, contextlib.suppress(OSError):  # a terminal raises it when its last writer is gone
         while chunk := os.read(reading, 65536):
             console.write(chunk)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks of `run_on_terminal` measured of themselves, see bench/record.py, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("record.*"))]
+
+
+def noise_images(samples: int, test_samples: int) -> list[str]:
+    """The overrides that put random images into the place of CIFAR-10's."""
+    found = ["dataset=cifar10", "dataset.prepare=null", "~dataset.train.data_dir", "~dataset.test.data_dir"]
+    for part, count in (("train", samples), ("test", test_samples)):
+        found += [f"dataset.{part}._target_=measured.noise", f"+dataset.{part}.samples={count}"]
+    return found
+
+
+def training_flops(*overrides: str) -> float:
+    """Floating-point operations of a training step on one sample, as torch counts them. Computes none of them."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lockstep.config.instantiate import instantiate
+    from support.configs import composed
+
+    cfg = composed(*overrides)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        instantiate(cfg.model)(torch.empty(8, *cfg.dataset.shape)).sum().backward()
+    return counter.get_total_flops() / 8
 
 
 def in_ranks(size: int, function: Callable[..., Any], *overrides: str) -> list[Any]:
@@ -99,25 +128,28 @@ def in_ranks(size: int, function: Callable[..., Any], *overrides: str) -> list[A
         return in_world(size, function, composed(f"run_dir={folder}", *overrides), limit=1800)
 
 
+def rotated(names: Sequence[Any], turn: int, rounds: int) -> list[Any]:
+    """The order of round number `turn`: every round starts with another name."""
+    first = turn * len(names) // rounds
+    return [*names[first:], *names[:first]]
+
+
 def interleave(measure: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[Any]]:
-    """{name: [measure[name]() of each round]}. Every round starts with another name."""
+    """{name: [measure[name]() of each round]}"""
     found: dict[Any, list[Any]] = {name: [] for name in measure}
-    names = list(measure)
     for turn in range(rounds):
-        first = turn * len(names) // rounds
-        for name in names[first:] + names[:first]:
+        for name in rotated(list(measure), turn, rounds):
             found[name].append(measure[name]())
     return found
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def spread(values: Sequence[float]) -> str:
     """The median, and in brackets the smallest and the largest: "1.62 (1.57-1.65)". A dash without values."""
     if not values:
         return "-"
-    middle, smallest, largest = (
-        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
-    )
-    return middle if len(values) == 1 else f"{middle} ({smallest}-{largest})"
+    middle, digits = statistics.median(values), 0 if min(values) >= 100 else 2
+    brackets = f" ({min(values):.{digits}f}-{max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{middle:.{digits}f}{brackets}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -126,61 +158,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)
 
 
-def replace_section(section: str, text: str) -> str:
-    """`text` with `section`, which begins with "## ", in place of the section with the same heading, or at the end."""
-    parts = text.split("\n## ")
-    section = section.removeprefix("## ").rstrip("\n") + "\n"
-    heading = section.partition("\n")[0]
-    headings = [part.partition("\n")[0] for part in parts]
-    if heading in headings:
-        parts[headings.index(heading)] = section
-    else:
-        parts.append(section)
-    return "\n## ".join(part.rstrip("\n") + "\n" for part in parts)
-
-
-def write_section(section: str, path: Path) -> None:
-    """Put `section` into the file `path`, see `replace_section`."""
-    path.write_text(replace_section(section, path.read_text() if path.exists() else "# Results\n"))
-    print(f"written to {path}")
-
-
-def save(out: Path, name: str, text: str, panels: Sequence[Mapping[str, Any]] = (), columns: int = 3) -> None:
-    """Write out/name.md and, where matplotlib is installed, out/name.png."""
+def save(out: Path, name: str, text: str) -> None:
     (out / f"{name}.md").write_text(text)
     print(f"tables: {out / f'{name}.md'}")
-    if panels:
-        plot(out / f"{name}.png", panels, columns)
-
-
-def plot(path: Path, panels: Sequence[Mapping[str, Any]], columns: int) -> None:
-    """A panel each: {"lines": {label: [(x, y), ...]}, and what Axes.set takes}. Says so where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(
-            f"no plot without matplotlib; type {sys.executable} -m pip install -r requirements-bench.txt",
-            file=sys.stderr,
-        )
-        return
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
-    for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False):
-        for label, points in panel["lines"].items():
-            axes.plot(*zip(*points, strict=True), ".-", label=label)
-        axes.set(**{key: value for key, value in panel.items() if key != "lines"})
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
-    print(f"plot:   {path}")
 
 
 def processor() -> str:
     """The CPU's name and the number of its cores that this process may use."""
-    lines: Iterator[str] = iter(())
-    if Path("/proc/cpuinfo").exists():
-        lines = iter(Path("/proc/cpuinfo").read_text().splitlines())
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    about = Path("/proc/cpuinfo")
+    names = re.findall("^model name\\s*: (.*)", about.read_text(), re.MULTILINE) if about.exists() else []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{names[0] if names else platform.machine()}, {cores} cores"
 
@@ -190,7 +176,3 @@ def pin_to_core() -> None:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-
-
-def timestamp() -> str:
-    return time.strftime("%Y-%m-%d_%H-%M-%S")

@@ -81,10 +81,6 @@ class EpochRecorder(Logger):
     def on_fit_start(self, run: RunInfo) -> None:
         self.samples = run.eval_samples
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if "profile/step_ms" in metrics:
-            RECORD.extra.setdefault("profiled", []).append(step)
-
     def on_epoch_end(self, summary: EpochSummary) -> None:
         accuracy = summary.metrics.get("test", {}).get("accuracy")
         if accuracy is not None:

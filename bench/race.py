@@ -11,23 +11,21 @@ best snapshot. Tables, the figures of every run and its console go to a new fold
 import argparse
 import csv
 import importlib.metadata
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
 import race_tables
-from harness import ROOT, TRAIN
+from harness import CONTENDERS, ROOT, TRAIN
 from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
 
-CONTENDERS = ROOT / "bench" / "contenders"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
+PYTHON = [sys.executable]
+ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
 PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
 SLOW_PARTS = {"startup", "sweep", "memory"}  # run in half of the rounds
@@ -45,31 +43,20 @@ class Settings:
     floor_epochs: int = 6
 
 
-@dataclass(frozen=True)
 class Contender:
     """`commands` run one after the other, each over `ranks` processes. `parts`: which parts need it."""
 
-    name: str
-    ranks: int
-    parts: frozenset[str]
-    commands: list[list[str]] = field(hash=False)
-
-
-def contender(name: str, ranks: int, parts: str, *commands: list[str]) -> Contender:
-    return Contender(name, ranks, frozenset(parts.split()), list(commands))
+    def __init__(self, name: str, ranks: int, parts: str, *commands: list[str]) -> None:
+        self.name, self.ranks, self.parts, self.commands = name, ranks, set(parts.split()), commands
 
 
 def torchrun(ranks: int) -> list[str]:
-    return [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    return [*PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
 
 
 def launch(way: str, ranks: int) -> list[str]:
     """The command that starts `ranks` ranks of src/train.py: by torchrun, or by a launcher of conf/launch."""
-    return (
-        [*torchrun(ranks), TRAIN]
-        if way == "torchrun"
-        else [sys.executable, TRAIN, way, f"launch.nproc_per_node={ranks}"]
-    )
+    return [*torchrun(ranks), TRAIN] if way == "torchrun" else [*PYTHON, TRAIN, way, f"launch.nproc_per_node={ranks}"]
 
 
 def script(name: str, settings: Settings, *own: str) -> list[str]:
@@ -83,86 +70,86 @@ def overrides(settings: Settings, *own: str) -> list[str]:
     data = [f"dataset.{split}._target_=measured.first_of_mnist" for split in ("train", "test")]
     data += [f"+dataset.train.samples={settings.samples}", f"+dataset.test.samples={settings.test_samples}"]
     same = [f"trainer.batch_size_per_rank={settings.batch}", f"trainer.epochs={settings.epochs}", "sync_bn=off"]
-    measured = ["strategy._target_=measured.MeasuredDDP", "+logger.measured._target_=measured.EpochRecorder"]
-    return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *measured, "hydra.run.dir=run", *own]
+    return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *harness.MEASURED, "hydra.run.dir=run", *own]
 
 
 def trainers(settings: Settings, ranks: int) -> list[Contender]:
     """All that train over `ranks` processes, with Lockstep beside its floors."""
-    alone, start = [sys.executable], [sys.executable] if ranks == 1 else torchrun(ranks)
+    start = PYTHON if ranks == 1 else torchrun(ranks)
     accelerate = ACCELERATE if ranks == 1 else start
+    lightning = script("lightning_mnist", settings, f"--devices={ranks}")  # it starts its own processes
     found = [
-        contender("tutorial", ranks, "train memory", start + script("tutorial", settings)),
-        contender(PRECISIONS["fp32"], ranks, "train memory", [*start, TRAIN, *overrides(settings)]),
-        contender("Lightning", ranks, "train", alone + script("lightning_mnist", settings, f"--devices={ranks}")),
-        contender("Accelerate", ranks, "train", accelerate + script("accelerate_mnist", settings)),
-        contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
-        contender("references", ranks, "train", start + script("references", settings)),
+        Contender("tutorial", ranks, "train memory", start + script("tutorial", settings)),
+        Contender(PRECISIONS["fp32"], ranks, "train memory", [*start, TRAIN, *overrides(settings)]),
+        Contender("Lightning", ranks, "train", PYTHON + lightning),
+        Contender("Accelerate", ranks, "train", accelerate + script("accelerate_mnist", settings)),
+        Contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
+        Contender("references", ranks, "train", start + script("references", settings)),
     ]
     floors = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
               "+strategy.precision=${trainer.precision}", f"trainer.epochs={settings.floor_epochs}"]  # fmt: skip
     for how, words in BESIDE.items():
         if ranks > 1 or "gloo" not in how:
             command = [*start, TRAIN, *overrides(settings, *words, *floors)]
-            found.append(contender(race_tables.beside(how), ranks, "floor", command))
+            found.append(Contender(race_tables.beside(how), ranks, "floor", command))
     return found
+
+
+def starters(settings: Settings) -> list[list[Contender]]:
+    """The shortest scripts and Lockstep, by number of ranks and launcher."""
+    short = overrides(Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch))
+    group = [Contender("minimal", 1, "startup", PYTHON + script("minimal", settings))]
+    groups = [[*group, Contender("start by python", 1, "startup", [*PYTHON, TRAIN, *short])]]
+    for ranks in settings.worlds:
+        group = [Contender("minimal", ranks, "startup", torchrun(ranks) + script("minimal", settings))]
+        for way in LAUNCHES:
+            group.append(Contender(f"start by {way}", ranks, "startup", launch(way, ranks) + short))
+        groups.append(group)
+    return groups
 
 
 def contenders(settings: Settings) -> list[list[Contender]]:
     """Groups of contenders; those of a group are compared with each other and run close together."""
-    short = Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch)
-    by_python = contender("start by python", 1, "startup", [sys.executable, TRAIN, *overrides(short)])
-    starts = [[contender("minimal", 1, "startup", [sys.executable, *script("minimal", settings)]), by_python]]
-    for ranks in settings.worlds:
-        group = [contender("minimal", ranks, "startup", torchrun(ranks) + script("minimal", settings))]
-        for way in LAUNCHES:
-            group.append(contender(f"start by {way}", ranks, "startup", [*launch(way, ranks), *overrides(short)]))
-        starts.append(group)
-
     rates = [f"{0.01 * (number + 1):.2f}" for number in range(settings.jobs)]
     single = ["trainer.epochs=1", "sync_bn=off"]
     jobs = [[*launch("torchrun", 2), *single, f"optimizer.lr={rate}", f"hydra.run.dir=run/{rate}"] for rate in rates]
-    sweeps = [contender(f"{settings.jobs} commands", 2, "sweep", *jobs)]
-    for way in ("launch=torchrun", "launch=fork"):
-        sweep = ["-m", *single, f"optimizer.lr={','.join(rates)}", "hydra.sweep.dir=run"]
-        sweeps.append(contender(f"sweep by {way}", 2, "sweep", [*launch(way, 2), *sweep]))
-
+    sweep = ["-m", *single, f"optimizer.lr={','.join(rates)}", "hydra.sweep.dir=run"]
     many = Settings(settings.data, samples=8 * CROWD * settings.batch, epochs=1, batch=settings.batch)
-    crowd = [contender("tutorial", CROWD, "memory", torchrun(CROWD) + script("tutorial", many))]
+    sweeps = [Contender(f"{settings.jobs} commands", 2, "sweep", *jobs)]
+    for way in ("launch=torchrun", "launch=fork"):
+        sweeps.append(Contender(f"sweep by {way}", 2, "sweep", launch(way, 2) + sweep))
+    crowd = [Contender("tutorial", CROWD, "memory", torchrun(CROWD) + script("tutorial", many))]
     for way in ("torchrun", "launch=fork"):
-        crowd.append(contender(f"Lockstep by {way}", CROWD, "memory", [*launch(way, CROWD), *overrides(many)]))
-
-    answers = [
-        contender(" ".join(words), 1, "help", [sys.executable, TRAIN, *words])
-        for words in (["--help"], ["--cfg", "job"])
-    ]
-    return [trainers(settings, 1), trainers(settings, 2), *starts, sweeps, crowd, answers]
+        crowd.append(Contender(f"Lockstep by {way}", CROWD, "memory", launch(way, CROWD) + overrides(many)))
+    answers = [Contender(words, 1, "help", [*PYTHON, TRAIN, *words.split()]) for words in ("--help", "--cfg job")]
+    return [trainers(settings, 1), trainers(settings, 2), *starters(settings), sweeps, crowd, answers]
 
 
 def run(one: Contender, folder: Path) -> dict[str, float]:
     """Run it in the empty folder `folder`. Returns {quantity: number}. Raises RuntimeError if a rank left no record."""
     folder.mkdir(parents=True)
-    paths = f"{ROOT / 'bench'}{os.pathsep}{CONTENDERS}"
-    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "BENCH_RECORD": str(folder / "record")}
     began, code = time.time(), 0
     for command in one.commands:
-        code = harness.run_on_terminal(command, folder, env) or code
+        code = harness.run_on_terminal(command, folder, CUDA_VISIBLE_DEVICES="") or code
     wall = time.time() - began
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("record.*"))]
-    measures_itself = not one.parts & {"sweep", "help"}
-    if len(records) != one.ranks * measures_itself if measures_itself else code:
-        raise RuntimeError(
-            f"{one.name} over {one.ranks} left {len(records)} records and exit code {code}; "
-            f"see {folder / 'console.log'}"
-        )
-    return {"wall": wall, "exit": code, **(race_tables.figures(records, began) if measures_itself else {})}
+    records = harness.records(folder)
+    if one.parts & {"sweep", "help"}:  # these do not measure themselves
+        complete, found = not code, {}
+    else:
+        complete = len(records) == one.ranks
+        found = race_tables.figures(records, began) if complete else {}
+    if not complete:
+        what = f"{one.name} over {one.ranks} left {len(records)} records and exit code {code}"
+        raise RuntimeError(f"{what}; see {folder / 'console.log'}")
+    return {"wall": wall, "exit": code, **found}
 
 
-def installed(package: str) -> bool:
+def version(package: str) -> str:
+    """Empty for a package that is not installed."""
     try:
-        return bool(importlib.metadata.version(package))
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return ""
 
 
 def save(runs: Sequence[dict[str, Any]], settings: Settings, out: Path) -> None:
@@ -171,11 +158,7 @@ def save(runs: Sequence[dict[str, Any]], settings: Settings, out: Path) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for run in runs for key in run)))
         writer.writeheader()
         writer.writerows(runs)
-    versions = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "torchvision", "lightning", "accelerate")
-        if installed(name)
-    ]
+    versions = [f"{name} {version(name)}" for name in ("torch", "torchvision", "lightning", "accelerate")]
     (out / "race.md").write_text(race_tables.report(runs, settings, ", ".join(versions)))
 
 
@@ -188,8 +171,7 @@ def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
         for group in groups:
             if turn >= -(-asked.rounds // 2) and all(one.parts <= SLOW_PARTS for one in group):
                 continue
-            first = turn * len(group) // asked.rounds
-            for one in group[first:] + group[:first]:
+            for one in harness.rotated(group, turn, asked.rounds):
                 load = os.getloadavg()[0]
                 folder = out / f"{turn}-{one.name.replace(' ', '_').replace(',', '')}-{one.ranks}"
                 try:
@@ -207,20 +189,12 @@ def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
 
 def main() -> None:
     arguments = harness.parser(__doc__, "bench", PARTS, rounds=4)
-    arguments.add_argument("--samples", type=int, default=Settings.samples)
-    arguments.add_argument("--test-samples", type=int, default=Settings.test_samples)
-    arguments.add_argument(
-        "--data", default=os.environ.get("LOCKSTEP_DATA", ROOT / "data"), type=Path, help="where MNIST/raw lies"
-    )
+    default = os.environ.get("LOCKSTEP_DATA", ROOT / "data")
+    arguments.add_argument("--data", default=default, type=Path, help="where MNIST/raw lies")
     asked = harness.parse(arguments)
-    missing = (
-        [package for package in ("lightning", "accelerate") if not installed(package)] if "train" in asked.only else []
-    )
+    missing = [package for package in ("lightning", "accelerate") if "train" in asked.only and not version(package)]
     if missing:
-        sys.exit(
-            f"{' and '.join(missing)} cannot be imported; "
-            f"type {sys.executable} -m pip install -r requirements-bench.txt"
-        )
+        sys.exit(f"{missing[0]} is not installed; type {sys.executable} -m pip install -r requirements-bench.txt")
     from lockstep.data.download import download
     from lockstep.errors import ConfigError
 
@@ -229,8 +203,8 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
     small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1} if asked.quick else {}
-    settings = Settings(str(asked.data.resolve()), asked.samples, asked.test_samples, **small)
-    out = asked.out / harness.timestamp()
+    settings = Settings(str(asked.data.resolve()), **small)
+    out = asked.out / time.strftime("%Y-%m-%d_%H-%M-%S")
     complete = race(asked, settings, out)
     print(f"\n{(out / 'race.md').read_text()}\ntables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")
     sys.exit(not complete)

@@ -10,8 +10,7 @@ def train_costs(cfg: Any) -> dict[str, Any]:
     """A whole training, with a strategy of bench/measured.py.
 
     walls, cpus: seconds of each step after the second, by the clock and of CPU. first: seconds to the end of the first
-    step. loss: the objective. laps: of the epochs' training. step_count: steps. profiled: numbers of
-    steps that the profiler measured, on rank 0. state: MB of weights and optimizer
+    step. loss: the objective. laps: of the epochs' training. step_count: steps. state: MB of weights and optimizer
     state on this rank. The rest is memory at the end, see bench/record.py.
     """
     from measured import RECORD
@@ -32,7 +31,6 @@ def train_costs(cfg: Any) -> dict[str, Any]:
         "loss": loss,
         "laps": RECORD.laps["training"],
         "step_count": len(RECORD.steps),
-        "profiled": RECORD.extra.get("profiled", []),
         "state": state_bytes(optimizers[0]) / 1e6 if optimizers else 0.0,
         **memory(),
     }
@@ -50,8 +48,7 @@ def state_bytes(optimizer: Any) -> int:
     """Bytes of an optimizer's parameters and state on this rank."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     held = [*weights, *(value for state in optimizer.state.values() for value in state.values())]
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
-    return sum(tensor.nbytes for tensor in local)
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in held)
 
 
 def snapshot_costs(cfg: Any) -> dict[str, float]:

@@ -3,22 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
 
 
 @dataclass(frozen=True)
 class Wire:
-    """latency: of a message. bandwidth: bytes per second of a rank, each way at once.
-
-    cores: how many cores all ranks share, where a message is work for them; None where each rank has its own.
-    """
+    """latency: of a message. bandwidth: bytes per second of a rank, each way at once."""
 
     latency: float
     bandwidth: float
-    cores: int | None = None
-
-    def ranks_per_core(self, ranks: float) -> float:
-        return 1 if self.cores is None else max(1, ranks / self.cores)
 
 
 Collective = Callable[[Wire, float, float], float]
@@ -27,21 +21,17 @@ Collective = Callable[[Wire, float, float], float]
 
 def ring(wire: Wire, size: float, ranks: float) -> float:
     """All-reduce in a ring (Patarasuk and Yuan 2009): 2(W-1) messages after one another, of a W-th each."""
-    return wire.ranks_per_core(ranks) * 2 * (ranks - 1) * (wire.latency + size / ranks / wire.bandwidth)
+    return 2 * (ranks - 1) * (wire.latency + size / ranks / wire.bandwidth)
 
 
 def tree(wire: Wire, size: float, ranks: float) -> float:
     """All-reduce by recursive halving and doubling (Thakur et al. 2005): 2 log W messages, as many bytes as a ring."""
-    sending = (ranks - 1) / ranks * size / wire.bandwidth
-    return wire.ranks_per_core(ranks) * 2 * (math.ceil(math.log2(ranks)) * wire.latency + sending)
+    return 2 * (math.ceil(math.log2(ranks)) * wire.latency + (ranks - 1) / ranks * size / wire.bandwidth)
 
 
 def server(wire: Wire, size: float, ranks: float) -> float:
-    """A synchronous parameter server (Li et al. 2014): the others' gradients over its one cable, then the sum.
-
-    The server works on the samples, too. Where ranks share cores, one of them still moves all the bytes.
-    """
-    return 2 * (wire.ranks_per_core(ranks) * wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
+    """A synchronous parameter server (Li et al. 2014): all gradients arrive over its one cable, and the sum leaves."""
+    return 2 * (wire.latency + (ranks - 1) * size / wire.bandwidth) if ranks > 1 else 0.0
 
 
 def gather(wire: Wire, size: float, ranks: float) -> float:
@@ -53,16 +43,13 @@ def gather(wire: Wire, size: float, ranks: float) -> float:
 class Machine:
     """Nodes of `local` ranks, which communicate over `near` inside a node and over `far` between nodes.
 
-    spread: standard deviation of the logarithm of a rank's step time. overlaps: whether ranks send while they compute;
-    not where sending is work for the core that computes. scatter: what a reduce-scatter sends, in all-gathers; gloo: 2.
+    spread: standard deviation of the logarithm of a rank's step time.
     """
 
     near: Wire
     far: Wire
     local: int
     spread: float
-    overlaps: bool
-    scatter: int = 1
 
     def combine(self, way: Collective, size: float, ranks: int) -> float:
         """Seconds of one collective over all ranks: inside nodes first, so a rank sends 1/local of the bytes far."""
@@ -126,16 +113,14 @@ def overlapped(forward: float, backward: float, buckets: Sequence[float], combin
 
 
 def ddp(work: Work, machine: Machine, samples: float, ranks: int, way: Collective = ring, shrink: int = 1) -> float:
-    if not machine.overlaps:
-        return one_by_one(work, machine, samples, ranks, way, shrink)
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     return overlapped(whole / 3, whole * 2 / 3, work.buckets, lambda size: machine.combine(way, size / shrink, ranks))
 
 
-def one_by_one(work: Work, machine: Machine, samples: float, ranks: int, way: Collective, shrink: int = 1) -> float:
+def one_by_one(work: Work, machine: Machine, samples: float, ranks: int, way: Collective) -> float:
     """Each bucket is waited for: gradient_sync=ring and parameter_server."""
     whole = work.compute(samples) * slowest(ranks, machine.spread)
-    return whole + sum(machine.combine(way, size / shrink, ranks) for size in work.buckets)
+    return whole + sum(machine.combine(way, size, ranks) for size in work.buckets)
 
 
 def local_sgd(work: Work, machine: Machine, samples: float, ranks: int, every: int) -> float:
@@ -148,10 +133,8 @@ def fsdp(work: Work, machine: Machine, samples: float, ranks: int) -> float:
     """Weights are gathered for the forward and for the backward pass, gradients scattered (Rajbhandari et al. 2020)."""
     whole = work.compute(samples) * slowest(ranks, machine.spread)
     once = work.groups * machine.combine(gather, work.size / work.groups, ranks)
-    if not machine.overlaps:
-        return whole + (2 + machine.scatter) * once
-    exposed = (1 + machine.scatter) * once / work.groups  # the first gather and the last scatter
-    return max(whole / 3, once) + max(whole * 2 / 3, (1 + machine.scatter) * once) + exposed
+    exposed = 2 * once / work.groups  # the first gather and the last scatter
+    return max(whole / 3, once) + max(whole * 2 / 3, 2 * once) + exposed
 
 
 def pipeline(work: Work, machine: Machine, samples: float, ranks: int) -> float:
@@ -163,18 +146,18 @@ def pipeline(work: Work, machine: Machine, samples: float, ranks: int) -> float:
     turn = computing * slowest(ranks, machine.spread)
     if ranks > 1:
         cut = work.cut * samples * ranks / work.micro_batches
-        turn += 2 * (wire.latency + cut / wire.bandwidth) * wire.ranks_per_core(ranks)
+        turn += 2 * (wire.latency + cut / wire.bandwidth)
     return work.fixed + (work.micro_batches + ranks - 1) * turn
 
 
 STRATEGIES: dict[str, Step] = {
     "DDP by ring": ddp,
-    "DDP by tree": lambda *case: ddp(*case, way=tree),
-    "DDP in bf16": lambda *case: ddp(*case, shrink=2),
-    "local SGD every 8": lambda *case: local_sgd(*case, every=8),
+    "DDP by tree": partial(ddp, way=tree),
+    "DDP in bf16": partial(ddp, shrink=2),
+    "local SGD every 8": partial(local_sgd, every=8),
     "FSDP": fsdp,
     "pipeline": pipeline,
-    "parameter server": lambda *case: one_by_one(*case, way=server),
+    "parameter server": partial(one_by_one, way=server),
 }
 
 
@@ -196,15 +179,3 @@ def stops(
     found = [(ranks, efficiency(step, work, machine, samples, ranks, weak)) for ranks in worlds]
     most = max(found, key=lambda pair: pair[0] * pair[1])[0]
     return next((ranks for ranks, value in found if value < 0.5), None), None if most == worlds[-1] else most
-
-
-def buckets(sizes: Sequence[float], cap: float, first: float) -> tuple[float, ...]:
-    """DDP's buckets of gradients of these sizes: closed at `cap` bytes, the first at `first`."""
-    filled: list[float] = []
-    now, limit = 0.0, first
-    for size in sizes:
-        now += size
-        if now >= limit:
-            filled.append(now)
-            now, limit = 0.0, cap
-    return tuple(filled + [now] * (now > 0))

@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node=2 accelerate_mnist.py
 """
 
 import torch
-import torchvision.transforms as transforms
 import workload
 from accelerate import Accelerator
 from record import Record
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader
 def main() -> None:
     args, record = workload.arguments(), Record()
     accelerator = Accelerator(cpu=True)
-    train_set = workload.mnist(args, train=True, transform=transforms.ToTensor())
-    eval_set = workload.mnist(args, train=False, transform=transforms.ToTensor())
+    train_set, eval_set = workload.mnist(args)
     model, criterion = workload.ConvNet(), nn.CrossEntropyLoss()
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model,

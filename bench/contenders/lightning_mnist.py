@@ -5,7 +5,6 @@ python lightning_mnist.py --devices=2
 
 import lightning
 import torch
-import torchvision.transforms as transforms
 import workload
 from record import Record
 from torch import nn
@@ -55,8 +54,7 @@ class Clock(lightning.Callback):
 
 def main() -> None:
     args, record = workload.arguments(), Record()
-    train_set = workload.mnist(args, train=True, transform=transforms.ToTensor())
-    eval_set = workload.mnist(args, train=False, transform=transforms.ToTensor())
+    train_set, eval_set = workload.mnist(args)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=args.devices, strategy="ddp" if args.devices > 1 else "auto", max_epochs=args.epochs,
         callbacks=[Clock(args, record)],

@@ -4,17 +4,13 @@ python minimal.py
 torchrun --standalone --nproc_per_node=2 minimal.py
 """
 
-import os
-
 import torch
 import workload
 from record import Record
 from torch.nn.functional import cross_entropy
 
-args, record, net = workload.arguments(), Record(), workload.ConvNet()
-if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-    torch.distributed.init_process_group("gloo")
-    net = torch.nn.parallel.DistributedDataParallel(net)
+args, record = workload.arguments(), Record()
+net = workload.wrap(workload.ConvNet())
 optimizer = torch.optim.SGD(net.parameters(), 1e-4)
 cross_entropy(net(torch.rand(args.batch, 1, 28, 28)), torch.randint(10, (args.batch,))).backward()
 optimizer.step()

@@ -7,12 +7,10 @@ Left out: the tutorial's SyncBatchNorm, which refuses CPU tensors.
 """
 
 import os
-from datetime import datetime
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchvision.transforms as transforms
 import workload
 from record import Record
 from torch import Tensor, nn
@@ -36,10 +34,8 @@ def train_one_epoch(
     model.train()
     progress = tqdm(loader, desc="train") if is_first else loader
     for step, (image, label) in enumerate(progress):
-        image = image.to(DEVICE, non_blocking=True)
-        label = label.to(DEVICE, non_blocking=True)
-        outputs = model(image)
-        loss = criterion(outputs, label)
+        image, label = image.to(DEVICE, non_blocking=True), label.to(DEVICE, non_blocking=True)
+        loss = criterion(model(image), label)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -53,8 +49,7 @@ def evaluate(model: nn.Module, loader: DataLoader, distributed: bool, is_first: 
     model.eval()
     preds, targets = [], []
     for image, label in tqdm(loader, desc="eval") if is_first else loader:
-        image = image.to(DEVICE, non_blocking=True)
-        label = label.to(DEVICE, non_blocking=True)
+        image, label = image.to(DEVICE, non_blocking=True), label.to(DEVICE, non_blocking=True)
         pred = model(image).argmax(dim=1)
         preds.append(concat_all_gather(pred) if distributed else pred)
         targets.append(concat_all_gather(label) if distributed else label)
@@ -65,17 +60,12 @@ def evaluate(model: nn.Module, loader: DataLoader, distributed: bool, is_first: 
 def main() -> None:
     args, record = workload.arguments(), Record()
     distributed, is_first = "WORLD_SIZE" in os.environ, os.environ.get("LOCAL_RANK", "0") == "0"
-    model: nn.Module = workload.ConvNet().to(DEVICE)
-    sets = [workload.mnist(args, train=train, transform=transforms.ToTensor()) for train in (True, False)]
-    samplers, options = [], [{"shuffle": True, "pin_memory": True}] * 2
-    if distributed:
-        dist.init_process_group(backend="gloo", init_method="env://")
-        model = nn.parallel.DistributedDataParallel(model)
-        samplers = [DistributedSampler(data) for data in sets]
-        options = [{"shuffle": False, "sampler": sampler} for sampler in samplers]
+    model = workload.wrap(workload.ConvNet().to(DEVICE))
+    sets = workload.mnist(args)
+    samplers = [DistributedSampler(data) for data in sets] if distributed else []
+    options = [{"sampler": sampler} for sampler in samplers] or [{"shuffle": True, "pin_memory": True}] * 2
     loaders = [DataLoader(data, batch_size=args.batch, **how) for data, how in zip(sets, options, strict=True)]
     criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), 1e-4)
-    start = datetime.now()
     for epoch in range(args.epochs):
         record.start()
         for sampler in samplers:
@@ -87,7 +77,6 @@ def main() -> None:
             print(f"Epoch {epoch + 1}/{args.epochs} acc: {accuracy:.5f}")
         record.lap("evaluation", len(sets[1]))
     if is_first:
-        print("Training complete in: " + str(datetime.now() - start))
         torch.save(model.state_dict(), "mnist.pth")
     record.write(accuracy)
 

@@ -4,6 +4,7 @@ import argparse
 import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -27,9 +28,7 @@ class ConvNet(nn.Module):
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--data", default=os.environ.get("LOCKSTEP_DATA", "data"), help="the folder that holds MNIST/raw"
-    )
+    parser.add_argument("--data", default=os.environ.get("LOCKSTEP_DATA", "data"), help="where MNIST/raw lies")
     parser.add_argument("--samples", type=int, default=60000, help="to train on, over all ranks")
     parser.add_argument("--test-samples", type=int, default=10000)
     parser.add_argument("--epochs", type=int, default=2)
@@ -38,11 +37,22 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def mnist(args: argparse.Namespace, train: bool, transform: Any) -> Any:
-    """torchvision's MNIST, cut to its first images."""
+def wrap(net: nn.Module) -> nn.Module:
+    """The net, under torchrun inside DistributedDataParallel over gloo."""
+    if "WORLD_SIZE" not in os.environ:
+        return net
+    torch.distributed.init_process_group(backend="gloo", init_method="env://")
+    return nn.parallel.DistributedDataParallel(net)
+
+
+def mnist(args: argparse.Namespace, *steps: Any) -> list[Any]:
+    """torchvision's MNIST for training and for the test, cut to its first images."""
+    from torchvision import transforms
     from torchvision.datasets import MNIST
 
-    whole = MNIST(args.data, train=train, transform=transform, download=True)
-    count = args.samples if train else args.test_samples
-    whole.data, whole.targets = whole.data[:count], whole.targets[:count]
-    return whole
+    transform, found = transforms.Compose(steps or [transforms.ToTensor()]), []
+    for train, count in ((True, args.samples), (False, args.test_samples)):
+        whole = MNIST(args.data, train=train, transform=transform, download=True)
+        whole.data, whole.targets = whole.data[:count], whole.targets[:count]
+        found.append(whole)
+    return found

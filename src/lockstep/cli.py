@@ -1,5 +1,6 @@
 """The command line: resolvers of the config, errors as sentences, exit codes. No torch: `--help` imports this."""
 
+import argparse
 import gc
 import os
 import sys
@@ -100,6 +101,7 @@ def run_main(main: Callable[[], Any]) -> None:
         sys.exit(EXIT_CONFIG)
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
+    _accept_lazy_help()
     _prepare_environment()
     try:
         code = _run(main)
@@ -150,6 +152,20 @@ def _copy_config_store_once() -> None:
         return store
 
     setattr(ConfigStore, "__deepcopy__", keep)  # noqa: B010  (mypy refuses the assignment)
+
+
+def _accept_lazy_help() -> None:
+    """hydra-core 1.3 gives argparse a help text that is an object, not a string. Python 3.14 refuses it."""
+    if sys.version_info < (3, 14):
+        return
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(parser: argparse.ArgumentParser, *words: str, **options: Any) -> argparse.Action:
+        if "help" in options and not isinstance(options["help"], str):
+            options["help"] = argparse.SUPPRESS
+        return add_argument(parser, *words, **options)
+
+    setattr(argparse.ArgumentParser, "add_argument", add_argument_with_text)  # noqa: B010  (mypy refuses the assignment)
 
 
 def _prepare_environment() -> None:

@@ -33,7 +33,7 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
     return time.monotonic() - killed
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, tmp_path):
     torchrun = [*STANDALONE, "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=20"]
     start(*torchrun, "hydra.run.dir=undisturbed").finish()

@@ -13,7 +13,7 @@ import step_time  # noqa: E402
 from step_time import Machine, Wire, Work  # noqa: E402
 
 WIRE = Wire(latency=1e-5, bandwidth=1e9)
-MACHINE = Machine(WIRE, WIRE, local=1, spread=0.0, overlaps=True)
+MACHINE = Machine(WIRE, WIRE, local=1, spread=0.0)
 WORK = Work(fixed=0.0, each=1e-3, buckets=(1e8,) * 4, groups=10, stages=8, micro_batches=8, cut=1e3)
 
 
@@ -35,7 +35,7 @@ def test_one_rank_sends_nothing_and_waits_for_nobody():
 
 
 def test_nodes_add_up_their_own_gradients_first():
-    eight = Machine(Wire(0.0, 100.0), Wire(0.0, 1.0), local=8, spread=0.0, overlaps=True)
+    eight = Machine(Wire(0.0, 100.0), Wire(0.0, 1.0), local=8, spread=0.0)
     assert eight.combine(step_time.ring, 8e6, 64) == pytest.approx(2 * 7 / 8 * 8e6 / 100 + 2 * 7 / 8 * 1e6)
     half = eight.combine(step_time.ring, 8e6, 64) / 2
     assert eight.combine(step_time.gather, 8e6, 64) == pytest.approx(half)
@@ -44,12 +44,10 @@ def test_nodes_add_up_their_own_gradients_first():
 def test_a_backward_pass_hides_all_but_the_last_bucket():
     assert step_time.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 0.25) == pytest.approx(3.25)
     assert step_time.overlapped(1.0, 2.0, (1.0,) * 4, lambda size: 1.0) == pytest.approx(1 + 0.5 + 4)
-    assert step_time.buckets([1, 1, 1, 1, 1], cap=2, first=3) == (3, 2)
-    assert step_time.buckets([1, 1, 1, 1], cap=2, first=3) == (3, 1)
 
 
 def test_a_pipeline_has_the_bubble_of_gpipe():
-    silent = Machine(Wire(0.0, math.inf), Wire(0.0, math.inf), 1, 0.0, True)
+    silent = Machine(Wire(0.0, math.inf), Wire(0.0, math.inf), 1, 0.0)
     for ranks in (2, 4, 8):
         found = step_time.efficiency(step_time.pipeline, WORK, silent, 64, ranks, weak=True)
         assert found == pytest.approx(8 / (8 + ranks - 1))

@@ -26,14 +26,13 @@ FIELD += [one for one in race.contenders(TINY)[2] if one.name == "minimal"]
 @pytest.mark.parametrize("contender", FIELD, ids=lambda one: f"{one.name}-{one.ranks}")
 def test_a_contender_runs_and_measures_itself(contender, tmp_path):
     needs = NEEDS.get(contender.name)
-    if needs and not race.installed(needs):
+    if needs and not race.version(needs):
         pytest.skip(f"{needs} is not installed; type pip install -r requirements-bench.txt")
     found = race.run(contender, tmp_path / "run")
     assert 0 < found["first_step"] < found["wall"]
     assert 50 < found["private"] <= found["rss"] < 5000
     if contender.name != "minimal":
-        assert found["speed"] == found["first_epoch"] > 256 / found["wall"]
-        assert "later_epochs" not in found
+        assert found["speed"] > 256 / found["wall"]
         assert found["evaluation"] > 256 / found["wall"]
         assert 0 <= found["accuracy"] <= 1
         assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / 256
@@ -64,7 +63,7 @@ def test_growth_gives_a_verdict_for_each_cost(start, tmp_path):
 
 
 def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
-    command = ["--quick", "--syncs=ring,bf16", "--width=256", f"--out={tmp_path}"]
+    command = ["--quick", "--syncs=ring,bf16", f"--out={tmp_path}"]
     start(sys.executable, ROOT / "bench" / "compare.py", *command).finish()
     _, _, *rows = table_rows(tmp_path / "compare.md")
     assert [row[1] for row in rows] == ["ring", "bf16"]
@@ -74,15 +73,16 @@ def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
             assert expected <= sent <= 1.03 * expected + 0.002  # headers and votes come on top
 
 
-def test_the_bench_of_one_device_keeps_its_tables(start, tmp_path):
-    results = tmp_path / "RESULTS.md"
-    before = "# Results\n\n## Another bench\n\nits table\n"
-    results.write_text(before)
-    command = [ROOT / "bench" / "gpu.py", "--quick", f"--write={results}", f"--out={tmp_path}"]
+def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
+    command = [ROOT / "bench" / "gpu.py", "--quick", f"--out={tmp_path}"]
     start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish()
-    text = results.read_text()
-    assert text.startswith(before + "\n## One device: ")
-    rows = [row[0] for row in table_rows(results) if "trainer.compile=" not in " ".join(row) and "---" not in row]
-    assert rows == ["false", "fp32", "bf16", "false"]
-    assert "GFLOP a sample" in text
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.startswith("## One device: ")
+    rows = [row[0] for row in table_rows(tmp_path / "gpu.md")]
+    assert [row for row in rows if "=" not in row and "---" not in row and "GFLOP" not in row] == [
+        "false",
+        "fp32",
+        "bf16",
+        "false",
+    ]
     assert "failed" not in text

@@ -19,9 +19,15 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "hydra",
     "train",
+    "lockstep.build",
     "lockstep.training.loop",
-    "lockstep.snapshots.manager",
+    "lockstep.training.running_metrics",
+    "lockstep.data.digits",
     "lockstep.loggers.tensorboard",
+    "lockstep.loggers.console",
+    "lockstep.loggers.progress_bar",
+    "lockstep.loggers.rank_logs",
+    "torch.utils.tensorboard",
 ]
 
 
