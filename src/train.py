@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> Any:
     check_arguments(cfg, ("launch",))
     launcher: Launcher = instantiate(cfg.launch)
     launcher.prepare()
-    from lockstep.preflight import preflight  # imports torch, while the launcher's helper does the same
+    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
     preflight(cfg, launcher)
     cli.collect_garbage()
@@ -70,7 +70,7 @@ def train_worker(cfg: DictConfig, record: Mapping[str, str]) -> float:
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
         hold_run_folder(cfg.run_dir, world),
     ):
-        world.require_same_config(build.flat_config(cfg), hint="start every rank with the same command")
+        world.require_same_config(build.flat_config(cfg), hint="type the same command on every node")
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
         state = build.train_state(cfg, strategy, len(train_loader))

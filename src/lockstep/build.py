@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.cli import flatten
 from lockstep.config.arguments import matching_arguments
+from lockstep.config.check import flatten
 from lockstep.config.instantiate import instantiate
 from lockstep.data.augment import Augment
 from lockstep.data.in_memory import check_classes
@@ -67,7 +67,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
     optimizer = instantiate(cfg.optimizer)(strategy.module.parameters())
     initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     schedule = instantiate(cfg.scheduler)
-    # By name, and only what the signature has: torch's own schedulers know nothing of a run's length.
+    # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
     length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
     return TrainState(
         settings=settings,
@@ -116,16 +116,16 @@ def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers
 
     strategy, options = state.strategy, cfg.profiler
     return StepProfiler(
-        strategy.world.device,
-        strategy.world.rank,
-        [parameter for parameter in strategy.model.parameters() if parameter.requires_grad],
-        lambda metrics: loggers.log_metrics(metrics, state.progress.step),
-        cfg.run_dir,
-        lambda: state.progress.step,
-        len(train_loader) // state.settings.batch_size,
-        options.every,
-        options.trace_after,
-        options.trace_steps,
+        device=strategy.world.device,
+        rank=strategy.world.rank,
+        parameters=list(strategy.model.parameters()),
+        log_metrics=lambda metrics: loggers.log_metrics(metrics, state.progress.step),
+        run_dir=cfg.run_dir,
+        current_step=lambda: state.progress.step,
+        whole_batches_per_epoch=len(train_loader) // state.settings.batch_size,
+        every=options.every,
+        trace_after=options.trace_after,
+        trace_steps=options.trace_steps,
     )
 
 
@@ -136,7 +136,7 @@ def run_info(
     eval_loader: BatchLoader,
     record: Mapping[str, str],
 ) -> RunInfo:
-    """What loggers are told at the start."""
+    """What loggers receive at the start."""
     world = state.strategy.world
     return RunInfo(
         run_dir=Path(cfg.run_dir),

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
-from lockstep.config.check import join
 from lockstep.config.schema import register_schema
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, StoppedEarly, TrainingDiverged
@@ -33,7 +32,8 @@ MEANINGS = {  # words in gloo's errors, and what they mean
 def register_resolvers() -> None:
     """Register the schema, `${started:format}` and `${on_rank_zero:value,other}`. Must run before a config is composed.
 
-    Both resolvers give all ranks of a run what they need to agree: the run's start, and rank 0's values apart.
+    `started` is the moment at which the run started, the same on all ranks. `on_rank_zero` is `value` on rank 0 and
+    `other` on the other ranks.
     """
     register_schema()
 
@@ -72,16 +72,6 @@ def resolve(cfg: DictConfig) -> DictConfig:
     resolved = OmegaConf.create(container)
     assert isinstance(resolved, DictConfig)
     return resolved
-
-
-def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
-    """{"trainer.epochs": 5, ...}: the values of a config by their full keys."""
-    if not isinstance(node, dict | DictConfig):
-        return {prefix: list(node) if isinstance(node, ListConfig) else node}
-    values = {}
-    for name, child in node.items():
-        values.update(flatten(child, join(prefix, name)))
-    return values
 
 
 def collect_garbage() -> None:

@@ -3,7 +3,6 @@
 import re
 import traceback
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import (
@@ -16,13 +15,12 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.check import join, wrong_value
+from lockstep.config.check import flatten, wrong_value
 from lockstep.config.renamed import renamed_option
-from lockstep.config.schema import SECTIONS, find_rule
+from lockstep.config.schema import CONF, SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key, unknown_key
 from lockstep.errors import ConfigError
 
-CONF = Path(__file__).parents[2] / "conf"
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
 PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
 PLUGINS |= {"ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher"}
@@ -179,7 +177,11 @@ def typed_value(key: str, arguments: list[str]) -> str | None:
 def composed_keys(arguments: list[str]) -> list[str]:
     """Every key of the config that the typed options of groups compose."""
     cfg = compose_typed(arguments)
-    return [] if cfg is None else _leaves({key: value for key, value in cfg.items() if key != "hydra"}, "")
+    if cfg is None:
+        return []
+    container = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(container, dict)
+    return list(flatten({key: value for key, value in container.items() if key != "hydra"}))
 
 
 def chosen_options(arguments: list[str]) -> dict[str, str]:
@@ -216,13 +218,6 @@ def _chooses_an_option(word: str) -> bool:
     if re.fullmatch(r"[\w./-]+", value) is None:
         return False
     return key == "objective" or key.startswith(("task.", "hydra/")) or (CONF / key).is_dir()
-
-
-def _leaves(node: Any, prefix: str) -> list[str]:
-    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
-    if not isinstance(plain, dict):
-        return [prefix]
-    return [key for name, child in plain.items() for key in _leaves(child, join(prefix, name))]
 
 
 def _group(pattern: str, text: str) -> str | None:

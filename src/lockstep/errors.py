@@ -3,9 +3,8 @@
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2  # the command or the config cannot work; nothing was trained
-EXIT_RESUMABLE = (
-    75  # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
-)
+# EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
+EXIT_RESUMABLE = 75
 
 
 class ConfigError(Exception):
@@ -13,7 +12,7 @@ class ConfigError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """The loss is not finite, so the weights are worthless. The message says at which step and what to type."""
+    """The loss is not finite, so training cannot continue. The message says at which step and what to type."""
 
 
 class StoppedEarly(BaseException):

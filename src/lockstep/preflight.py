@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from lockstep.config.arguments import check_arguments
 from lockstep.config.instantiate import instantiate
 from lockstep.data.partition import global_batch_size
-from lockstep.distributed.world import choose_backend, validate_backend
+from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.snapshots.files import find_snapshots
@@ -45,8 +45,7 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
     world_size, ranks_here = launcher.num_ranks()
     backend = cfg.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
-        validate_backend(backend, ranks_here, cfg.backend.socket_ifname)
-        backend = choose_backend(backend, ranks_here)
+        backend = validate_backend(backend, ranks_here, cfg.backend.socket_ifname)
     return JobSpec(
         world_size=world_size,
         ranks_here=ranks_here,

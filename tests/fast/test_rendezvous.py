@@ -76,9 +76,9 @@ def test_a_nonce_of_an_earlier_attempt_is_passed_over():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match="rank 1 did not come to the meeting within backend.timeout"):
+    with pytest.raises(TimeoutError, match="rank 1 did not join the rendezvous within backend.timeout"):
         agree_on_nonce(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
-    with pytest.raises(TimeoutError, match="rank 0 did not open a meeting within backend.timeout"):
+    with pytest.raises(TimeoutError, match="rank 0 did not start the rendezvous within backend.timeout"):
         agree_on_nonce(dist.HashStore(), 1, 2, timedelta(seconds=0.05))
 
 

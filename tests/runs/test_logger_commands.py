@@ -56,7 +56,7 @@ def test_a_progress_bar_is_shown_where_a_terminal_watches(train, tmp_path):
     from harness import run_on_terminal
 
     command = [sys.executable, TRAIN, *SHORT, "trainer.batch_size=16"]
-    assert run_on_terminal(command, tmp_path, {}) == 0
+    assert run_on_terminal(command, tmp_path) == 0
     shown = (tmp_path / "console.log").read_text()
     assert "epoch 1/2:   0%|" in shown
     assert "/1437 [" in shown

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,12 +14,12 @@ from omegaconf import DictConfig
 from lockstep.config.check import HYDRA_KEYS, Node, as_dict, join, nodes_with_target
 from lockstep.config.fields import enumerate_words, show
 from lockstep.config.renamed import renamed_key
+from lockstep.config.schema import CONF
 from lockstep.config.suggest import closest
 from lockstep.errors import ConfigError
 
-CONF = Path(__file__).parents[3] / "conf"
 CHECKED = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "logger")
-# What train.py passes: the first argument by position, the others by name to those that have a parameter of that name.
+# What build.py passes: the first argument by position, the others by name to those that have a parameter of that name.
 PASSED_FIRST = {"optimizer": "the parameters of the model", "scheduler": "the optimizer"}
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -65,7 +64,7 @@ def locate(key: str, path: str, group: str) -> Callable[..., Any]:
 
 def _how_to_import(key: str, path: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
-        if path.startswith(error.name):
+        if f"{path}.".startswith(f"{error.name}."):
             return f"type PYTHONPATH=<folder that holds {error.name.partition('.')[0]}> before the command"
         return f"type pip install {error.name.partition('.')[0]}"
     if isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name:

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.dataset_options import DATASETS
@@ -106,6 +106,16 @@ def join(prefix: str, name: object) -> str:
     return f"{prefix}.{name}" if prefix else str(name)
 
 
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"trainer.epochs": 5, ...}: the values of a config by their full keys."""
+    if not isinstance(node, dict | DictConfig):
+        return {prefix: list(node) if isinstance(node, ListConfig) else node}
+    values = {}
+    for name, child in node.items():
+        values.update(flatten(child, join(prefix, name)))
+    return values
+
+
 def _leaves(node: object, key: str, parents: list[str]) -> Iterator[tuple[str, list[str]]]:
     """(key, keys of the nodes around it) of every value. A node with a `_target_` starts a new list of parents."""
     if not isinstance(node, dict):
@@ -188,7 +198,7 @@ def _check_metrics(config: Node) -> None:
     task = config.get("task") or {}
     if task.get("_target_") not in TARGETS:
         return
-    for name, mode in task["metrics"].items():
+    for name, mode in task.get("metrics", {}).items():
         if mode not in ("min", "max"):
             key = f"task.metrics.{name}"
             raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")

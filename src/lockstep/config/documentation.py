@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -13,10 +12,9 @@ from lockstep.config.check import Node, join
 from lockstep.config.fields import rules, show
 from lockstep.config.options import GROUPS, NoKeys
 from lockstep.config.renamed import RENAMED, RENAMED_OPTIONS
-from lockstep.config.schema import SECTIONS, Augment, Dataset, Run
+from lockstep.config.schema import CONF, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
 
-CONF = Path(__file__).parents[3] / "conf"
 TABLE = ["| key | accepts | default | what it is |", "|---|---|---|---|"]
 
 

@@ -57,16 +57,16 @@ def _describe_options_without_keys() -> None:
 _describe_options_without_keys()
 
 
+def _nproc_per_node() -> Any:
+    help = "Ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs."
+    return number(help, min=1, example=2, words=("auto", "gpu", "cpu"))
+
+
 @describes("lockstep.launchers.torchrun.TorchrunLauncher", "launch/torchrun")
 @dataclass
 class Torchrun:
     start_method: str = choice("forkserver", "spawn", "fork", help=_START_METHODS)
-    nproc_per_node: int | str = number(
-        "Ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs.",
-        min=1,
-        example=2,
-        words=("auto", "gpu", "cpu"),
-    )
+    nproc_per_node: int | str = _nproc_per_node()
     max_restarts: int = number("How often failed ranks are started again.", min=0, example=3)
 
 
@@ -74,12 +74,7 @@ class Torchrun:
 @dataclass
 class Spawn:
     start_method: str = choice("spawn", "fork", "forkserver", help=_START_METHODS)
-    nproc_per_node: int | str = number(
-        "Ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs.",
-        min=1,
-        example=2,
-        words=("auto", "gpu", "cpu"),
-    )
+    nproc_per_node: int | str = _nproc_per_node()
     nnodes: int = number("Machines; run the same command on each with its own node_rank.", min=1, example=2)
     node_rank: int = number("Number of this machine.", min=0, example=0)
     master_addr: str = value("Address of the machine with node_rank 0.", example="127.0.0.1")

@@ -4,12 +4,14 @@ The values stand in conf/. The options of the groups are in `options.py`.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
 from lockstep.config.fields import LARGEST_SEED, Rule, choice, number, rules, value
 
+CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 SCHEMA_NAME = "lockstep_schema"  # its name in the defaults list of conf/config.yaml
 
 
@@ -93,7 +95,7 @@ class SyncBN:
 class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
 
-    prepare: dict[str, Any] | None = value("Called once on each machine before anybody reads.", example="null")
+    prepare: dict[str, Any] | None = value("Called once on each machine before any rank reads.", example="null")
     mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
     std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)

@@ -1,4 +1,4 @@
-"""What somebody probably meant by a key or an option that does not exist."""
+"""The key or option that was probably meant, for one that does not exist."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ ALIASES = {
 }
 DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo"}
 ALL_KEYS = "python src/train.py --cfg job to see all keys"
-HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
+ALL_HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
 
 
 def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | None:
@@ -78,7 +78,7 @@ def _replacement(key: str, value: str | None, keys: Sequence[str]) -> str:
     group, _, rest = key.partition(".")
     if rest and group in GROUPS.keys() - SECTIONS.keys() and not key.startswith("dataset.augment."):
         return f"+{key}={typed} if your class takes it"
-    return HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
+    return ALL_HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
 
 
 def _key_of_other_options(key: str, value: str | None, chosen: dict[str, str]) -> str | None:

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """`root`/train/<class>/*.jpg and `root`/test/<class>/*.jpg as uint8 images (3, size, size), read by torchvision.
 
-    Raises ConfigError if the folder is missing or has another number of classes than the model was told.
+    Raises ConfigError if the folder is missing or has another number of classes than `classes` says.
     """
 
     def __init__(self, root: str, size: int, classes: int, train: bool) -> None:

@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they find each other and what they say to each other."""
+"""Ranks: their environment, the rendezvous store, process groups and collectives."""

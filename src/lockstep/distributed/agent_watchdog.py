@@ -19,7 +19,7 @@ LOST_RESENDS = 6  # of the same bytes, each after twice the time of the one befo
 
 
 def start_agent_watchdog(env: Mapping[str, str]) -> None:
-    """Leave a watchdog behind for this machine's torchrun agent, our parent, if the world has several machines."""
+    """Start a watchdog for the torchrun agent that is the parent of this process, if the world has several machines."""
     in_torchrun = "TORCHELASTIC_RUN_ID" in env
     if in_torchrun and env["LOCAL_RANK"] == "0" and env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
         command = [sys.executable, __file__, str(os.getppid())]

@@ -54,7 +54,10 @@ def read_rank_info(env: Environment | None = None) -> RankInfo:
 
 
 def export_rank_info(info: RankInfo) -> None:
-    """Set torchrun's variables in this process, so that other libraries find the rank where they look for it."""
+    """Set torchrun's variables in this process, so that other libraries find the rank where they look for it.
+
+    `read_rank_info` gives the same `info` afterwards: the next job of a sweep must find this job's store again.
+    """
     environ: MutableMapping[str, str] = os.environ
     environ["RANK"] = str(info.rank)
     environ["WORLD_SIZE"] = str(info.world_size)
@@ -62,6 +65,7 @@ def export_rank_info(info: RankInfo) -> None:
     environ["LOCAL_WORLD_SIZE"] = str(info.local_world_size)
     environ["MASTER_ADDR"] = info.master_addr or "127.0.0.1"
     environ["MASTER_PORT"] = str(info.master_port or 29500)
+    environ["LOCKSTEP_STARTED_BY"] = info.started_by
 
 
 def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:

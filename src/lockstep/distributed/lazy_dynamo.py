@@ -1,8 +1,8 @@
 """A stand-in for torch._dynamo, which is imported when something is compiled and not before.
 
 The import takes half of the time to a first step. Every optimizer and DistributedDataParallel import torch._dynamo,
-1.5 seconds and 100 MB a rank, only to exclude themselves from
-torch.compile. The stand-in answers them, and the real module replaces it when more is asked for.
+1.5 seconds and 100 MB a rank, only to exclude themselves from torch.compile. The stand-in has the functions that they
+call, and the real module replaces it when another attribute is needed.
 """
 
 import functools

@@ -14,8 +14,8 @@ from torch.distributed import Store
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.store import shared_store
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two questions to the store
-QUESTIONS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers several times as many
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests to the store
+REQUESTS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers several times as many
 PAUSE_SHARE = 0.1  # of the time already waited, so that a rank notices an answer at most 10 % late
 
 
@@ -26,7 +26,7 @@ def form_group(info: RankInfo, timeout: timedelta) -> Store:
     """
     store = shared_store(info)
     nonce = agree_on_nonce(store, info.rank, info.world_size, timeout)
-    return dist.PrefixStore(f"meeting/{nonce}", store)
+    return dist.PrefixStore(f"rendezvous/{nonce}", store)
 
 
 def agree_on_nonce(store: Store, rank: int, size: int, timeout: timedelta) -> str:
@@ -47,7 +47,7 @@ def _open_round(store: Store, size: int, pause: "_Pause") -> str:
     store.set("meet/nonce", nonce)
     names = {}
     for rank in range(1, size):
-        names[rank] = _wait_for(store, f"meet/{nonce}/ack/{rank}", pause, f"rank {rank} did not come to the meeting")
+        names[rank] = _wait_for(store, f"meet/{nonce}/ack/{rank}", pause, f"rank {rank} did not join the rendezvous")
     for rank, name in names.items():
         store.set(f"meet/{nonce}/go/{rank}", name)
     return nonce
@@ -56,14 +56,14 @@ def _open_round(store: Store, size: int, pause: "_Pause") -> str:
 def _join_round(store: Store, rank: int, name: str, pause: "_Pause") -> str:
     acknowledged = None
     while True:
-        nonce = _wait_for(store, "meet/nonce", pause, "rank 0 did not open a meeting")
+        nonce = _wait_for(store, "meet/nonce", pause, "rank 0 did not start the rendezvous")
         if nonce != acknowledged:
             acknowledged = nonce
             store.set(f"meet/{nonce}/ack/{rank}", name)
         confirmed = f"meet/{nonce}/go/{rank}"
         if store.check([confirmed]) and store.get(confirmed).decode() == name:
             return nonce
-        pause.sleep(f"rank {rank} found no meeting to join")
+        pause.sleep(f"rank {rank} found no rendezvous to join")
 
 
 def _wait_for(store: Store, key: str, pause: "_Pause", complaint: str) -> str:
@@ -74,22 +74,22 @@ def _wait_for(store: Store, key: str, pause: "_Pause", complaint: str) -> str:
 
 
 class _Pause:
-    """Sleeps between two questions to the store: the longer a rank has waited already, the longer.
+    """Sleeps between two requests to the store: the longer a rank has waited already, the longer.
 
-    4096 ranks that asked every 10 ms would send 400,000 questions a second to one store.
+    4096 ranks that asked every 10 ms would send 400,000 requests a second to one store.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.start = time.monotonic()
         self.deadline = self.start + timeout.total_seconds()
-        self.shortest = max(SHORTEST_PAUSE, size / QUESTIONS_PER_SECOND)
+        self.shortest = max(SHORTEST_PAUSE, size / REQUESTS_PER_SECOND)
 
     def sleep(self, complaint: str) -> None:
         """Sleep once. Raises TimeoutError with `complaint` after the deadline."""
         now = time.monotonic()
         if now > self.deadline:
             raise TimeoutError(
-                f"{complaint} within backend.timeout; did every node start with the same command and world size?"
+                f"{complaint} within backend.timeout; type the same command, with the same world size, on every node"
             )
         pause = min(max(self.shortest, (now - self.start) * PAUSE_SHARE), LONGEST_PAUSE)
         time.sleep(min(pause, max(self.deadline - now, 0) + 0.001))

@@ -1,4 +1,4 @@
-"""One run per run folder: a file lock that the kernel releases when its process dies."""
+"""One run per run folder: a file lock that the kernel releases when its process ends."""
 
 import fcntl
 import os

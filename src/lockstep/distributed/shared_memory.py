@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,12 +17,11 @@ from lockstep.errors import ConfigError
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
+InPlaceAllReduce = Callable[[torch.Tensor], object]
+"""Takes a vector (n,), which becomes the sum over all ranks. The returned value is not used."""
 
-SumInPlace = Callable[[torch.Tensor], object]
-"""(vector (n,)) -> nothing of use: the vector becomes the sum over all ranks."""
 
-
-def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> SumInPlace:
+def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> InPlaceAllReduce:
     """The fastest sum over the ranks of `world`: through shared memory, or else the process group's all-reduce.
 
     length: the usual number of values in a vector. For 65 values on 2 busy CPU ranks shared memory takes a tenth of
@@ -53,7 +53,7 @@ class SharedMemorySum:
         self.slots = slots.view(-1, length)  # one per rank, and the sum
         self._open_pipes(folder)
         if world.is_rank_zero:
-            shutil.rmtree(folder)  # only the names: what is open lives until the last rank exits, however it exits
+            shutil.rmtree(folder)  # only the names: open files stay until the last rank closes them or exits
 
     def __call__(self, vector: torch.Tensor, rank: int, size: int) -> None:
         """Sum `vector` (n,) over the ranks, in place.
@@ -86,13 +86,23 @@ class SharedMemorySum:
     def _open_pipes(self, folder: Path) -> None:
         world = self.world
         peers = [rank for rank in range(world.size) if rank != world.rank]
+        self.readers: dict[int, int] = {}
+        self.writers: dict[int, int] = {}
+        # A rank that fails in a job of a sweep goes on to the next job. Its closed pipes end the other ranks' wait.
+        world.resources.callback(self._close_pipes)
         self.readers = {os.open(folder / f"{peer}-{world.rank}", os.O_RDONLY | os.O_NONBLOCK): peer for peer in peers}
         world.barrier()  # a pipe can be opened for writing only after it is open for reading
         self.writers = {os.open(folder / f"{world.rank}-{peer}", os.O_WRONLY): peer for peer in peers}
         world.barrier()
 
+    def _close_pipes(self) -> None:
+        for pipe in (*self.readers, *self.writers):
+            with suppress(OSError):  # it is closed already
+                os.close(pipe)
+        self.readers, self.writers = {}, {}  # their numbers may belong to other files soon
+
     def _wait_for_all(self) -> None:
-        """Wait until every rank is here. A byte in a pipe also orders memory: what is written before it, is seen."""
+        """Wait until every rank is here. A byte in a pipe also orders memory: its reader sees all earlier writes."""
         for pipe, peer in self.writers.items():
             try:
                 os.write(pipe, b".")

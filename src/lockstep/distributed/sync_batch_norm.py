@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.distributed.shared_memory import SumInPlace, sum_of_vectors
+from lockstep.distributed.shared_memory import InPlaceAllReduce, sum_of_vectors
 from lockstep.distributed.world import World
 
 
@@ -27,7 +27,7 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
     return _convert(module, sum_of_vectors(world, 2 * max(channels) + 1, torch.float64))
 
 
-def _convert(module: nn.Module, sum_in_place: SumInPlace) -> nn.Module:
+def _convert(module: nn.Module, sum_in_place: InPlaceAllReduce) -> nn.Module:
     if isinstance(module, _BatchNorm):
         return SyncBatchNorm.from_batch_norm(module, sum_in_place)
     for name, child in module.named_children():
@@ -38,10 +38,10 @@ def _convert(module: nn.Module, sum_in_place: SumInPlace) -> nn.Module:
 class SyncBatchNorm(_BatchNorm):
     """Batch norm whose training statistics cover every rank's share of the batch."""
 
-    sum_in_place: SumInPlace  # over the ranks
+    sum_in_place: InPlaceAllReduce  # over the ranks
 
     @classmethod
-    def from_batch_norm(cls, norm: _BatchNorm, sum_in_place: SumInPlace) -> "SyncBatchNorm":
+    def from_batch_norm(cls, norm: _BatchNorm, sum_in_place: InPlaceAllReduce) -> "SyncBatchNorm":
         """Take over the parameters and buffers of a plain batch norm: the same tensors."""
         synced = cls(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
         synced.affine, synced.track_running_stats = norm.affine, norm.track_running_stats
@@ -80,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @torch.no_grad()
-def _world_moments(x: Tensor, sum_in_place: SumInPlace) -> tuple[Tensor, Tensor, Tensor]:
+def _world_moments(x: Tensor, sum_in_place: InPlaceAllReduce) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel (C,), and the number of values behind them, over all ranks, in float64.
 
     The variance of each share is taken about its own mean and then combined (Chan, Golub and LeVeque 1979), so no
@@ -90,7 +90,8 @@ def _world_moments(x: Tensor, sum_in_place: SumInPlace) -> tuple[Tensor, Tensor,
     if values:
         wide = x.float() if x.dtype.itemsize < 4 else x
         share_mean = wide.mean(_all_but_channels(x))
-        var = (wide - _per_channel(share_mean, wide)).square().mean(_all_but_channels(x)).double()
+        centred = wide - _per_channel(share_mean, wide)
+        var = centred.mul_(centred).mean(_all_but_channels(x)).double()
         mean = share_mean.double()
     else:
         mean = var = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
@@ -118,7 +119,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        sum_in_place: SumInPlace,
+        sum_in_place: InPlaceAllReduce,
     ) -> Tensor:
         ctx.eps, ctx.sum_in_place = eps, sum_in_place
         dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
@@ -141,9 +142,10 @@ class _Normalise(torch.autograd.Function):
         ctx.sum_in_place(sums)
         mean_grad, mean_grad_x = (sums / count).to(mean.dtype).chunk(2)
         rstd = (var + ctx.eps).rsqrt()
-        centred = wide_x - _per_channel(mean, wide_x)
-        grad_x.addcmul_(centred, _per_channel(scale * rstd.square() * mean_grad_x, wide_x), value=-1)
-        grad_x.sub_(_per_channel(scale * rstd * mean_grad, wide_x))
+        # grad_x -= scale * rstd * (mean_grad + (x - mean) * rstd * mean_grad_x), as one slope and one offset per channel.
+        slope = scale * rstd.square() * mean_grad_x
+        offset = scale * rstd * mean_grad - slope * mean
+        grad_x.addcmul_(wide_x, _per_channel(slope, wide_x), value=-1).sub_(_per_channel(offset, wide_x))
         grads = (None, None) if weight is None else (sum_grad_x.to(weight), sum_grad.to(weight))
         return grad_x.to(x.dtype), None, None, None, *grads, None, None
 

@@ -4,8 +4,8 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ class World:
 
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
     control: a gloo group beside the backend's own, for votes and Python objects, which never makes a GPU wait.
+    resources: what is closed when this rank leaves the world, such as pipes to other ranks.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     timeout: float
+    resources: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -150,12 +152,13 @@ def init_distributed(
     info = read_rank_info()
     backend = choose_backend(name, info.local_world_size)
     _warn_of_unused_gpus(name, backend, info.local_world_size)
-    _export_backend_options(socket_ifname, debug, p2p_disable, ib_disable)
     if info.world_size > 1:
         export_rank_info(info)
     device = _set_up_device(backend, info)
     wait = timedelta(seconds=timeout)
-    try:
+    variables = _backend_variables(socket_ifname, debug, p2p_disable, ib_disable)
+    with _environment(variables), ExitStack() as resources:
+        resources.callback(_destroy_process_group)
         dist.init_process_group(
             backend,
             store=form_group(info, wait),
@@ -167,10 +170,13 @@ def init_distributed(
         control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
         assert isinstance(control, dist.ProcessGroup)
         log.info("rank %d of %d: %s on %s, started by %s", info.rank, info.world_size, backend, device, info.started_by)
-        yield World(info.rank, info.world_size, info.local_rank, info.local_world_size, device, control, timeout)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
+        ranks = (info.rank, info.world_size, info.local_rank, info.local_world_size)
+        yield World(*ranks, device, control, timeout, resources)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
 
 
 def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
@@ -183,9 +189,9 @@ def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
         )
 
 
-def _export_backend_options(
+def _backend_variables(
     socket_ifname: str | None, debug: str | None, p2p_disable: bool | int | None, ib_disable: bool | int | None
-) -> None:
+) -> dict[str, str]:
     options: dict[str, str | int | None] = {
         "GLOO_SOCKET_IFNAME": socket_ifname,
         "NCCL_SOCKET_IFNAME": socket_ifname,
@@ -193,7 +199,22 @@ def _export_backend_options(
         "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
         "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
     }
-    os.environ.update({key: str(value) for key, value in options.items() if value is not None})
+    return {key: str(value) for key, value in options.items() if value is not None}
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Inside the block the environment has these variables. The next job of a sweep must not inherit them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _set_up_device(backend: str, info: RankInfo) -> torch.device:

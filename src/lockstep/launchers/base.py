@@ -14,10 +14,8 @@ Worker = Callable[..., Any]
 
 
 class Launcher:
-    """What `train.py` asks of a launcher, in this order: `prepare`, `validate`, `num_ranks`, `launch`."""
+    """What `train.py` and `preflight` call, in this order: `prepare`, `validate`, `num_ranks`, `launch`."""
 
-    start_method: str | None = None
-    """How Python makes the ranks' processes: "spawn", "fork" or "forkserver". None: this launcher makes none."""
     starts_processes: bool = False
     """Whether `launch` starts the ranks as processes of this machine."""
     runs_elsewhere: bool = False
@@ -27,14 +25,14 @@ class Launcher:
         """Begin what takes time and fails at nothing, such as imports. Called first."""
 
     def validate(self) -> None:
-        """Raise ConfigError for whatever would make `launch` fail. Called before `launch`."""
+        """Raise ConfigError for whatever would make `launch` fail."""
 
     def num_ranks(self) -> tuple[int, int]:
         """(world size, ranks on this machine)."""
         raise NotImplementedError
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        """Run `worker(*args)` in every rank. Returns rank 0's value, or None if rank 0 is not of this machine.
+        """Run `worker(*args)` in every rank. Returns rank 0's value, or None if rank 0 runs on another machine.
 
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """

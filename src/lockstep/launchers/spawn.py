@@ -23,7 +23,6 @@ class SpawnLauncher(Launcher):
     master_addr, master_port: where node 0 listens. Port 0 takes a free one, for one node only.
     """
 
-    start_method: str
     starts_processes = True
 
     def __init__(

@@ -11,7 +11,6 @@ from lockstep.launchers.processes import preload, rank_failure, resolve_nproc, r
 class TorchrunLauncher(Launcher):
     """nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together."""
 
-    start_method: str
     starts_processes = True
 
     def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:

@@ -1,1 +1,1 @@
-"""Loggers: TensorBoard, console, progress bar, log files; and the profiler."""
+"""Loggers: TensorBoard, console, progress bar, CSV and log files; and the profiler."""

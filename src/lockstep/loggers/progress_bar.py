@@ -1,5 +1,6 @@
-"""A progress bar over the samples of each epoch, shown only where a terminal watches."""
+"""A progress bar over the samples of each epoch, shown only on a terminal."""
 
+import threading
 from typing import Any
 
 from tqdm import tqdm
@@ -11,6 +12,8 @@ class ProgressBarLogger(Logger):
     """A tqdm bar on stderr with the running loss. It disappears when the epoch's training ends."""
 
     def __init__(self) -> None:
+        # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
+        tqdm.set_lock(threading.RLock())
         self._bar: tqdm[Any] | None = None
         self._samples_left = 0
 

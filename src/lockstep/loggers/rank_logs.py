@@ -29,7 +29,7 @@ def rank_logs(folder: str | Path, rank: int) -> Iterator[None]:
         log.info("%s", stopped)
         raise
     except Exception as error:
-        # Not on the console: whoever started the ranks shows the error there.
+        # Not on the console: the process that started the ranks prints the error there.
         root.handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
         log.error("%s", error, exc_info=not isinstance(error, (ConfigError, TrainingDiverged)))
         raise

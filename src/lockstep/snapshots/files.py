@@ -26,8 +26,8 @@ FORMAT = 2  # of the snapshots that this version writes and reads
 def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: int, **position: Any) -> Path:
     """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
 
-    position: what the companion says for a reader's eyes. Of the numbered snapshots, the `keep_last` newest up to this
-    one are kept. Raises OSError, for example on a full disk; the older snapshots are untouched then.
+    position: what the companion also contains, for people who read it. Of the numbered snapshots, the `keep_last`
+    newest up to this one are kept. Raises OSError, for example on a full disk; the older snapshots are untouched then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"

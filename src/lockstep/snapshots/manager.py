@@ -1,4 +1,4 @@
-"""Saves a run's snapshots when they are due, and brings a run back from them."""
+"""Saves a run's snapshots when they are due, and resumes a run from them."""
 
 import logging
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class SnapshotManager:
     fingerprint: flat dict of what a snapshot must have in common with the run that resumes from it.
     config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
     epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last: how many snapshots to keep.
-    before_save: called on rank 0 before each save, to bring to the disk what must not be older than the snapshot.
+    before_save: an attribute, called on rank 0 before each save. It writes what must not be older than the snapshot.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What the command asks for, as far as options can contradict each other. `train.py` fills it from the config."""
+    """What the command asks for, as far as options can contradict each other. `lockstep.preflight` fills it."""
 
     world_size: int
     ranks_here: int  # ranks on this machine

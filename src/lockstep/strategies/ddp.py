@@ -15,9 +15,9 @@ from lockstep.strategies.gradient_sync.base import GradientSync
 class DDP(Strategy):
     """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged.
 
-    A world of one rank has nobody to average with, and a model without trainable parameters has nothing to average:
-    both stay plain modules. Buffers are not broadcast before every forward pass, because training does not read them;
-    `sync_buffers` does it before an evaluation.
+    In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
+    Buffers are not broadcast before every forward pass, because training does not read them; `sync_buffers` does it
+    before an evaluation.
     """
 
     uses_communication_hooks = True
@@ -66,7 +66,7 @@ class DDP(Strategy):
         """Average gradients in the backward pass of the step's last part only."""
         if not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
-        self.gradient_sync.before_step(self.module)
+        self.gradient_sync.before_forward(self.module)
         context: Callable[[], AbstractContextManager[Any]] = nullcontext if is_last else self.module.no_sync
         return context()
 

@@ -25,7 +25,7 @@ class FSDP(Strategy):
 
     reshard_after_forward: whether gathered weights are freed between the forward and the backward pass.
     wrap_classes, wrap_min_parameters: which blocks are gathered one at a time, see `blocks_to_wrap`.
-    A world of one rank has nobody to share with and keeps a plain module.
+    In a world of one rank the model stays a plain module.
     """
 
     def __init__(self, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int) -> None:

@@ -43,7 +43,7 @@ class Pipeline(Strategy):
     plain module.
     """
 
-    supports_sync_bn = False  # each layer is on one rank, so there is nobody to share statistics with
+    supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: str, micro_batches: int) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches
@@ -52,11 +52,11 @@ class Pipeline(Strategy):
     def validate(self, job: JobSpec) -> None:
         if job.sync_bn == "on":
             raise ConfigError(
-                "strategy=pipeline has each layer on one rank, with nobody to share statistics with; type sync_bn=off"
+                "strategy=pipeline has each layer on one rank, so no statistics can be shared; type sync_bn=off"
             )
         if job.precision == "fp16":
             raise ConfigError(
-                "strategy=pipeline cannot scale a loss that only the last rank knows; type trainer.precision=bf16"
+                "strategy=pipeline cannot scale a loss that only the last rank has; type trainer.precision=bf16"
             )
         if job.compile:
             raise ConfigError("strategy=pipeline runs the layers, not the compiled model; type trainer.compile=false")

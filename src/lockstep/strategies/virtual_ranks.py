@@ -101,9 +101,9 @@ class VirtualRanks(Strategy):
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
         mine = torch.stack(self.results)
-        everyones = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(everyones, mine)
-        total = tree_sum(torch.cat(everyones))
+        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(gathered, mine)
+        total = tree_sum(torch.cat(gathered))
         parameters, buffers = list(self.model.parameters()), self._floating_buffers()
         *sums, samples = total.split([tensor.numel() for tensor in (*parameters, *buffers)] + [1])
         for parameter, summed in zip(parameters, sums, strict=False):

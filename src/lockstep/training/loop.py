@@ -1,4 +1,4 @@
-"""Train an epoch, and evaluate. Nothing here knows how many processes there are."""
+"""Train an epoch, and evaluate. The code is the same for any number of processes."""
 
 from collections.abc import Callable, Sequence
 

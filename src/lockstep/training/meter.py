@@ -1,4 +1,4 @@
-"""Running sums of the loss and the metrics, kept on the device and reduced over the ranks when somebody asks."""
+"""Running sums of the loss and the metrics, kept on the device and reduced over the ranks on request."""
 
 import math
 from collections import deque

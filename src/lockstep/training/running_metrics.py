@@ -8,6 +8,16 @@ from typing import Protocol
 from lockstep.errors import TrainingDiverged
 from lockstep.training.state import TrainState
 
+FindSnapshot = Callable[[], Path | None]
+"""Finds the last good snapshot, for an error message."""
+
+
+def diverged(what: str, newest_snapshot: FindSnapshot) -> TrainingDiverged:
+    """The error for a loss or weights that are not finite. what: the first words, with the step."""
+    path = newest_snapshot()
+    saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
+    return TrainingDiverged(f"{what}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")
+
 
 class StepLogger(Protocol):
     """What a logger offers in every step, see `lockstep.loggers.base.Logger`."""
@@ -20,15 +30,10 @@ class StepLogger(Protocol):
 class RunningMetrics:
     """Called after every step on every rank. Every `log_every` steps it reports the loss and the learning rate.
 
-    logger: takes metrics by tag. newest_snapshot: finds the last good snapshot, for the error message.
+    logger: takes metrics by tag.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        logger: StepLogger,
-        newest_snapshot: Callable[[], Path | None],
-    ) -> None:
+    def __init__(self, state: TrainState, logger: StepLogger, newest_snapshot: FindSnapshot) -> None:
         self.state, self.logger, self.newest_snapshot = state, logger, newest_snapshot
 
     def after_step(self, samples: int) -> None:
@@ -48,9 +53,4 @@ class RunningMetrics:
             return means
         step, found = self.state.progress.step, self.state.meter.first_non_finite()
         where = f"by step {step}" if found is None else f"at step {found}"
-        snapshot = self.newest_snapshot()
-        last = "no snapshot was saved before" if snapshot is None else f"the last good snapshot is {snapshot}"
-        raise TrainingDiverged(
-            f"the {name} is {loss} {where}, so training cannot go on; {last}; "
-            f"type a smaller optimizer.lr=, or trainer.max_grad_norm=1.0"
-        )
+        raise diverged(f"the {name} is {loss} {where}", self.newest_snapshot)

@@ -14,7 +14,7 @@ def constant(optimizer: Optimizer, steps_per_epoch: int, total_steps: int) -> La
     return LambdaLR(optimizer, lambda step: 1.0)
 
 
-def step(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, step_epochs: int, gamma: float) -> LambdaLR:
+def step(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, step_epochs: float, gamma: float) -> LambdaLR:
     """lr times `gamma` after every `step_epochs` epochs."""
     return LambdaLR(optimizer, lambda number: gamma ** (number // (step_epochs * steps_per_epoch)))
 

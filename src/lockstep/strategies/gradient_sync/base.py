@@ -37,7 +37,7 @@ class GradientSync:
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
 
-    def before_step(self, module: DistributedDataParallel) -> None:
+    def before_forward(self, module: DistributedDataParallel) -> None:
         """Called before every forward pass in training."""
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:

@@ -39,7 +39,7 @@ class LocalSGD(GradientSync):
         self.steps_apart += bucket.is_last()
         return finished_future(bucket.buffer())
 
-    def before_step(self, module: DistributedDataParallel) -> None:
+    def before_forward(self, module: DistributedDataParallel) -> None:
         if self.steps_apart >= self.sync_every:
             self.average_replicas(module.parameters())
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "bench"))
 import race  # noqa: E402
 import race_tables  # noqa: E402
 
+pytestmark = pytest.mark.drill
+
 TINY = race.Settings(
     os.environ.get("LOCKSTEP_DATA", ""), samples=256, test_samples=256, epochs=1, worlds=(2,), floor_epochs=1
 )
