@@ -142,7 +142,7 @@ class _Normalise(torch.autograd.Function):
         ctx.sum_in_place(sums)
         mean_grad, mean_grad_x = (sums / count).to(mean.dtype).chunk(2)
         rstd = (var + ctx.eps).rsqrt()
-        # grad_x -= scale * rstd * (mean_grad + (x - mean) * rstd * mean_grad_x), as one slope and one offset per channel.
+        # grad_x -= scale * rstd * (mean_grad + (x - mean) * rstd * mean_grad_x), as a slope and an offset per channel.
         slope = scale * rstd.square() * mean_grad_x
         offset = scale * rstd * mean_grad - slope * mean
         grad_x.addcmul_(wide_x, _per_channel(slope, wide_x), value=-1).sub_(_per_channel(offset, wide_x))
