@@ -39,6 +39,7 @@ def model_and_data(cfg: DictConfig, world: World, strategy: Strategy) -> tuple[B
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
+    strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)

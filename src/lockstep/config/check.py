@@ -1,6 +1,5 @@
 """Checks of the values of a composed config, before anything is started."""
 
-import socket
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -8,8 +7,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.dataset_options import DATASETS
-from lockstep.config.fields import Rule, enumerate_words, rules, show
-from lockstep.config.options import SGD, TARGETS, Slurm
+from lockstep.config.fields import Rule, rules, show
+from lockstep.config.options import SGD, TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import removed_key, unknown_key
@@ -35,7 +34,6 @@ def check_config(cfg: DictConfig) -> None:
     _check_dataset(config)
     _check_metrics(config)
     _check_nesterov(config)
-    _check_network_interface(config)
 
 
 def check_value(key: str, value: object, rule: Rule) -> None:
@@ -212,17 +210,3 @@ def _check_nesterov(config: Node) -> None:
         and not optimizer.get("momentum")
     ):
         raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")
-
-
-def _check_network_interface(config: Node) -> None:
-    """NCCL accepts several names, beginnings of names, and `^` or `=` in front."""
-    names = config["backend"]["socket_ifname"]
-    if names is None or TARGETS.get(config["launch"].get("_target_")) is Slurm:
-        return
-    present = [name for _, name in socket.if_nameindex()]
-    for name in names.split(","):
-        if not name.startswith(("^", "=")) and not any(candidate.startswith(name) for candidate in present):
-            raise ConfigError(
-                f"backend.socket_ifname={names} is no network interface of this machine, which has "
-                f"{enumerate_words(present, 'and')}; type backend.socket_ifname={present[-1]}"
-            )

@@ -127,8 +127,8 @@ def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> s
         missing = [asked for asked in str(socket_ifname).split(",") if asked not in present]
         if missing:
             raise ConfigError(
-                f"backend.socket_ifname={socket_ifname}: this machine has no network interface {missing[0]}; "
-                f"type backend.socket_ifname= and one of {', '.join(present)}"
+                f"backend.socket_ifname={socket_ifname} is no network interface of this machine, which has "
+                f"{', '.join(present)}; type backend.socket_ifname={present[-1]}"
             )
     return chosen
 

@@ -74,8 +74,8 @@ class TensorBoardLogger(Logger):
             if self._writer is None:
                 self._check_space()
                 self._writer = SummaryWriter(self.run_dir, purge_step=self._purge_step)
-                self._purge_step = None
             write(self._writer)
+            self._purge_step = None  # not before: a full disk would lose the purge
         except OSError:
             self._discard_writer()
             self._reopen_at = time.monotonic() + REOPEN_SECONDS

@@ -58,7 +58,9 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
     if saved["scaler"]:  # empty after a run without loss scaling
         state.scaler.load_state_dict(saved["scaler"])
     if state.ema is not None:
-        state.ema.averages = _to_parameter_layout(strategy, saved["ema"] or {})
+        averages = _to_parameter_layout(strategy, saved["ema"] or {})
+        # In the model's order: the average is updated parameter by parameter.
+        state.ema.averages = {name: averages[name] for name, _ in strategy.model.named_parameters() if name in averages}
     state.progress = Progress(**saved["progress"])
     _restore_measurements(state, saved)
 

@@ -80,7 +80,6 @@ class Pipeline(Strategy):
         super().setup(model, world, gradient_sync)
         if world.size == 1:
             return
-        self.validate_model(model, world.size)
         stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
         self.stage = stages[world.rank]
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.

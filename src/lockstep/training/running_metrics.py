@@ -35,12 +35,15 @@ class RunningMetrics:
 
     def __init__(self, state: TrainState, logger: StepLogger, newest_snapshot: FindSnapshot) -> None:
         self.state, self.logger, self.newest_snapshot = state, logger, newest_snapshot
+        self.last_step = state.progress.step
 
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
-        step = self.state.progress.step
+        step, every = self.state.progress.step, self.state.settings.log_every
+        is_due = step // every > self.last_step // every  # a strategy may report several steps at once
+        self.last_step = step
         self.logger.on_step(step, samples)
-        if step % self.state.settings.log_every:
+        if not is_due:
             return
         loss = self.finite("loss", self.state.meter.means_since_last())["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
