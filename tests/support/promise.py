@@ -55,7 +55,7 @@ def differences(one: Path, other: Path) -> tuple[float, float]:
 def _losses(folder: Path) -> Tensor:
     """The mean training loss so far in its epoch after every step but the last, and then the best test loss."""
     states = [torch.load(path, weights_only=True) for path in reversed(list_snapshots(folder / "snapshots"))]
-    means = [state["meter"][0] / state["meter"][-1] for state in states]
+    means = [state["meter"]["totals"][0] / state["meter"]["totals"][-1] for state in states]
     return torch.tensor([*means[:-1], states[-1]["progress"]["best"]], dtype=torch.float64)
 
 
