@@ -1,5 +1,6 @@
 # Lockstep. `make help` lists the targets. N is the number of ranks, ARGS any overrides or flags.
 N ?= 2
+FUZZ ?= 1000
 ARGS ?=
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
@@ -10,7 +11,7 @@ DEV := $(VENV)/.ready-dev
 BENCH := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep bench bench-gpu compare growth scaling board lint test-fast test drill promise coverage clean
+.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill faults fuzz promise screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +42,9 @@ ddp: $(READY) ## the same training, started by torchrun
 sweep: $(READY) ## a sweep over learning rates, N ranks a job
 	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) optimizer.lr=0.1,0.05,0.01 $(ARGS)
 
+runs: $(READY) ## a table of the runs in outputs/ (ARGS="--sort objective")
+	$(PYTHON) src/runs.py table $(ARGS)
+
 bench: $(BENCH) ## ratios against tutorials, Lightning, Accelerate and bare loops (ARGS=--quick)
 	$(PYTHON) bench/race.py $(ARGS)
 
@@ -70,8 +74,17 @@ test-fast: lint ## lint, then the tests that take seconds
 test: lint ## lint, then all tests but the drills
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast tests/runs $(ARGS)
 
-drill: $(DEV) ## the long drills: kills, elastic worlds, clusters on this machine
-	$(PYTHON) -m pytest -q -m drill tests/drills $(ARGS)
+screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs chromium
+	LOCKSTEP_SCREENSHOTS=docs $(PYTHON) -m pytest -q -m drill tests/drills/test_dashboards.py
+
+drill: $(DEV) ## the long drills, with a table of what was broken on purpose
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m drill tests/drills $(ARGS)
+
+faults: $(DEV) ## every fault of docs/failures.md, with the same table
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m fault tests $(ARGS)
+
+fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=1000 of each kind): a run or one sentence
+	LOCKSTEP_FUZZ_EXAMPLES=$(FUZZ) $(PYTHON) -m pytest -q -m drill tests/drills/test_fuzz.py $(ARGS)
 
 promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every launcher
 	PYTHONPATH=src:tests $(PYTHON) tests/promise_table.py $(ARGS)

@@ -68,7 +68,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
         state = build.train_state(cfg, strategy, len(loader))
         train_epoch(state, loader, StepTimer(), [])
         copying, writing = [], []
-        with build.snapshots(cfg, state, loader) as snapshots:
+        with build.snapshots(cfg, {}, state, loader) as snapshots:
             for _ in range(4):
                 began, busy = time.perf_counter(), time.thread_time()
                 snapshots.save()

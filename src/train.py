@@ -7,9 +7,16 @@ python src/train.py -m launch=torchrun optimizer.lr=0.1,0.01
 Functions import torch, and what needs it, inside: `--help` and `--cfg job` answer without torch.
 """
 
-import time
+import os
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))  # the next import takes 30 ms
+    from lockstep.distributed.signals import end_at_signals
+
+    end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
+
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,42 +26,58 @@ from omegaconf import DictConfig
 
 from lockstep import cli
 from lockstep.config.arguments import check_arguments
-from lockstep.config.check import check_config
-from lockstep.config.instantiate import hydra_record, instantiate
+from lockstep.config.environment_values import values_as_written
+from lockstep.config.instantiate import hydra_record, instantiate, instantiate_as
+from lockstep.distributed import signals
+from lockstep.distributed.early_exit import exits_are_failures
+from lockstep.launchers.base import Launcher
+from lockstep.monitor import rank as monitor
 
 if TYPE_CHECKING:
     from lockstep.data.loader import BatchLoader
-    from lockstep.launchers.base import Launcher
+    from lockstep.distributed.world import World
+    from lockstep.live import LiveRun
     from lockstep.loggers.base import LoggerList
+    from lockstep.loggers.rank_logs import RankLogs
     from lockstep.snapshots.manager import SnapshotManager
     from lockstep.strategies.base import Strategy
     from lockstep.training.state import TrainState
+
+Texts = Mapping[str, str]
+COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank. Returns the objective, for a sweeper."""
-    record = hydra_record(cfg, HydraConfig.get())
-    cfg = cli.resolve(cfg)
-    check_config(cfg)
+    record, written = hydra_record(cfg, HydraConfig.get()), values_as_written(cfg)
+    cfg = cli.check_input(cfg)
+    signals.set_run_folder(cfg.run_dir)
     check_arguments(cfg, ("launch",))
-    launcher: Launcher = instantiate(cfg.launch)
-    launcher.prepare()
+    launcher = instantiate_as(Launcher, cfg.launch, "launch")
+    launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
     preflight(cfg, launcher)
     cli.collect_garbage()
-    return launcher.launch(train_worker, cfg, record)
+    if launcher.recovers_live:
+        return launcher.launch(train_live, cfg, record, written)
+    return launcher.launch(train_worker, cfg, record, written)
 
 
-def train_worker(cfg: DictConfig, record: Mapping[str, str]) -> float:
+def train_live(cfg: DictConfig, *args: Any) -> float:
+    """`train_worker`, again and again until no rank dies in it, see `lockstep.live`."""
+    from lockstep.live import keep_training
+
+    return keep_training(train_worker, cfg, *args)
+
+
+def train_worker(cfg: DictConfig, record: Texts, written: Texts, live: "LiveRun | None" = None) -> float:
     """What one rank does from start to end. Returns the last value of `cfg.objective`.
 
-    record: the files that rank 0 writes to the run folder's `.hydra`, {name: text}.
+    record: {file: text} for `.hydra`. written: {key: text} of values that no file gets. live: see `train_live`.
     """
-    from lockstep import build
-    from lockstep.distributed import signals
-    from lockstep.distributed.environment import read_rank_info
+    from lockstep import build, build_loggers
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.run_folder_lock import hold_run_folder
     from lockstep.distributed.world import init_distributed
@@ -62,24 +85,43 @@ def train_worker(cfg: DictConfig, record: Mapping[str, str]) -> float:
     from lockstep.snapshots.record import write_record
     from lockstep.training.setup import set_determinism
 
-    signals.listen()
+    signals.listen(cfg.run_dir)
     postpone_dynamo()
+    survival = live.survival if live else monitor.failures
     strategy: Strategy = instantiate(cfg.strategy)
     with (
-        rank_logs(cfg.run_dir, read_rank_info().rank),
+        rank_logs() as logs,
+        exits_are_failures(),
+        survival(),  # a rank can die while the others meet or build, too
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
-        hold_run_folder(cfg.run_dir, world),
+        hold_run_folder(cfg.run_dir, world) as held,
     ):
-        world.require_same_config(build.flat_config(cfg), hint="type the same command on every node")
+        begin_run(cfg, written, world, logs)
         set_determinism(cfg.seed, cfg.trainer.deterministic)
-        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, len(train_loader))
-        with build.snapshots(cfg, state, train_loader) as snapshots, closing(build.loggers(cfg, world)) as loggers:
-            snapshots.resume(cfg.resume)
+        train_loader, eval_loader = build.model_and_data(cfg, world, strategy, live.datasets if live else None)
+        state = build.train_state(cfg, strategy, len(train_loader), live.full_size if live else None)
+        with (
+            build.snapshots(cfg, written, state, train_loader) as snapshots,
+            build_loggers.loggers(cfg, state, held.restore, live.record if live else None) as loggers,
+            survival(),  # before the files below are closed, which takes time
+        ):
+            snapshots.resume(cfg.resume) if live is None else live.resume(cfg.resume, state, snapshots, loggers)
             if not state.finished:
                 write_record(world, cfg.run_dir, record, state.progress.step)
-            loggers.on_fit_start(build.run_info(cfg, state, train_loader, eval_loader, record))
-            return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
+            info = build_loggers.run_info(cfg, state, train_loader, eval_loader, snapshots, record, written)
+            loggers.on_fit_start(info)
+            with signals.stop_after_saving():
+                return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
+
+
+def begin_run(cfg: DictConfig, written: Texts, world: "World", logs: "RankLogs") -> None:
+    """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
+    from lockstep import build
+    from lockstep.distributed.monitoring import join_monitor
+
+    logs.open(cfg.run_dir)
+    join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
+    build.check_same_config(cfg, written, world)
 
 
 def fit(
@@ -93,28 +135,29 @@ def fit(
     """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
     from lockstep import build
     from lockstep.loggers.base import EpochSummary
-    from lockstep.training.loop import evaluate, train_epoch
     from lockstep.training.running_metrics import RunningMetrics
 
     objective, progress = cfg.objective.removeprefix("test/"), state.progress
     tested: dict[str, float] = {}
     running = RunningMetrics(state, loggers, snapshots.newest)
-    timer = build.timer(cfg, state, train_loader, loggers)
+    evaluate = build.evaluator(cfg, state, eval_loader, loggers)
+    trainer = build.epoch_trainer(cfg, state, train_loader, snapshots, loggers, running)
     snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
     while not state.finished:
-        epoch, start = progress.epoch + 1, time.perf_counter()
-        loggers.on_epoch_start(epoch, state.settings.epochs, len(train_loader), progress.samples)
-        samples = train_epoch(state, train_loader, timer, [running.after_step, snapshots.after_step])
-        metrics = {"train": running.finite("loss", state.meter.means())}
-        samples_per_second = samples / (time.perf_counter() - start)
-        loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
+        trained = trainer.train()
+        metrics, epochs = {"train": trained.means}, state.settings.epochs
         if state.evaluation_due:
-            tested = metrics["test"] = running.finite("test loss", evaluate(state, eval_loader))
+            tested = metrics["test"] = running.finite("test loss", evaluate(snapshots.stop_before_evaluation))
             if state.update_best(tested[objective], state.task.mode(cfg.objective)):
                 snapshots.save("best")
-        loggers.on_epoch_end(EpochSummary(epoch, state.settings.epochs, progress.step, metrics, samples_per_second))
+        best = {} if progress.best is None else {objective: progress.best}
+        speed = trained.samples_per_second
+        summary = EpochSummary(trained.epoch, epochs, progress.step, metrics, speed, best, progress.best_step)
+        loggers.on_epoch_end(summary)
         snapshots.after_epoch()
-    tested = tested or evaluate(state, eval_loader)  # a finished run was started again
+        state.note(None)
+    tested = tested or evaluate(snapshots.stop)  # a finished run was started again
+    monitor.enter("export")
     snapshots.export()
     loggers.on_fit_end(Path(cfg.run_dir), tested)
     return tested[objective]

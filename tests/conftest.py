@@ -3,10 +3,28 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from support.commands import TRAIN, Command
+from support.fault_table import Traces, add_row, name_of, row_of, table, tests_of_faults
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that the table of faults in docs/failures.md names."""
+    named = tests_of_faults()
+    for item in items:
+        if getattr(item, "originalname", "") in named:
+            item.add_marker("fault")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = table(terminalreporter.stats)
+    if lines:
+        terminalreporter.section("what was broken on purpose")
+        terminalreporter.write("\n".join(lines) + "\n")
 
 
 @pytest.fixture
@@ -24,6 +42,30 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         if command.process.poll() is None:
             command.kill_group()
             command.process.wait()
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A Unix socket in a folder of pytest's would have too long a path."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
+    """As start, for a command that the test breaks: it has a row in the table after the tests."""
+    watched: list[tuple[Command, Traces]] = []
+
+    def start_command(*words: str, **env: object) -> Command:
+        traces = Traces()
+        watched.append((start(*words, **traces.environment | env), traces))
+        return watched[-1][0]
+
+    yield start_command
+    for command, traces in watched:
+        if command.process.poll() is not None:
+            add_row(request.node, row_of(name_of(request.node.name), command, traces))
+        traces.remove()
 
 
 @pytest.fixture

@@ -1,40 +1,64 @@
 """Builds the parts of a run from its config. With `preflight` and `train.py` it is all that reads the config."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import DictConfig
+from torch import nn
 
 from lockstep.config.arguments import matching_arguments
-from lockstep.config.check import flatten
-from lockstep.config.instantiate import instantiate
+from lockstep.config.check import as_dict, flatten, nodes_with_target
+from lockstep.config.environment_values import as_written
+from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
-from lockstep.data.in_memory import check_classes
+from lockstep.data.in_memory import check_classes, check_shape
 from lockstep.data.loader import BatchLoader, Converter
+from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
-from lockstep.loggers.base import LoggerList, RunInfo
+from lockstep.loggers.base import LoggerList
+from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
-from lockstep.snapshots.fingerprint import data_fingerprint
+from lockstep.snapshots.fingerprint import data_fingerprint, plain_values
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
 from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.training.epochs import EpochTrainer
+from lockstep.training.evaluation import Evaluator, wanted_by
 from lockstep.training.meter import Meter
+from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.running_metrics import RunningMetrics
 from lockstep.training.setup import grad_scaler, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
+from lockstep.training.straggler import StragglerWatch
 from lockstep.training.timer import StepTimer
+from lockstep.training.weight_check import WeightCheck
 
 
-def model_and_data(cfg: DictConfig, world: World, strategy: Strategy) -> tuple[BatchLoader, BatchLoader]:
+def datasets(cfg: DictConfig) -> tuple[Any, Any]:
+    """The data sets for training and for tests."""
+    return instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
+
+
+def model_and_data(
+    cfg: DictConfig, world: World, strategy: Strategy, loaded: tuple[Any, Any] | None = None
+) -> tuple[BatchLoader, BatchLoader]:
     """Hand the model to the strategy, and return the loaders of training and test data.
 
-    Nothing here keeps the model: a strategy may hold only a part of it on this rank.
+    loaded: `datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may hold only a
+    part of it on this rank.
     """
-    with world.local_rank_zero_first():
-        instantiate(cfg.dataset.prepare)
+    monitor.enter("prepare")
+    if loaded is None:
+        world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
+    monitor.enter("build")
+    import_targets(cfg)
+    require_same_code(world)
     trainer, data = cfg.trainer, cfg.dataset
-    model = instantiate(cfg.model)
+    model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
@@ -44,19 +68,37 @@ def model_and_data(cfg: DictConfig, world: World, strategy: Strategy) -> tuple[B
 
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
-    train_data, test_data = instantiate(data.train), instantiate(data.test)
+    train_data, test_data = loaded or datasets(cfg)
+    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     check_classes(train_data, data.classes)
+    check_shape(train_data, cfg.model.get("shape"))
     train_loader = BatchLoader(train_data, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
-    return train_loader, BatchLoader(test_data, converter, *shard, cfg.seed, workers=data.workers)
+    eval_loader = BatchLoader(test_data, converter, *shard, cfg.seed, workers=data.workers)
+    for loader in (train_loader, eval_loader):
+        world.resources.callback(loader.close)
+    return train_loader, eval_loader
 
 
-def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState:
-    """The run that trains the strategy's model on `samples` samples an epoch."""
+def import_targets(cfg: DictConfig) -> None:
+    """Import what every rank instantiates later. What fails here fails there again, with a message."""
+    config = as_dict(cfg)
+    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+        for _, node in nodes_with_target(config.get(group)):
+            with suppress(Exception):
+                get_object(node["_target_"])
+
+
+def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | None = None) -> TrainState:
+    """The run that trains the strategy's model on `samples` samples an epoch.
+
+    ranks: how many the run has as a rule, if its world may be smaller now. The global batch is theirs.
+    """
     world, trainer, task = strategy.world, cfg.trainer, instantiate(cfg.task)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
-        batch_size=check_batch_size(cfg, strategy.data_parallel_size(world.size)),
+        pause_after=trainer.pause_after,
+        batch_size=check_batch_size(cfg, strategy.data_parallel_size(ranks or world.size)),
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
@@ -70,6 +112,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
     length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
+    meter = Meter(list(task.metrics), world)
     return TrainState(
         settings=settings,
         task=task,
@@ -78,17 +121,22 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
         initial_hyperparameters=initial,
         scheduler=schedule(optimizer, **matching_arguments(schedule, length)),
         scaler=grad_scaler(world, trainer.precision),
-        meter=Meter(list(task.metrics), world),
+        meter=meter,
+        nan=NanPolicy(cfg.watch.nan, strategy, meter, checks_gradients=trainer.precision != "fp16"),
         ema=None if trainer.ema is None else ExponentialMovingAverage(strategy.model, trainer.ema),
     )
 
 
-def snapshots(cfg: DictConfig, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:
-    """The manager of this run's snapshots."""
-    fingerprint = flatten(cfg.model, "model") | {
+def snapshots(
+    cfg: DictConfig, written: Mapping[str, str], state: TrainState, train_loader: BatchLoader
+) -> SnapshotManager:
+    """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
+    samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
+    require_same_data(state.strategy.world, "training data", samples, data)
+    fingerprint = as_written(flatten(cfg.model, "model"), written) | {
         "optimizer": cfg.optimizer._target_,
-        "training samples": len(train_loader),
-        "training data": data_fingerprint(train_loader.dataset),
+        "training samples": samples,
+        "training data": data,
         "seed": cfg.seed,
     }
     return SnapshotManager(
@@ -96,17 +144,38 @@ def snapshots(cfg: DictConfig, state: TrainState, train_loader: BatchLoader) -> 
         state.strategy.world,
         cfg.run_dir,
         fingerprint,
-        flat_config(cfg),
+        as_written(flat_config(cfg), written),
         epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
     )
 
 
-def loggers(cfg: DictConfig, world: World) -> LoggerList:
-    """The loggers on rank 0, none on other ranks."""
-    nodes = cfg.get("logger", {}).values() if world.is_rank_zero else []  # logger=[] leaves no section
-    return LoggerList([instantiate(node) for node in nodes])
+def epoch_trainer(
+    cfg: DictConfig,
+    state: TrainState,
+    train_loader: BatchLoader,
+    snapshots: SnapshotManager,
+    loggers: LoggerList,
+    running: RunningMetrics,
+) -> EpochTrainer:
+    """What trains the epochs. After every step it logs, compares the ranks' weights, and saves."""
+    state.nan.newest_snapshot = snapshots.newest
+    weights = WeightCheck(state, cfg.watch.every, cfg.watch.weights, snapshots.newest)
+    state.compare_weights = weights.check_now
+    after_step = [running.after_step, weights.after_step, snapshots.after_step]
+    measures = timer(cfg, state, train_loader, loggers)
+    world, strategy = state.strategy.world, state.strategy
+    if cfg.watch.straggler is not None and world.size > 1 and not strategy.waits_in_passes:
+        parameters = list(strategy.model.parameters())
+        measures = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
+        running.stragglers = measures
+    return EpochTrainer(state, train_loader, measures, after_step, running, loggers, Rollback(state, snapshots))
+
+
+def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: LoggerList) -> Evaluator:
+    """The evaluation. All ranks prepare what the keys of rank 0's loggers ask for."""
+    return Evaluator(state, loader, loggers, wanted_by(cfg.get("logger", {}).values()))
 
 
 def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList) -> StepTimer:
@@ -130,29 +199,12 @@ def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers
     )
 
 
-def run_info(
-    cfg: DictConfig,
-    state: TrainState,
-    train_loader: BatchLoader,
-    eval_loader: BatchLoader,
-    record: Mapping[str, str],
-) -> RunInfo:
-    """What loggers receive at the start."""
-    world = state.strategy.world
-    return RunInfo(
-        run_dir=Path(cfg.run_dir),
-        config_yaml=record.get("config.yaml", ""),
-        world_size=world.size,
-        data_parallel_size=train_loader.size,
-        train_samples=len(train_loader),
-        eval_samples=len(eval_loader),
-        batch_size=state.settings.batch_size,
-        epochs=state.settings.epochs,
-        start_step=state.progress.step,
-        start_epoch=state.progress.epoch,
-    )
+def check_same_config(cfg: DictConfig, written: Mapping[str, str], world: World) -> None:
+    """Raise ConfigError, on all ranks, if their configs differ. A collective."""
+    flat = flat_config(cfg)
+    require_same_config(world, flat, as_written(flat, written), hint="type the same command on every node")
 
 
 def flat_config(cfg: DictConfig) -> dict[str, Any]:
     """{key: value} of what all ranks must agree on: all but how they were launched."""
-    return flatten({key: value for key, value in cfg.items() if key != "launch"})
+    return plain_values(flatten({key: value for key, value in cfg.items() if key != "launch"}))

@@ -1,50 +1,71 @@
 """The command line: resolvers of the config, errors as sentences, exit codes. No torch: `--help` imports this."""
 
-import argparse
 import gc
 import os
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep
+from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
+from lockstep.cli_help import accept_lazy_help, copy_config_store_once
+from lockstep.config.check import check_config
+from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
+from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, StoppedEarly, TrainingDiverged
-
-EXIT_INTERRUPTED = 130  # 128 + SIGINT
-MEANINGS = {  # words in gloo's errors, and what they mean
-    "Timed out waiting": "a rank did not answer within backend.timeout: it hangs, or the network to it is down. "
-    "The files in logs/ show what each rank did last",
-    "by peer": "another rank ended before this one. Its error is the cause; it is shown here or stands in logs/",
-}
+from lockstep.distributed.store import STORE_TIMEOUT
+from lockstep.errors import (
+    EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RanksDiffer,
+    StoppedEarly,
+    TrainingDiverged,
+)
+from lockstep.launchers.base import RankFailed
+from lockstep.launchers.processes import flush_output, temporary_folder
+from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
+from lockstep.sweeps.ending import end_sweep
 
 
 def register_resolvers() -> None:
-    """Register the schema, `${started:format}` and `${on_rank_zero:value,other}`. Must run before a config is composed.
+    """Register the schema and the resolvers of this project. Must run before a config is composed.
 
-    `started` is the moment at which the run started, the same on all ranks. `on_rank_zero` is `value` on rank 0 and
-    `other` on the other ranks.
+    `${started:format}` is the moment at which the run started, the same on all ranks. `${on_rank_zero:value,other}` is
+    `value` on rank 0 and `other` on the other ranks. `${as_typed:words}` are words whose interpolations, such as
+    ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %.
     """
     register_schema()
 
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.store import run_started_at
 
-        return run_started_at(_composing_rank(_root_)).strftime(pattern)
+        is_run = not asks_for_text(sys.argv)
+        timeout = _rendezvous_timeout(_root_)
+        return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
+
+    def as_typed(words: ListConfig) -> list[str]:
+        typed = OmegaConf.to_container(words, resolve=False)
+        assert isinstance(typed, list)
+        return [str(word).replace("%", "%25").replace("$", "%24") for word in typed]
 
     def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
         return value if _composing_rank(_root_).is_rank_zero else other
 
+    OmegaConf.register_new_resolver("as_typed", as_typed, replace=True)
     OmegaConf.register_new_resolver("started", started, replace=True)
     OmegaConf.register_new_resolver("on_rank_zero", on_rank_zero, replace=True)
 
@@ -59,6 +80,21 @@ def _composing_rank(root: DictConfig) -> RankInfo:
     if isinstance(nnodes, int) and nnodes > 1:
         return node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
     return read_rank_info()
+
+
+def _rendezvous_timeout(root: DictConfig) -> timedelta:
+    """`backend.timeout` of a config that is not checked yet."""
+    seconds = OmegaConf.select(root, "backend.timeout")
+    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
+
+
+def check_input(cfg: DictConfig) -> DictConfig:
+    """cfg with every interpolation resolved. Raises ConfigError for what its values alone show to be wrong."""
+    resolved = resolve(cfg)
+    check_config(resolved)
+    resolved = with_floats(resolved)
+    check_targets(resolved, HydraConfig.get())
+    return resolved
 
 
 def resolve(cfg: DictConfig) -> DictConfig:
@@ -89,24 +125,51 @@ def run_main(main: Callable[[], Any]) -> None:
     if sys.platform == "win32":
         print("lockstep: Windows is not supported; type wsl --install, and run the command in WSL 2", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    _replace_closed_streams()
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
-    _accept_lazy_help()
+    accept_lazy_help()
     _prepare_environment()
-    try:
-        code = _run(main)
-    except SystemExit as error:
-        code = _exit_code(error)
-    except StoppedEarly:
-        code = EXIT_RESUMABLE
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except Exception as error:
-        is_closed_pipe = isinstance(error, BrokenPipeError) and asks_for_text(sys.argv)  # `--help | head`
-        code = EXIT_FINISHED if is_closed_pipe else _report(error)
-    _flush()
+    code, error = end_of(lambda: _run(main))
+    if error is not None and not isinstance(error, ConfigError):
+        from lockstep.distributed.agent_watchdog import start_agent_watchdog
+
+        start_agent_watchdog(os.environ)
+    flush_output()
+    if (folder := temporary_folder()) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
+
+
+def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
+    """Call `run`, and show its error. Returns the exit code and the error: a ConfigError if the input caused it."""
+    try:
+        return run() or EXIT_FINISHED, None
+    except SystemExit as error:
+        return _exit_code(error), None
+    except StoppedEarly as stopped:
+        return stopped.code, None
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED, None
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and asks_for_text(sys.argv):  # `--help | head`
+            return EXIT_FINISHED, None
+        shown = as_config_error(error, sys.argv[1:]) or error
+        return _report(shown), shown
+
+
+def _replace_closed_streams() -> None:
+    """What is written to a stream that was closed at the start (`>&-`) is dropped, here and in processes started here.
+
+    Otherwise the next file that is opened would get the stream's number, and with it what a library prints.
+    """
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
+            setattr(sys, name, stream)
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -120,42 +183,20 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
     from lockstep.distributed.store import forget_start
 
-    sys.argv = prepare_arguments(sys.argv)
+    sys.argv = prepare_arguments(resume_sweep(sys.argv))
     info = read_rank_info()
     register_resolvers()
     if asks_for_text(sys.argv):
         if not info.is_rank_zero:
             return EXIT_FINISHED
-        _copy_config_store_once()
-    if info.started_by == "srun":
-        signals.listen()  # Slurm can preempt a job while its ranks still import torch. The job must not fail then.
+        copy_config_store_once()
+    if info.world_size > 1:
+        signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)
     main()
+    signals.stop_listening()  # the run has finished
     forget_start(info)
-    return EXIT_FINISHED
-
-
-def _copy_config_store_once() -> None:
-    """Hydra's --help copies its store of configs a hundred times, which takes 0.3 s. It changes none of the copies."""
-
-    def keep(store: ConfigStore, memo: dict[int, Any]) -> ConfigStore:
-        return store
-
-    setattr(ConfigStore, "__deepcopy__", keep)  # noqa: B010  (mypy refuses the assignment)
-
-
-def _accept_lazy_help() -> None:
-    """hydra-core 1.3 gives argparse a help text that is an object, not a string. Python 3.14 refuses it."""
-    if sys.version_info < (3, 14):
-        return
-    add_argument = argparse.ArgumentParser.add_argument
-
-    def add_argument_with_text(parser: argparse.ArgumentParser, *words: str, **options: Any) -> argparse.Action:
-        if "help" in options and not isinstance(options["help"], str):
-            options["help"] = argparse.SUPPRESS
-        return add_argument(parser, *words, **options)
-
-    setattr(argparse.ArgumentParser, "add_argument", add_argument_with_text)  # noqa: B010  (mypy refuses the assignment)
+    return end_sweep()
 
 
 def _prepare_environment() -> None:
@@ -168,37 +209,23 @@ def _prepare_environment() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print the error, as a sentence if the user's input caused it. Returns the exit code."""
-    sentence = as_config_error(error, sys.argv[1:])
-    if sentence is not None:
+    """Print the error, a ConfigError as a sentence. Returns the exit code."""
+    if isinstance(error, ConfigError):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
             time.sleep(1)
-        print(f"lockstep: {sentence}", file=sys.stderr)
+        print(f"lockstep: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    _tell_torchrun(error)
-    if isinstance(error, TrainingDiverged):
+    code = EXIT_FAILED
+    if isinstance(error, RankFailed):
+        code = error.code
+        if str(error):  # else the monitor prints the report when all ranks have ended
+            print(error, file=sys.stderr)
+    elif isinstance(error, TrainingDiverged | RanksDiffer):
+        code = EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
         print(f"lockstep: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        for words, meaning in MEANINGS.items():
-            if words in str(error):
-                print(f"lockstep: {meaning}", file=sys.stderr)
-    from lockstep.distributed.agent_watchdog import start_agent_watchdog
-
-    start_agent_watchdog(os.environ)
-    return EXIT_FAILED
-
-
-def _tell_torchrun(error: Exception) -> None:
-    """Write the exception to the file in which torchrun looks for the root cause."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # closed, as by `| head`: a finished run has still finished
-            stream.flush()
+        if tells_of_lost_rank(str(error)):
+            print(f"lockstep: {'; '.join(explain_lost_rank(str(error)))}", file=sys.stderr)
+    return code

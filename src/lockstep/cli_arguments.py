@@ -1,11 +1,16 @@
 """The words typed after `src/train.py`, before Hydra reads them."""
 
 import re
-from typing import Any
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
 
 from lockstep.cli_errors import compose_typed, typed_value
 from lockstep.config.check import NEEDED_GROUPS
 from lockstep.config.suggest import removed_key
+from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 
@@ -16,12 +21,14 @@ FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
 SWITCHES = {"true": "on", "false": "off"}
 OPTUNA = "optuna"
+OWN_SWEEPERS = ("lockstep", "basic")  # they draw nothing at random
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:
     """The command as Hydra reads it: overrides first, then flags, without what torch's old launcher adds.
 
-    `+experiment=x` becomes `experiment=x`. Raises ConfigError for --experimental-rerun.
+    `+experiment=x` becomes `experiment=x`. Raises ConfigError for --experimental-rerun, for unknown flags, and for a
+    run's record as a config folder if it contains what can run commands.
     """
     words = [word for word in argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     if any(word.partition("=")[0] == "--experimental-rerun" for word in words):
@@ -30,9 +37,30 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
         )
     overrides, flags = _split(words)
+    _check_config_folders(_parse_flags(flags), Path(argv[0]).parent)
     for word in overrides:
         _check_group_override(*word.partition("=")[::2])
     return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
+
+
+def resume_sweep(argv: list[str]) -> list[str]:
+    """The command with the words of the sweep that `sweep.resume=` names before what is typed, which wins.
+
+    Raises ConfigError for a folder that is not the folder of a sweep.
+    """
+    typed = typed_value("sweep.resume", argv[1:])
+    if typed is None or typed == "null":
+        return argv
+    if not MULTIRUN_FLAGS & set(argv[1:]):
+        raise ConfigError(f"sweep.resume={typed} goes on with a sweep; type -m sweep.resume={typed}")
+    from lockstep.sweeps.folder import recorded_arguments
+
+    overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
+    keys = {word.partition("=")[0].lstrip("+") for word in overrides}
+    before, flags_before = _split(recorded_arguments(Path(typed.strip("'\""))))
+    kept = [word for word in before if word.partition("=")[0].lstrip("+") not in keys]
+    kept_flags = [word for word in flags_before if word not in MULTIRUN_FLAGS]
+    return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *kept_flags, *flags]
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -49,6 +77,24 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(word)
         takes_value = not takes_value and word in FLAGS_WITH_VALUE
     return overrides, flags
+
+
+def _parse_flags(flags: list[str]) -> Namespace:
+    """Hydra's flags. Raises ConfigError for those that it does not take, where argparse would print its usage."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; type python src/train.py --help to see the flags")
+
+    parser = get_args_parser()
+    setattr(parser, "error", refuse)  # noqa: B010  (mypy refuses the assignment)
+    return parser.parse_args(flags)
+
+
+def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
+    """Raise ConfigError as `refuse_foreign_record` does. Hydra reads --config-path from the folder of src/train.py."""
+    for base, folder in ((Path(), flags.config_dir), (script_folder, flags.config_path)):
+        if folder is not None:
+            refuse_foreign_record(base / folder.removeprefix("file://"), flags.config_name or "config")
 
 
 def _check_group_override(group: str, option: str) -> None:
@@ -87,8 +133,8 @@ def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
     """
     if not MULTIRUN_FLAGS & set(argv[1:]):
         return argv
-    sweeper = typed_value("hydra/sweeper", argv[1:]) or "basic"
-    if sweeper != "basic" and info.world_size > 1:
+    sweeper = typed_value("hydra/sweeper", argv[1:]) or OWN_SWEEPERS[0]
+    if sweeper not in OWN_SWEEPERS and info.world_size > 1:
         raise ConfigError(
             f"hydra/sweeper={sweeper} would draw other values on every rank; "
             f"type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ..."

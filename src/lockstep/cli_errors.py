@@ -19,6 +19,7 @@ from lockstep.config.check import flatten, wrong_value
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key, unknown_key
+from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
 
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
@@ -60,8 +61,8 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
         )
     if isinstance(error, InstantiationException):
         return _target_error(error)
-    if isinstance(error, HydraException | ValueError) and _raised_by_hydra(error):
-        return f"{_one_line(error)}; type {HYDRA_HELP}"
+    if isinstance(error, HydraException) or _raised_by_hydra(error):
+        return _composition_error(error, arguments)
     return None
 
 
@@ -110,7 +111,11 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     rule = find_rule(re.sub(r"\[\d+\]$", "", key)) if key else None
     if key is not None and rule is not None:
         return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
-    return f"{_one_line(error)}; type {HYDRA_HELP}"
+    reason = _one_line(error) or type(error).__name__
+    for word in arguments:
+        if "=" in word and _compose((word,)) is None:
+            return f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
+    return f"{reason}; type {HYDRA_HELP}"
 
 
 def _key_in_error(text: str) -> str | None:
@@ -157,12 +162,14 @@ def _run_folder_error(error: OSError, arguments: list[str]) -> str | None:
     multirun = {"-m", "--multirun"} & set(arguments)
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     folder = typed_value(key, arguments) or error.filename
-    return f"the run folder {folder} cannot be created ({error.strerror}); type {key}=<a folder you can write to>"
+    return unwritable(str(folder), error, key)
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and "/hydra/" in frames[-1][0].f_code.co_filename.replace("\\", "/")
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while files and files[-1].endswith("/logging/config.py"):  # Python's, which Hydra calls with hydra.job_logging
+        files.pop()
+    return bool(files) and ("/hydra/" in files[-1] or "/omegaconf/" in files[-1])
 
 
 def typed_value(key: str, arguments: list[str]) -> str | None:
@@ -200,17 +207,20 @@ def compose_typed(arguments: list[str]) -> DictConfig | None:
 
 @cache
 def _compose_options(options: tuple[str, ...]) -> DictConfig | None:
+    return _compose(options) or _compose(())
+
+
+def _compose(overrides: tuple[str, ...]) -> DictConfig | None:
+    """None if Hydra cannot compose these overrides."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    for overrides in (options, ()):
-        GlobalHydra.instance().clear()
-        try:
-            with initialize_config_dir(str(CONF), version_base="1.3"):
-                return compose("config", overrides=["run_dir=.", *overrides], return_hydra_config=True)
-        except Exception:
-            continue
-    return None
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose("config", overrides=["run_dir=.", *overrides], return_hydra_config=True)
+    except Exception:
+        return None
 
 
 def _chooses_an_option(word: str) -> bool:

@@ -1,22 +1,60 @@
 """Errors that end a run, and the exit codes of `src/train.py`."""
 
 EXIT_FINISHED = 0
-EXIT_FAILED = 1
-EXIT_CONFIG = 2  # the command or the config cannot work; nothing was trained
+EXIT_FAILED = 1  # an exception
+EXIT_CONFIG = 2  # what the user can mend: the command, the config, the data or the run folder; see ConfigError
+EXIT_DIVERGED = 3  # a loss, a gradient or a weight is not finite
+EXIT_HANG = 4  # no progress, a rank that did not answer, or ranks that make different collective calls
+EXIT_KILLED = 5  # a rank was killed, or left before the end without a word
+EXIT_JOBS_FAILED = 6  # some jobs of a sweep have failed; its table says which, and why
 # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
 EXIT_RESUMABLE = 75
+EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
 
 
 class ConfigError(Exception):
-    """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown."""
+    """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown.
+
+    It is one line of printable characters, although the words typed may contain any others.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__("".join(map(_printable, sentence)))
+
+
+class RankMissing(ConfigError, TimeoutError):
+    """A rank did not come to the rendezvous within backend.timeout."""
 
 
 class TrainingDiverged(Exception):
-    """The loss is not finite, so training cannot continue. The message says at which step and what to type."""
+    """The loss is not finite, so training cannot continue. The message says at which step and what to type.
+
+    step: the step whose batch broke it, if that is known.
+    """
+
+    step: int | None = None
+
+
+class RanksDiffer(Exception):
+    """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type."""
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+class RankLost(Exception):
+    """Another rank died. With launch.recover=live this rank goes on as soon as that one is replaced."""
 
 
 class StoppedEarly(BaseException):
-    """A signal asked the run to stop. Its snapshot is written and it can be resumed.
+    """A signal asked the run to stop. The message says where it can go on.
 
+    code: the exit code, EXIT_RESUMABLE if the snapshot of the last step is written.
     It derives from BaseException, like KeyboardInterrupt: it must end a whole sweep, not one job of it.
     """
+
+    def __init__(self, message: str, code: int = EXIT_RESUMABLE) -> None:
+        super().__init__(message)
+        self.code = code

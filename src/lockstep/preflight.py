@@ -8,8 +8,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lockstep.config.arguments import check_arguments
-from lockstep.config.instantiate import instantiate
+from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.partition import global_batch_size
+from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
@@ -18,22 +19,32 @@ from lockstep.snapshots.interval import SaveInterval
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.tasks.base import Task
-from lockstep.training.setup import validate_training
+from lockstep.training.nan_policy import validate_nan_policy
+from lockstep.training.setup import validate_digest, validate_training
 
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     """Raise ConfigError for whatever can be known to fail."""
     check_arguments(cfg)
     launcher.validate()
-    strategy: Strategy = instantiate(cfg.strategy)
-    gradient_sync: GradientSync = instantiate(cfg.gradient_sync)
-    task: Task = instantiate(cfg.task)
+    strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
+    gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
+    task = instantiate_as(Task, cfg.task, "task")
     task.mode(cfg.objective)
+    if not launcher.runs_elsewhere:
+        check_run_folder(cfg.run_dir)
     find_snapshots(cfg.resume, Path(cfg.run_dir))
     job = job_spec(cfg, launcher)
     validate_training(job)
     strategy.validate(job)
     gradient_sync.validate(job, strategy)
+    ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
+    validate_nan_policy(job, ranks_agree)
+    validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.recovers_live:
+        from lockstep.live import validate_live
+
+        validate_live(job, strategy, gradient_sync)
     check_batch_size(cfg, strategy.data_parallel_size(job.world_size))
     if launcher.starts_processes:
         instantiate(cfg.dataset.prepare)
@@ -56,6 +67,7 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
         compile=cfg.trainer.compile,
         deterministic=cfg.trainer.deterministic,
         profile=cfg.profiler.enabled,
+        nan=cfg.watch.nan,
         save_unit=SaveInterval(cfg.snapshot.every).unit,
         optimizer=get_object(cfg.optimizer._target_),
         fused_optimizer=bool(cfg.optimizer.get("fused")),

@@ -64,7 +64,7 @@ def test_hosts_with_unequal_ranks_equal_one_process(start, alone, starter, ranks
     assert [line for node in nodes for line in node.epochs] == alone
     folder = nodes[0].cwd / "run"
     assert len(list((folder / "logs").iterdir())) == sum(ranks)
-    assert len(list(folder.glob("events*"))) == 1
+    assert len(list(folder.glob("events*"))) == 2  # the header and the curves
     assert not list(nodes[0].cwd.glob("outputs/*"))
 
 
@@ -85,8 +85,20 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, two_hosts, starter)
     for host, node in enumerate(nodes):
         assert node.finish(None).process.returncode != 0
         assert "Timed out waiting 8000ms" in node.output
-        assert "lockstep: a rank did not answer within backend.timeout" in node.output
+        assert "what it means: a rank did not answer within backend.timeout" in node.output
         assert not two_hosts.processes(host)
+
+
+def test_hosts_whose_ranks_fail_by_themselves_name_the_one_that_failed_first(start, two_hosts):
+    words = [*NET, "model._target_=support.faults.FaultyModel"]
+    nodes = []
+    for host, fault in enumerate(("forward/late_raise:0:5", "forward/raise:1:5")):
+        command = two_hosts.on(host, *static(2, host, 1))
+        nodes.append(start(*command, *words, FAULT=fault, PYTHONPATH=ROOT / "tests"))
+    for node in nodes:
+        node.finish(None)
+        assert "lockstep: rank 1 of 2 failed first" in node.output
+        assert "RuntimeError: a mistake in the model" in node.output
 
 
 def test_a_short_silence_of_the_network_costs_nothing(start, two_hosts, alone):

@@ -15,6 +15,7 @@ from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
+TESTS = Path(__file__).parents[1]
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 
 
@@ -34,13 +35,13 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 
 
 @pytest.mark.timeout(1200)
-def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, tmp_path):
+def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     torchrun = [*STANDALONE, "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=20"]
     start(*torchrun, "hydra.run.dir=undisturbed").finish()
     waits = []
     for number in range(7):
         folder = tmp_path / str(number)
-        run = start(*torchrun, f"hydra.run.dir={folder}")
+        run = start_faulty(*torchrun, f"hydra.run.dir={folder}")
         wait_for(lambda folder=folder: position(folder)[0] >= 5, "first snapshot")
         waits += [kill_a_rank(run, folder, kill) for kill in range(3)]
         run.finish()
@@ -53,14 +54,15 @@ def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, tmp_path):
 
 
 @pytest.mark.parametrize("victims", ["all ranks", "launcher", "launcher and all ranks"])
-def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, tmp_path, victims):
+def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, start_faulty, tmp_path, victims):
     command = [*PYTHON_TRAIN, *SLOW, "launch=torchrun"]
     disturbed = tmp_path / "disturbed"
     start(*command, "hydra.run.dir=undisturbed").finish()
-    run = start(*command, "hydra.run.dir=disturbed")
+    run = start_faulty(*command, "hydra.run.dir=disturbed")
     wait_for(lambda: position(disturbed)[0] >= 5, "first snapshot")
     time.sleep(random.uniform(0, 0.5))
     ranks = ranks_under(run.process.pid)
+    run.broken_at = time.time()
     for pid in [run.process.pid] * ("launcher" in victims) + ranks * ("ranks" in victims):
         os.kill(pid, signal.SIGKILL)
     run.finish(code=None)
@@ -71,13 +73,45 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, t
     assert_one_curve(disturbed)
 
 
+@pytest.mark.parametrize(
+    "launcher", [[*STANDALONE, "--max-restarts=1", TRAIN], [*PYTHON_TRAIN, "launch=torchrun", "launch.max_restarts=1"]]
+)
+def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launcher):
+    words = [*launcher, *SLOW, "trainer.epochs=1", "model._target_=support.faults.FaultyModel"]
+    start(*words, "hydra.run.dir=undisturbed", PYTHONPATH=TESTS).finish()
+    start_faulty(*words, "hydra.run.dir=run", FAULT="forward/segfault_once:1:23", PYTHONPATH=TESTS).finish()
+    assert (tmp_path / "crashed").exists()
+    assert count_resumptions(tmp_path / "run") == 1
+    assert same_bits(tmp_path / "undisturbed", tmp_path / "run")
+    assert_one_curve(tmp_path / "run")
+
+
+def test_a_kill_in_a_job_of_a_sweep_under_torchrun_costs_that_job_no_bit_and_the_others_nothing(
+    start, start_faulty, tmp_path
+):
+    words = [*STANDALONE, "--max-restarts=1", TRAIN, *SLOW, "trainer.epochs=2", "-m", "seed=1,2,3"]
+    start(*words, "hydra.sweep.dir=undisturbed").finish()
+    run = start_faulty(*words, "hydra.sweep.dir=sweep")
+    wait_for(lambda: position(tmp_path / "sweep/1_seed=2")[0] >= 5, "first snapshot of the second job")
+    first = (tmp_path / "sweep/0_seed=1/model.pt").stat().st_mtime_ns
+    run.broken_at = time.time()
+    os.kill(ranks_of_torchrun(run.process.pid)[1], signal.SIGKILL)
+    run.finish()
+    jobs = ("0_seed=1", "1_seed=2", "2_seed=3")
+    for job in jobs:
+        assert same_bits(tmp_path / "undisturbed" / job, tmp_path / "sweep" / job)
+        assert_one_curve(tmp_path / "sweep" / job)
+    assert [count_resumptions(tmp_path / "sweep" / job) for job in jobs] == [0, 1, 0]
+    assert (tmp_path / "sweep/0_seed=1/model.pt").stat().st_mtime_ns == first  # a finished job is not trained again
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
-def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start, tmp_path, number):
+def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start_faulty, tmp_path, number):
     folder = tmp_path / "run"
-    run = start(*STANDALONE, TRAIN, *SLOW, "trainer.epochs=4000", "hydra.run.dir=run")
+    run = start_faulty(*STANDALONE, TRAIN, *SLOW, "trainer.epochs=4000", "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
     ranks = ranks_of_torchrun(run.process.pid)
-    os.kill(run.process.pid, number)
+    run.send(number)
     run.finish(code=None)
     wait_for_end(ranks, 3)
     assert {stopped_at(folder, f"logs/rank{rank}.log") for rank in (0, 1)} == {position(folder)[0]}

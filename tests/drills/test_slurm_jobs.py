@@ -17,10 +17,11 @@ from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
 from support.run_folders import read_log, stopped_at
 from support.slurm_cluster import SlurmCluster
 
+TESTS = str(Path(__file__).parents[1])
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
 OWN_SCRIPT = f"""#!/bin/bash
 srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=20
-code=$?; [ $code = 75 ] && scontrol requeue $SLURM_JOB_ID; exit $code
+code=$?; case $code in 75 | 76) scontrol requeue $SLURM_JOB_ID ;; esac; exit $code
 """
 
 pytestmark = [
@@ -39,9 +40,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         cluster.stop()
 
 
-def submit(start: Callable[..., Command], slurm: SlurmCluster, *overrides: str) -> tuple[str, Path]:
+def submit(start: Callable[..., Command], slurm: SlurmCluster, *overrides: str, **env: str) -> tuple[str, Path]:
     """(job, the folder in which it was submitted): outputs/ fills there."""
-    run = start(*SUBMIT, *overrides, **slurm.env).finish()
+    run = start(*SUBMIT, *overrides, **slurm.env, **env).finish()
     job = re.search(r"submitted Slurm job (\d+)", run.output)
     assert job
     return job[1], run.cwd
@@ -82,6 +83,7 @@ def test_srun_in_a_script_of_ones_own_survives_preemption(start, slurm, tmp_path
     slurm.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=4", "true")
     folder = wait_until_logged(tmp_path, "stopped early")
     assert slurm.wait_for_job(job, "COMPLETED")["Restarts"] == "1", (tmp_path / "out").read_text()
+    assert f"stopped early at step {stopped_at(folder)} as Slurm gives the nodes to another job; " in read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in read_log(folder)
     assert "epoch 20/20" in read_log(folder)
 
@@ -103,6 +105,28 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
     assert slurm.wait_for_job(job, "FAILED", 10) == {"JobState": "FAILED", "Restarts": "0", "ExitCode": "137:0"}
     pgrep = ["pgrep", "-f", str(folder)]
     wait_for(lambda: subprocess.run(pgrep, capture_output=True).returncode, "end of the other task", 5)
+
+
+@pytest.mark.skipif(not slurm_cluster.LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")
+def test_a_task_killed_for_want_of_memory_is_told_with_its_cause(start, slurm):
+    words = ["launch.nodes=1", "launch.ntasks_per_node=2", 'launch.options=["--mem=1800"]']
+    words += ["model._target_=support.faults.FaultyModel", "trainer.deterministic=true"]
+    job, cwd = submit(start, slurm, *words, FAULT="forward/more_memory:1:3", PYTHONPATH=TESTS)
+    slurm.wait_for_job(job, "FAILED")
+    (text,) = [path.read_text() for path in cwd.glob("outputs/*/*/failure.txt")]
+    assert text.startswith("lockstep: rank 1 of 2 failed first ")
+    assert "the system killed it because the machine, its container or its Slurm job has no memory left" in text
+    assert "(for Slurm: --mem)" in text
+
+
+def test_the_end_of_the_time_is_told_as_slurms_reason(start, slurm):
+    job, cwd = submit(start, slurm, "trainer.epochs=300")
+    wait_until_logged(cwd, "epoch 1/")
+    slurm.run("scontrol", "update", f"JobId={job}", "EndTime=now")  # Slurm looks at the limits every 30 s
+    folder = wait_until_logged(cwd, "stopped early")
+    step = stopped_at(folder)
+    assert f"stopped early at step {step} as Slurm's time limit is reached; go on there with " in read_log(folder)
+    assert slurm.wait_for_job(job, "TIMEOUT")["Restarts"] == "0"
 
 
 def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):

@@ -13,6 +13,7 @@ from lockstep import cli
 from lockstep.config.check import as_dict, check_config, nodes_with_target, unchecked_keys
 from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, rules, show
+from lockstep.config.floats import with_floats
 from lockstep.config.options import GROUPS, TARGETS
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Run
 from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
@@ -21,7 +22,7 @@ from lockstep.distributed.world import init_distributed
 from lockstep.loggers.profiler import StepProfiler
 from lockstep.training.schedulers import constant
 from support.commands import ROOT
-from support.refusals import composed_once
+from support.refusals import accepted, composed_once
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -145,3 +146,10 @@ def test_a_value_is_shown_as_it_is_typed() -> None:
         "[1,a]",
         "{a:1,b:null}",
     ]
+
+
+def test_whole_numbers_become_floats_where_floats_are_wanted() -> None:
+    words = ["optimizer=adamw", "optimizer.betas=[0.9,0]", "optimizer.lr=1", "dataset.mean=[0]", "trainer.epochs=2"]
+    cfg = with_floats(accepted(*words))
+    numbers = [*cfg.optimizer.betas, cfg.optimizer.lr, *cfg.dataset.mean, cfg.trainer.epochs]
+    assert list(map(repr, numbers)) == ["0.9", "0.0", "1.0", "0.0", "2"]

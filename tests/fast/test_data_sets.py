@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data.cifar10 import cifar10
 from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset, check_classes
+from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
 from lockstep.data.mnist import mnist
 from lockstep.data.random_pairs import random_pairs
 from lockstep.errors import ConfigError
@@ -46,7 +46,9 @@ def test_mnist_equals_torchvisions_reading() -> None:
     assert torch.equal(ours.targets, theirs.targets)
 
 
-def test_cifar10_images_have_their_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_images_have_their_channels_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "test_batch").touch()  # it was downloaded
     images = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).view(2, 32, 32, 3)
     asked = []
 
@@ -56,10 +58,10 @@ def test_cifar10_images_have_their_channels_first(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(sys.modules, "torchvision.datasets", SimpleNamespace(CIFAR10=stored))
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=sys.modules["torchvision.datasets"]))
-    data = cifar10("folder", train=False)
+    data = cifar10(str(tmp_path), train=False)
     assert torch.equal(data.samples, images.permute(0, 3, 1, 2))
     assert data.samples.is_contiguous()
-    assert (data.targets.tolist(), asked) == ([9, 1], [("folder", False)])
+    assert (data.targets.tolist(), asked) == ([9, 1], [(str(tmp_path), False)])
 
 
 def test_random_pairs_depend_on_the_seed_and_the_split() -> None:
@@ -79,3 +81,11 @@ def test_a_class_that_the_model_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="type dataset.classes=5"):
         check_classes(data, 4)
     check_classes(InMemoryDataset(torch.zeros(3, 2), torch.tensor([0.0, 4.0, 1.0])), 1)  # regression
+
+
+def test_a_shape_that_is_not_the_samples_is_refused() -> None:
+    data = InMemoryDataset(torch.zeros(2, 1, 8, 8), torch.zeros(2))
+    for fitting in (None, [1, 8, 8]):
+        check_shape(data, fitting)
+    with pytest.raises(ConfigError, match=r"the samples have the shape \[1,8,8\]; type dataset.shape=\[1,8,8\]"):
+        check_shape(data, [2, 28, 4])

@@ -1,5 +1,6 @@
-"""The files for Docker and Kubernetes, checked by linter and schema. A drill runs the commands of compose.yaml."""
+"""The files for Docker, Kubernetes and CI, checked by linter and schema. A drill runs the commands of compose.yaml."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -52,3 +53,16 @@ def test_the_train_job_fits_its_schema():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
     assert models.TrainerV1alpha1TrainJob.from_dict(JOB).to_dict() == JOB  # an unknown key would be dropped
     assert models.IoK8sApiCoreV1PersistentVolumeClaim.from_dict(CLAIM).to_dict() == CLAIM
+
+
+def test_the_lock_holds_every_requirement_with_its_hash() -> None:
+    """.ci/lock makes it again after a change of a requirements*.txt."""
+    locked = {}
+    for line in (ROOT / "requirements-lock.txt").read_text().splitlines()[1:]:
+        found = re.fullmatch(r"([\w.-]+)==([\w.+]+) --hash=sha256:[0-9a-f]{64}", line)
+        assert found, line
+        locked[found[1].lower().replace("_", "-")] = found[2]
+    for path in ROOT.glob("requirements*.txt"):
+        for name, relation, version in re.findall(r"^([\w-]+)(==|>=)([\d.]+)$", path.read_text(), re.MULTILINE):
+            assert name in locked, f"{name} of {path.name}: run .ci/lock"
+            assert relation == ">=" or locked[name] == version, f"{name} of {path.name}: run .ci/lock"

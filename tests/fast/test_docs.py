@@ -12,7 +12,7 @@ from support.documented_config import PAGE as CONFIGURATION
 from support.documented_config import page_with_current_tables
 from support.pages import PAGES, PLACEHOLDER, code_spans, prose
 
-SECTION = re.compile(r"(trainer|evaluation|snapshot|logging|profiler|backend|dataset|task)\.[a-z_.]+")
+SECTION = re.compile(r"(trainer|evaluation|snapshot|logging|watch|profiler|backend|dataset|task)\.[a-z_.]+")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 

@@ -1,20 +1,15 @@
 """What loggers write, and what happens when one of them cannot."""
 
 import csv
-import logging
-import os
-import termios
 
 import pytest
-import torch
 
 from lockstep.loggers import base
-from lockstep.loggers.base import EpochSummary, Logger, LoggerList, RunInfo
-from lockstep.loggers.console import ConsoleLogger
+from lockstep.loggers.base import Logger, LoggerList
 from lockstep.loggers.csv_logger import CSVLogger
-from lockstep.loggers.progress_bar import ProgressBarLogger
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from support.event_files import scalars
+from support.logged import epoch, run_info
 
 
 class Recorder(Logger):
@@ -39,26 +34,6 @@ class Recorder(Logger):
 
     def close(self):
         self._note("close")
-
-
-def run_info(folder, start_step=0, world_size=1, batch_size=64):
-    return RunInfo(
-        run_dir=folder,
-        config_yaml="seed: 0\n",
-        world_size=world_size,
-        data_parallel_size=world_size,
-        train_samples=1437,
-        eval_samples=360,
-        batch_size=batch_size,
-        epochs=2,
-        start_step=start_step,
-        start_epoch=start_step // 2,
-    )
-
-
-def epoch(number):
-    metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "test": {"loss": 2 / number, "accuracy": 0.25}}
-    return EpochSummary(number, 2, 2 * number, metrics, 1234.5)
 
 
 def test_a_logger_that_cannot_write_costs_one_warning_a_minute(caplog, monkeypatch):
@@ -94,29 +69,6 @@ def test_ends_reach_the_loggers_in_reverse_order():
     ]
 
 
-def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
-    caplog.set_level(logging.INFO)
-    console = ConsoleLogger()
-    console.on_fit_start(run_info(tmp_path, world_size=3))
-    console.on_epoch_end(epoch(1))
-    console.on_fit_end(tmp_path, {"loss": 0.25, "accuracy": 0.96875})
-    assert [record.getMessage() for record in caplog.records] == [
-        "1437 training and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
-        "epoch 1/2   step 2   train loss 1.0000 accuracy 0.5000   test loss 2.0000 accuracy 0.2500   1234 samples/s",
-        "finished: test loss 0.2500, accuracy 0.9688",
-        f"run folder: {tmp_path}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "batch_size", "end"), [(1, 64, "64 samples"), (2, 64, "64 samples, 32 for each of 2 ranks")]
-)
-def test_the_console_shows_the_share_of_a_rank(caplog, tmp_path, world_size, batch_size, end):
-    caplog.set_level(logging.INFO)
-    ConsoleLogger().on_fit_start(run_info(tmp_path, 0, world_size, batch_size))
-    assert caplog.records[0].getMessage().endswith(f"batches of {end}")
-
-
 def rows(folder):
     with (folder / "metrics.csv").open() as file:
         return [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
@@ -124,7 +76,7 @@ def rows(folder):
 
 def log_run(folder, epochs, start_step=0, closes=True):
     """What a run of `epochs` epochs of two steps sends to TensorBoard and CSV."""
-    loggers = LoggerList([TensorBoardLogger(folder), CSVLogger(folder)])
+    loggers = LoggerList([TensorBoardLogger(folder, images=0, histograms=False, graph=False), CSVLogger(folder)])
     loggers.on_fit_start(run_info(folder, start_step))
     for number in epochs:
         loggers.log_metrics({"train/running_loss": 3 / number, "train/lr": 0.1 * number}, 2 * number - 1)
@@ -183,27 +135,13 @@ def test_a_table_cut_off_by_a_kill_is_read_as_far_as_it_is_whole(tmp_path):
     assert rows(tmp_path) == whole
 
 
-def test_tensorboard_takes_text_and_images(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path)
-    logger.on_fit_start(run_info(tmp_path))
-    logger.log_image("digit", torch.rand(1, 8, 8), 3)
-    logger.close()
-    reader = EventAccumulator(str(tmp_path))
-    reader.Reload()
-    (text,) = reader.Tensors("config/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
-    assert [(image.step, image.width) for image in reader.Images("digit")] == [(3, 8)]
-
-
 def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypatch):
     from lockstep.loggers import tensorboard
 
     folder = tmp_path / "run"
     folder.write_text("in the way")
     monkeypatch.setattr(tensorboard, "REOPEN_SECONDS", 0.0)
-    logger = TensorBoardLogger(folder)
+    logger = TensorBoardLogger(folder, images=0, histograms=False, graph=False)
     with pytest.raises(OSError):
         logger.log_metrics({"train/lr": 0.1}, 1)
     folder.unlink()
@@ -212,38 +150,3 @@ def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypat
     logger.close()
     assert scalars(folder) == {"train/lr": [(2, pytest.approx(0.2))]}
     assert not (folder / "tensorboard.tmp").exists()
-
-
-def test_no_progress_bar_without_a_terminal(capfd):
-    bar = ProgressBarLogger()
-    bar.on_epoch_start(1, 2, 100, 0)
-    bar.on_step(1, 100)
-    bar.close()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_progress_bar_on_a_terminal_counts_samples_and_disappears(monkeypatch):
-    reading, writing = os.openpty()
-    termios.tcsetwinsize(writing, (24, 80))
-    with os.fdopen(reading, "rb", buffering=0) as screen, os.fdopen(writing, "w") as terminal:
-        monkeypatch.setattr("sys.stderr", terminal)
-        bar = ProgressBarLogger()
-        bar.on_epoch_start(2, 5, 100, 25)  # resumed in mid-epoch
-        bar.log_metrics({"train/running_loss": 0.125}, 1)
-        bar.log_metrics({"train/lr": 0.1}, 1)
-        bar.on_step(1, 5)
-        bar._bar.refresh()
-        shown = read_until(screen, "30/100")
-        bar.on_step(2, 70)  # the epoch's last samples: the bar goes before the evaluation starts
-        cleared = read_until(screen, " " * 20)
-    assert "epoch 2/5:  25%" in shown
-    assert "loss=0.1250" in shown
-    assert cleared.split("\r")[-1].strip() == ""
-
-
-def read_until(screen, text):
-    """What the terminal shows, up to `text` and what came with it. Blocks without it, until pytest's timeout."""
-    shown = ""
-    while text not in shown:
-        shown += screen.read(4096).decode()
-    return shown

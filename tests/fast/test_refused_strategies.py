@@ -13,6 +13,7 @@ from lockstep.training.setup import validate_training
 from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
+LIVE = ["launch=spawn", "launch.recover=live"]
 ASYNC = ["strategy=async_parameter_server", *THREE]
 
 
@@ -33,6 +34,11 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=virtual_ranks", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps=1"),
         (["strategy=virtual_ranks", *THREE], "type strategy.count=6"),
         (["strategy=fsdp", "gradient_sync=bf16"], "type strategy=ddp gradient_sync=bf16"),
+        (["strategy=fsdp", "watch.nan=skip", *THREE], "type watch.nan=stop or watch.nan=rollback"),
+        (["gradient_sync=local_sgd", "watch.nan=skip", *THREE], "type watch.nan=stop or watch.nan=rollback"),
+        (["gradient_sync=powersgd", "watch.nan=skip"], "type watch.nan=rollback, or gradient_sync=auto"),
+        (["trainer.precision=fp16", "watch.nan=skip"], "type watch.nan=stop, or trainer.precision=bf16"),
+        ([*ASYNC, "watch.nan=rollback"], "type watch.nan=stop"),
         (["gradient_sync=local_sgd", "trainer.precision=fp16"], "type trainer.precision=bf16"),
         (["trainer.compile=reduce-overhead", "trainer.gradient_accumulation_steps=2"], "type trainer.compile=true"),
         (["trainer.batch_size=2", *THREE], "type trainer.batch_size=3"),
@@ -44,6 +50,11 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*ASYNC, "trainer.precision=fp16"], "type trainer.precision=bf16"),
         ([*ASYNC, "profiler.enabled=true"], "type profiler.enabled=false"),
         ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
+        (["strategy=fsdp", *LIVE], "type strategy=ddp"),
+        (["gradient_sync=local_sgd", *LIVE], "type gradient_sync=auto"),
+        (["sync_bn=off", *LIVE], "type sync_bn=on"),
+        (["watch.nan=rollback", *LIVE], "type watch.nan=stop"),
+        (["launch.nnodes=2", "launch.master_port=29500", *LIVE], "is for one machine; type launch.recover=restart"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

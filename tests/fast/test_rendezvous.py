@@ -1,5 +1,6 @@
 """How ranks find each other: nonces, polling, repeated meetings over one store, the run's start time."""
 
+import os
 import threading
 from datetime import datetime, timedelta
 from typing import Any
@@ -114,3 +115,14 @@ def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_pa
     assert (tmp_path / "outputs/.started/slurm-8.0").exists()
     forget_start(RankInfo())
     assert not (tmp_path / "outputs/.started/slurm-8.0").exists()
+
+
+def test_runs_that_start_in_the_same_second_get_seconds_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moment = datetime(2026, 11, 22, 12, 0, 59, 900_000)
+    claims = [store_module._claim_second(moment) for _ in range(3)]
+    assert claims == [moment + timedelta(seconds=seconds) for seconds in range(3)]
+    for claim in (tmp_path / "outputs/.started").iterdir():
+        os.utime(claim, (0, 0))  # a claim of long ago
+    assert store_module._claim_second(moment) == moment
+    assert [claim.name for claim in (tmp_path / "outputs/.started").iterdir()] == ["second-2026-11-22T12-00-59"]

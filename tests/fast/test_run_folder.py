@@ -27,7 +27,7 @@ def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str
     for changes, record in jobs:
         cfg.trainer.update(changes)
         try:
-            train_worker(cfg, record)
+            train_worker(cfg, record, {})
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))
@@ -41,13 +41,13 @@ def contents(folder: Path) -> dict[str, str]:
 def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
     cfg = composed(f"run_dir={tmp_path}", *SMALL)
     hydra = tmp_path / ".hydra"
-    first = {"config.yaml": "first", "overrides.yaml": "same"}
+    first = {"config.yaml": "first", "overrides.yaml": "[]"}
     assert in_world(1, _train_with_records, cfg, [({}, first)]) == [[""]]
     assert contents(hydra) == first
 
     file, problem = _try_lock(tmp_path)  # as another run would hold it
     assert (file is not None, problem) == (True, None)
-    second = {"config.yaml": "second", "overrides.yaml": "same"}
+    second = {"config.yaml": "second", "overrides.yaml": "[]"}
     ((refusal,),) = in_world(1, _train_with_records, cfg, [({"max_steps": 2}, second)])
     held = f"another run holds {tmp_path} (pid {os.getpid()} on "
     assert refusal.startswith(held)

@@ -74,6 +74,17 @@ def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(scrip
     assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {words}"
 
 
+@pytest.mark.parametrize("code", [0, 1, 5, 75, 76, 130])
+def test_a_job_is_requeued_only_if_the_run_stopped_early(script, tmp_path, code):
+    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "8"}
+    assert subprocess.run(["bash", "-c", script()], env=env).returncode == code
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == ("requeue 8\n" if code in (75, 76) else "")
+
+
 @pytest.mark.parametrize("flag", [["--config-dir=/my conf"], ["--config-dir", "/my conf"], ["-cd", "/my conf"]])
 def test_the_flags_that_choose_the_config_reach_the_ranks(script, flag):
     text = script("model=mine", *flag, "--config-name=other", "-m", overrides=["model=mine"])

@@ -134,10 +134,17 @@ class Evil:
         return os.system, (f"touch {self.harm}",)
 
 
-def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path):
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog, monkeypatch, zipped):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda value, file: save(value, file, _use_new_zipfile_serialization=zipped))
     save_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, keep_last=1)
-    with pytest.raises(ConfigError):
+    with pytest.raises(
+        ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh move that folder"
+    ):
         load_first_good([tmp_path / "step_00000001.pt"])
+    assert "it holds more than tensors and plain values, and loading that could run code" in caplog.text
+    assert "weights_only" not in caplog.text  # torch's advice is to switch the check off
     assert not (tmp_path / "harm").exists()
 
 

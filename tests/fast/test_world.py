@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed.monitoring import clock_ahead
+from lockstep.distributed.same_input import require_same_config
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import choose_backend, init_distributed, validate_backend
 from lockstep.errors import ConfigError
@@ -26,10 +28,11 @@ VARIABLES = {
 
 def _talk(folder: str) -> dict[str, Any]:
     with init_distributed("auto", **OPTIONS) as world:
-        said: dict[str, Any] = {"rank": world.rank, "gathered": world.all_gather_object(world.rank**2)}
-        said["told"] = world.broadcast_object(world.rank + 7)
+        said: dict[str, Any] = {"rank": world.rank, "gathered": world.all_gather_json([world.rank**2, None])}
+        said["told"] = world.broadcast_json({"rank": world.rank + 7, "text": "é" * (9 * world.rank)})
         said["sum"] = world.all_reduce_sum(torch.tensor([1.0, world.rank])).tolist()
-        said["found"] = _first_rank_first(world, Path(folder, "downloaded"))
+        said["found"] = _found_after_one_download(world, Path(folder, "downloaded"))
+        said["refused"] = _refusal_of_rank_zero(world)
         vote = StopVote(world, flags=2, pause=0)
         said["votes"] = [vote.cast(world.rank == 1, step == 2 and world.rank == 0) for step in range(4)]
         vote.close()
@@ -38,29 +41,43 @@ def _talk(folder: str) -> dict[str, Any]:
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
         said["timeout"] = (world.timeout, backend.options._timeout.total_seconds())
         try:
-            world.require_same_config({"seed": world.rank // 2}, hint="type the same seed")
+            seed = {"key": "the same", "seed": world.rank // 2}
+            require_same_config(world, seed, seed, hint="type the same seed")
         except ConfigError as error:
             said["differs"] = str(error)
     said["left"] = not dist.is_initialized()
     return said
 
 
-def _first_rank_first(world: Any, file: Path) -> bool:
-    with world.local_rank_zero_first():
-        if world.local_rank == 0:
-            time.sleep(0.3)
-            file.open("x").close()  # "x": a second download would fail
-        return file.exists()
+def _found_after_one_download(world: Any, file: Path) -> bool:
+    def download() -> None:
+        time.sleep(0.3)
+        file.open("x").close()  # "x": a second download would fail
+
+    world.once_per_machine(download)
+    return file.exists()
+
+
+def _refusal_of_rank_zero(world: Any) -> str:
+    def refuse() -> None:
+        raise ConfigError(f"refused on rank {world.rank}")
+
+    try:
+        world.once_per_machine(refuse)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_three_ranks_speak(tmp_path):
     for rank, said in enumerate(in_world(3, _talk, str(tmp_path))):
         assert said == {
             "rank": rank,
-            "gathered": [0, 1, 4],
-            "told": 7,
+            "gathered": [[0, None], [1, None], [4, None]],
+            "told": {"rank": 7, "text": ""},
             "sum": [3.0, 3.0],
-            "found": True,  # the first rank of the machine went first, alone
+            "found": True,  # the first rank of the machine downloaded it, alone
+            "refused": "refused on rank 0",
             "votes": [(False, False), (True, False), (True, False), (True, True)],  # one step late, alike everywhere
             "variables": VARIABLES,
             "threads": max(1, len(os.sched_getaffinity(0)) // 3),
@@ -85,6 +102,17 @@ def test_a_profiler_may_stop_before_a_vote_is_counted():
     assert in_world(2, _recorded_votes) == [["gloo:all_reduce"]] * 2
 
 
+def _clock_ahead(seconds: float) -> float:
+    with init_distributed("gloo", 60) as world:
+        clock = time.time
+        time.time = lambda: clock() + seconds * world.rank
+        return clock_ahead(world)
+
+
+def test_ranks_know_how_far_their_clocks_are_from_rank_zeros():
+    assert in_world(2, _clock_ahead, 3600.0) == [0.0, pytest.approx(3600.0, abs=5)]
+
+
 def _fail_on_rank_1() -> tuple[str, float] | None:
     began = time.monotonic()
     try:
@@ -104,13 +132,48 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting():
     assert waited < 10
 
 
-def _unset_options() -> list[str]:
-    with init_distributed("gloo", 60):
-        return [name for name in VARIABLES if name in os.environ]
+def _state_of(rank: int) -> dict[str, Any]:
+    return {
+        "layer.weight": torch.full((2, rank + 1), 0.1, dtype=torch.float64).t(),
+        "layer.mask": torch.tensor([True, False]),
+        "layer.half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
+        "layer.empty": torch.zeros(0, 3),
+        "step": [rank, (None, 0.5)],
+    }
+
+
+def _gathered_state() -> list[bool]:
+    """On rank 0: whether each rank's state arrived as it was sent."""
+    with init_distributed("gloo", 60) as world:
+        gathered = world.gather_state(_state_of(world.rank))
+        expected = [_state_of(rank) for rank in range(world.size)][: len(gathered)]
+        assert [[_exact(value) for value in state.values()] for state in gathered] == [
+            [_exact(value) for value in state.values()] for state in expected
+        ]
+        return [list(state) == list(_state_of(0)) for state in gathered]
+
+
+def _exact(value: Any) -> Any:
+    return (str(value.dtype), value.shape, value.tolist()) if torch.is_tensor(value) else value
+
+
+def test_state_is_gathered_bit_for_bit_on_rank_0():
+    assert in_world(2, _gathered_state) == [[True, True], []]
+
+
+def _set_variables(ranks_here: str) -> tuple[dict[str, str], list[str]]:
+    os.environ["LOCAL_WORLD_SIZE"] = ranks_here
+    with init_distributed("gloo", 60) as world:
+        inside = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        world.barrier()  # a rank that leaves would end the other's connection while it is made
+    return inside, [name for name in VARIABLES if name in os.environ]
 
 
 def test_options_that_are_not_set_leave_the_environment_alone():
-    assert in_world(1, _unset_options) == [[]]
+    """But for the interface, if the whole world is on this machine: gloo then listens at the loopback address."""
+    interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert in_world(1, _set_variables, "1") == [(interface, [])]
+    assert in_world(2, _set_variables, "1") == [({}, [])] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")

@@ -30,8 +30,15 @@ def in_commands(page: Path) -> set[Overrides]:
         typed = re.split(r"[;&|]|^'", line.partition("src/train.py")[2])[0]  # "'" ends the command of bash -c
         words = shlex.split(typed, comments=True)
         sweep = "-m" in words
-        found.add(tuple(word.partition(",")[0] if sweep else word for word in words if OVERRIDE.fullmatch(word)))
+        found.add(tuple(first_value(word) if sweep else word for word in words if OVERRIDE.fullmatch(word)))
     return found
+
+
+def first_value(word: str) -> str:
+    """lr=0.1,0.2 -> lr=0.1, and lr=tag(log,interval(0.1,1)) -> lr=0.1."""
+    key, _, values = word.partition("=")
+    first = values.rpartition("(")[2].partition(",")[0]
+    return f"{key}={first}"
 
 
 def in_code_spans(page: Path) -> set[Overrides]:

@@ -11,12 +11,16 @@ from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
 
 
 @pytest.mark.parametrize(
-    "command",
-    [PYTHON_TRAIN, [*PYTHON_TRAIN, "launch=spawn"], [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]],
+    ("command", "code"),
+    [
+        (PYTHON_TRAIN, 3),
+        ([*PYTHON_TRAIN, "launch=spawn"], 3),
+        ([*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN], 1),  # torchrun's own exit code
+    ],
     ids=["python", "launch=spawn", "torchrun"],
 )
-def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command):
-    run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(1)
+def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command, code):
+    run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(code)
     sentence = next(line for line in run.output.splitlines() if line.startswith("lockstep: the loss is "))
     words = sentence.split()
     assert words[4] in ("nan", "inf")

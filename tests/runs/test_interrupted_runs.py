@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
 from support.event_files import scalars
-from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log
+from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
 from support.worlds import same_bits
 
 LONG = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"]
@@ -44,8 +44,9 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
 
 
 @pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
-def test_a_killed_launcher_leaves_no_orphan(start, tmp_path, launch):
-    run = start(*LONG, f"launch={launch}")
+def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_path, launch, short_folder):
+    temporary = short_folder
+    run = start(*LONG, f"launch={launch}", TMPDIR=temporary)
     wait_for_snapshot(tmp_path / "run")
     ranks = ranks_under(run.process.pid) if launch != "fork" else forked_ranks(run)
     assert len(ranks) == 2
@@ -53,6 +54,14 @@ def test_a_killed_launcher_leaves_no_orphan(start, tmp_path, launch):
     wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
+
+
+def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tmp_path):
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    refused = start(*PYTHON_TRAIN, "launch=torchrun", TMPDIR=deep).finish(2)
+    assert refused.sentence.endswith("type TMPDIR=/tmp before the command, or launch.start_method=spawn")
 
 
 def forked_ranks(run: Command) -> list[int]:
@@ -79,8 +88,49 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, t
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
     record = {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()}
     assert "trainer.epochs=200" in record["overrides.yaml"].decode()
-    second = train("hydra.run.dir=run", "seed=1", code=2)
-    assert second.sentence.startswith(f"lockstep: another run holds {tmp_path}/run (pid {first.process.pid} on ")
+    for launch in ("env", "fork"):
+        second = train("hydra.run.dir=run", "seed=1", f"launch={launch}", code=2)
+        assert second.sentence.startswith(f"lockstep: another run holds {tmp_path}/run (pid {first.process.pid} on ")
     assert {path.name: path.read_bytes() for path in (tmp_path / "run/.hydra").iterdir()} == record
+    assert [path.name for path in (tmp_path / "run/logs").iterdir()] == ["rank0.log"]
+    for name in ("train.log", "logs/rank0.log"):
+        assert (tmp_path / "run" / name).read_text().count("rank 0 of") == 1
+    assert not list((tmp_path / "run").glob("failure.*"))
     first.process.terminate()
     first.finish(75)
+
+
+def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
+    runs = [start(*PYTHON_TRAIN, "model=mlp", "trainer.max_steps=2", f"seed={seed}") for seed in range(3)]
+    for run in runs:
+        run.finish()
+    folders = list(tmp_path.glob("outputs/*/*/model.pt"))
+    assert len(folders) == 3
+
+
+def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path):
+    samples = [f"dataset.{split}._target_=support.slow.SlowDigits" for split in ("train", "test")]
+    run = start(*LONG, *samples, "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: position(tmp_path / "run")[0] >= 5, "snapshot")
+    os.killpg(run.process.pid, signal.SIGINT)
+    run.finish(75)
+    assert stopped_at(tmp_path / "run") == position(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize("launch", ["env", "fork"])
+def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, train, tmp_path, launch):
+    options = ["snapshot.every=50epochs", "evaluation.every=50", "trainer.epochs=6"]
+    run = start(*LONG, *options, f"launch={launch}")
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    wait_for(lambda: (tmp_path / "run/.lock").exists(), "new folder")
+    second = train("hydra.run.dir=run", code=2)
+    assert "another run holds" in second.sentence
+    run.finish()
+    warnings = [line for line in run.output.splitlines() if "cannot write" in line or "was deleted" in line]
+    sentence = f"the run folder {tmp_path}/run was deleted or moved away. It is made again, without what it held"
+    assert warnings == [f"{sentence}; training goes on"]
+    assert "Traceback" not in run.output
+    assert "finished: test loss" in read_log(tmp_path / "run")
+    assert (tmp_path / "run/model.pt").exists()
+    assert scalars(tmp_path / "run")["train/running_loss"][-1][0] == 270

@@ -10,10 +10,10 @@ import torch
 
 from lockstep.distributed.host import cpu_count
 from lockstep.distributed.world import init_distributed
-from lockstep.errors import ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.env import EnvLauncher
-from lockstep.launchers.processes import rank_failure, resolve_nproc
+from lockstep.launchers.processes import resolve_nproc
 from lockstep.launchers.spawn import SpawnLauncher
 from lockstep.launchers.torchrun import TorchrunLauncher
 from support.worlds import PRELOAD, in_world
@@ -21,6 +21,7 @@ from support.worlds import PRELOAD, in_world
 
 def spawn(nproc: int | str = 2, start_method: str = "forkserver", **options: Any) -> SpawnLauncher:
     defaults: dict[str, Any] = {"nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 0}
+    defaults |= {"recover": "restart", "replace_within": 10}
     return SpawnLauncher(start_method, nproc, **(defaults | options))
 
 
@@ -69,6 +70,8 @@ def _end(how: str) -> None:
         raise ConfigError("optimizer.lr=-1 wants more than 0; type optimizer.lr=0.1")
     if how == "stopped":
         raise StoppedEarly("stopped early")
+    if how == "diverged":
+        raise TrainingDiverged("the loss is nan at step 3; type x")
     os._exit(3)
 
 
@@ -79,10 +82,10 @@ def test_how_a_rank_ends_is_what_the_launcher_raises():
         spawn(1).launch(_end, "stopped")
     with pytest.raises(RankFailed) as failed:
         spawn(1).launch(_end, "exit")
-    assert (failed.value.rank, failed.value.code) == (0, 3)
-    diverged = rank_failure(1, 1, "Traceback ...\nlockstep.errors.TrainingDiverged: the loss is nan at step 3; type x")
-    assert isinstance(diverged, TrainingDiverged)
-    assert str(diverged) == "the loss is nan at step 3; type x"
+    first = failed.value.contents["first"]
+    assert (first["rank"], first["kind"], first["exit_code"], failed.value.code) == (0, "left", 3, EXIT_KILLED)
+    with pytest.raises(TrainingDiverged, match="^the loss is nan at step 3; type x$"):
+        spawn(1).launch(_end, "diverged")
 
 
 def _with_one_core() -> tuple[int, int]:
@@ -109,7 +112,7 @@ def test_nproc_per_node_counts_as_torchrun_does():
 def test_launchers_say_how_many_ranks_they_start():
     assert spawn("cpu").num_ranks() == (cpu_count(), cpu_count())
     assert spawn(3, nnodes=2, node_rank=1, master_port=29500).num_ranks() == (6, 3)
-    assert TorchrunLauncher("spawn", "auto", 0).num_ranks()[0] == resolve_nproc("auto")
+    assert TorchrunLauncher("spawn", "auto", 0, "restart", 10).num_ranks()[0] == resolve_nproc("auto")
     assert EnvLauncher().num_ranks() == (1, 1)
 
 
@@ -118,7 +121,7 @@ def test_what_launchers_refuse(monkeypatch):
         (spawn(2, "thread"), "type launch.start_method=spawn, fork or forkserver"),
         (spawn(2, "fork", nnodes=2, node_rank=0, master_port=29500), "type launch=spawn"),
         (spawn(2, nnodes=2), "type launch.master_port=29500 on each"),
-        (TorchrunLauncher("spawn", "many", 0), "type launch.nproc_per_node=2"),
+        (TorchrunLauncher("spawn", "many", 0, "restart", 10), "type launch.nproc_per_node=2"),
     ]
     for launcher, said in refused:
         with pytest.raises(ConfigError, match=said):
@@ -126,6 +129,6 @@ def test_what_launchers_refuse(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for launcher in (spawn(), TorchrunLauncher("spawn", 2, 0)):
+    for launcher in (spawn(), TorchrunLauncher("spawn", 2, 0, "restart", 10)):
         with pytest.raises(ConfigError, match="inside torchrun would start every rank several times; type launch=env"):
             launcher.validate()

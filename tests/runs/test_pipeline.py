@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.instantiate import instantiate
+from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
 from support.configs import composed, with_values
 from support.models import WATCHED
@@ -36,6 +37,19 @@ def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> N
     in_world(3, train_all, [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()])
     for name in runs:
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+
+
+def test_the_norm_of_a_gradient_in_parts_is_that_of_the_whole(tmp_path: Path) -> None:
+    options = [*SMALL, "trainer.batch_size=16", "trainer.max_steps=3", "logger=[csv]", "logging.every=1"]
+    norms = {}
+    for strategy, ranks in (("ddp", 1), ("pipeline", 2), ("fsdp", 2)):
+        cfg = composed(*options, f"strategy={strategy}", f"run_dir={tmp_path / strategy}")
+        in_world(ranks, train_all, [cfg])
+        rows = read_rows(tmp_path / strategy / "metrics.csv")
+        norms[strategy] = [value for _, tag, value in rows if tag == "train/grad_norm"]
+    assert len(norms["ddp"]) == 3
+    assert norms["pipeline"] == pytest.approx(norms["ddp"], rel=1e-9)
+    assert norms["fsdp"] == pytest.approx(norms["ddp"], rel=1e-9)
 
 
 def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> None:

@@ -34,6 +34,22 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
     assert "in the snapshot" not in read_log(resumed)  # nothing has changed
 
 
+def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken_one(tmp_path):
+    """evaluation.every=2: the pause after epoch 1 evaluates, but its numbers are not those of the unbroken run."""
+    adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=4", "trainer.ema=0.9"]
+    adamw += ["evaluation.every=2", "evaluation.patience=9"]
+    whole, paused = tmp_path / "whole", tmp_path / "paused"
+    parts = [runs(paused, *adamw, f"trainer.pause_after={epochs}") for epochs in (1, 2)]
+    first, again, second = in_world(1, train_all, [parts[0], *parts])[0]
+    position = newest_snapshot(paused)["progress"]
+    assert (position["epoch"], position["step"], position["samples"]) == (2, 12, 0)
+    assert first == again != second  # a part that was run already returns its number again
+    objectives = in_world(1, train_all, [runs(whole, *adamw), runs(paused, *adamw)])[0]
+    assert objectives[0] == objectives[1]
+    assert same_bits(whole, paused)
+    assert newest_snapshot(whole)["progress"] == newest_snapshot(paused)["progress"]
+
+
 def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     constant = ["optimizer=adamw", "scheduler=constant"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.distributed.environment import free_port
+from lockstep.loggers.run_header import HEADER
 from lockstep.models.convnet import convnet
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 from support.event_files import scalars
@@ -35,9 +36,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 def check_folder(run: Command, ranks: int) -> None:
     folder = run.folder
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("events"))
-    assert names == [".hydra", ".lock", "logs", "model.pt", "snapshots", "train.log"]
-    assert len(list(folder.glob("events*"))) == 1
+    names = {path.name for path in folder.iterdir() if not path.name.startswith("events")}
+    assert names - {"uncommitted.diff"} == {".hydra", ".lock", "logs", "model.pt", "run.json", "snapshots", "train.log"}
+    header, curves = sorted(path.name for path in folder.glob("events*"))
+    assert header == HEADER < curves
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank{rank}.log" for rank in range(ranks)]
     hydra = sorted(path.name for path in (folder / ".hydra").iterdir())
     assert hydra == ["config.yaml", "hydra.yaml", "overrides.yaml"]
@@ -131,7 +133,7 @@ def test_ranks_described_by_srun_that_start_seconds_apart(start, alone):
 
 
 def jobs_of_sweep(run: Command) -> list[Path]:
-    return sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]"))
+    return sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]_*"))
 
 
 @pytest.mark.parametrize("launch", ["torchrun", "fork"])
@@ -139,7 +141,7 @@ def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone, launch):
     run = start(*PYTHON_TRAIN, "-m", f"launch={launch}", "optimizer.lr=0.1,0.05", *SHORT).finish()
     assert len(run.epochs) == 4
     assert run.epochs[2:] == alone.epochs  # the second job is as if it ran alone
-    assert [len(list(job.glob("events*"))) for job in jobs_of_sweep(run)] == [1, 1]
+    assert [len(list(job.glob("events.out.tfevents.[1-9]*"))) for job in jobs_of_sweep(run)] == [1, 1]
     assert run.output.count("rank 0 of 2") == 2
 
 

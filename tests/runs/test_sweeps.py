@@ -1,37 +1,108 @@
-"""Sweeps: a refused job harms no other, and a sampling sweeper optimises the objective in its direction.
+"""Sweeps: the table, what is refused before the first job, and what a second command in the same folder runs.
 
-Sweeps whose jobs finish, or diverge, are in test_starters.py.
+Sweeps by each launcher are in test_starters.py. Sweeps that are killed, and several jobs at once, are drills.
 """
 
+import fcntl
 import importlib.util
+import json
 import re
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
 
 
-def finished_jobs(run: Command) -> list[bool]:
-    """Whether each job of the sweep has left a model."""
-    jobs = sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]"))
-    return [(job / "model.pt").exists() for job in jobs]
-
-
-@pytest.mark.parametrize("launch", ["env", "torchrun"])
-def test_a_refused_job_of_a_sweep_leaves_the_others_alone(start, launch):
-    run = start(*PYTHON_TRAIN, f"launch={launch}", *SHORT, "-m", "optimizer.lr=0.1,-1,0.01").finish(2)
+def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
+    run = start(*PYTHON_TRAIN, *SHORT, "-m", "optimizer.lr=0.1,-1,0.01", "hydra.sweep.dir=s").finish(2)
     assert run.sentence == "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
-    assert finished_jobs(run) == [True, False, True]
-    assert "Traceback" not in run.output
+    assert not (run.cwd / "s").exists()
 
 
-def test_a_refused_job_of_a_sweep_under_torchrun_leaves_the_others_alone(start):
-    sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3"]
+def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
+    sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
     assert "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05" in run.output
-    assert finished_jobs(run) == [True, False, True]
+    assert not (run.cwd / "s").exists()
+
+
+def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
+    """Job 1 diverges. Then: nothing is run twice, new values get new numbers, another config is refused."""
+    command = [*PYTHON_TRAIN, "model=mlp", "trainer.epochs=1", "-m", "hydra.sweep.dir=s"]
+    run = start(*command, "optimizer.lr=0.1,1e10,0.02").finish(6)
+    folder = run.cwd / "s"
+    assert column(folder, "state") == ["finished", "failed", "finished"]
+    assert column(folder, "overrides") == ["optimizer.lr=0.1", "optimizer.lr=10000000000.0", "optimizer.lr=0.02"]
+    check_run(folder / "0_optimizer.lr=0.1", run.output, rows_of(folder)[0])
+    assert "the loss is" in rows_of(folder)[1]["cause"]
+    check_summary(run.output)
+    assert Image.open(folder / "sweep.png").size[0] > 100
+    check_changes_are_refused(start, command, folder)
+
+    first = rows_of(folder)
+    more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)
+    assert re.findall(r"^sweep: job (\d+),", more.output, re.MULTILINE) == ["3"]
+    assert rows_of(folder)[:3] == first
+    assert rows_of(folder)[3]["state"] == "finished"
+    assert (folder / "3_optimizer.lr=0.05" / "model.pt").exists()
+
+    retried = start(*command, "optimizer.lr=1e10", "sweep.retry=failed").finish(6)
+    assert re.findall(r"^sweep: job (\d+),", retried.output, re.MULTILINE) == ["1"]
+
+
+def check_run(folder: Path, output: str, row: dict[str, str]) -> None:
+    """The row has the run's own numbers."""
+    (accuracy,) = re.findall(r"^finished: .* accuracy ([\d.]+)\nrun folder: \S+/0_optimizer", output, re.MULTILINE)
+    assert float(row["objective"]) == pytest.approx(float(accuracy), abs=5e-5)
+    best = json.loads((folder / "snapshots" / "best.json").read_text())
+    assert (float(row["best"]), int(row["best_step"])) == (best["best"], best["step"])
+    assert float(row["seconds"]) > 0
+    assert "optimizer.lr=0.1" in (folder / ".hydra" / "overrides.yaml").read_text()
+
+
+def check_summary(output: str) -> None:
+    """The best accuracy comes first, the failure last with its cause, then what to type."""
+    summary = output[output.index("sweep: 2 finished, 1 failed") :]
+    assert re.findall(r"^ +(\d) +(\w+)", summary, re.MULTILINE) == [
+        ("0", "finished"),
+        ("2", "finished"),
+        ("1", "failed"),
+    ]
+    assert "the loss is" in summary
+    assert "train.py model=mlp trainer.epochs=1 optimizer.lr=0.1\n" in summary
+    assert "-m sweep.resume=s sweep.retry=failed" in summary
+
+
+def check_changes_are_refused(start, command: list[str], folder: Path) -> None:
+    other = start(*command, "optimizer.lr=0.1", "trainer.epochs=2").finish(2)
+    assert "begun with another config or other code: trainer.epochs (1 then, 2 now); type" in other.sentence
+    record = folder / "sweep.json"
+    before = record.read_text()
+    contents = json.loads(before)
+    contents["code"]["train.py"] = "0"
+    record.write_text(json.dumps(contents))
+    other = start(*command, "optimizer.lr=0.1").finish(2)
+    assert "the code of train.py; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in other.sentence
+    record.write_text(before)
+
+
+def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
+    (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    run = start(*PYTHON_TRAIN, "-m", "hydra.sweep.dir=run", "seed=1,2").finish(2)
+    assert run.sentence.endswith("run is the folder of a run, not of a sweep; type hydra.sweep.dir=<another folder>")
+    (tmp_path / "s").mkdir()
+    with open(tmp_path / "s" / ".lock", "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # as a sweep that runs holds it
+        run = start(*PYTHON_TRAIN, "-m", "hydra.sweep.dir=s", "seed=1,2").finish(2)
+    assert "another sweep holds s (" in run.sentence
+    assert "wait for its end, or type hydra.sweep.dir=" in run.sentence
+    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=run").finish(2)
+    assert run.sentence.endswith("is not the folder of a sweep; type sweep.resume=<a folder with sweep.json>")
 
 
 def test_a_sampling_sweeper_under_torchrun_is_refused(start):
@@ -40,14 +111,16 @@ def test_a_sampling_sweeper_under_torchrun_is_refused(start):
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("optuna"), reason="Optuna is not installed: pip install hydra-optuna-sweeper"
+    not importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper"),
+    reason="Optuna's sweeper is not installed: pip install hydra-optuna-sweeper",
 )
 def test_optuna_looks_for_the_best_accuracy(start):
-    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "launch=fork"]
+    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
     run = start(*PYTHON_TRAIN, "-m", *trials, "optimizer.lr=interval(0.0001,0.1)", *SHORT).finish()
-    accuracies = [float(value) for value in re.findall(r"^finished: .* accuracy ([\d.]+)$", run.output, re.MULTILINE)]
+    accuracies = [float(value) for value in column(run.cwd / "s", "objective")]
     assert "Directions: ['maximize']" in run.output
     assert len(set(accuracies)) > 1
     best = re.search(r"Best value: ([\d.]+)", run.output)
     assert best is not None
     assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
+    assert "sweep: 3 finished" in run.output

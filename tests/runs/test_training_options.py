@@ -113,11 +113,14 @@ def test_a_run_on_two_ranks_is_the_plain_loop(trained: dict[tuple[int, str], Pat
     assert distance(expected.weights, saved_parameters(trained[2, name], expected.model)) < 1e-11
 
 
-def test_each_step_logs_its_loss_and_the_next_learning_rate(trained: dict[tuple[int, str], Path]) -> None:
+def test_each_step_logs_its_loss_its_gradient_and_the_next_learning_rate(trained: dict[tuple[int, str], Path]) -> None:
     shown, expected = scalars(trained[1, "scheduler=cosine"]), reference("scheduler=cosine")
     assert [step for step, _ in shown["train/running_loss"]] == list(range(1, 9))
     assert [loss for _, loss in shown["train/running_loss"]] == pytest.approx(expected.losses, rel=1e-6)
     assert [lr for _, lr in shown["train/lr"]] == pytest.approx([0.05 * cosine(8, 2, 0.0, n) for n in range(1, 9)])
+    for ranks in (1, 2):
+        norms, expected = scalars(trained[ranks, "trainer.max_grad_norm"]), reference("trainer.max_grad_norm")
+        assert [norm for _, norm in norms["train/grad_norm"]] == pytest.approx(expected.norms, rel=1e-6)  # unclipped
     steps = {"trainer.batch_size": 8, "trainer.max_steps": 6, "epochs": 12}
     for name, count in steps.items():
         assert len(scalars(trained[1, name])["train/lr"]) == count, name

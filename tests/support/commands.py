@@ -24,7 +24,9 @@ class Command:
 
     def __init__(self, command: list[str], cwd: Path, **env: object) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
-        self.command, self.cwd = [str(word) for word in command], Path(cwd)
+        self.command, self.cwd, self.output = [str(word) for word in command], Path(cwd), ""
+        self.started, self.ended = time.time(), 0.0
+        self.broken_at: float | None = None  # a test that breaks the run notes when
         self.process = subprocess.Popen(
             self.command,
             cwd=cwd,
@@ -42,10 +44,16 @@ class Command:
             self.kill_group()
             self.output, _ = self.process.communicate()
             pytest.fail(f"{' '.join(self.command)} still ran after {TIMEOUT} s:\n{self.output}")
+        self.ended = time.time()
         if code is not None:
             failure = f"{' '.join(self.command)} ended with {self.process.returncode}:\n{self.output}"
             assert self.process.returncode == code, failure
         return self
+
+    def send(self, number: int, to: str = "launcher") -> None:
+        """Send a signal to the "launcher" alone, or to its "group", as a terminal does."""
+        self.broken_at = time.time()
+        (os.killpg if to == "group" else os.kill)(self.process.pid, number)
 
     def kill_group(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -95,3 +103,13 @@ def ranks_under(launcher: int) -> list[int]:
 def ranks_of_torchrun(agent: int) -> list[int]:
     """The rank processes of torchrun, which is a process of its own."""
     return sorted(pid for pid in children(agent) if b"train.py" in command_line(pid))
+
+
+# The ways to start two ranks, and a plain start of one.
+STARTERS = {
+    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
+    "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun"],
+    "launch=spawn": [*PYTHON_TRAIN, "launch=spawn"],
+    "launch=fork": [*PYTHON_TRAIN, "launch=fork"],
+    "python": PYTHON_TRAIN,
+}

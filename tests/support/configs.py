@@ -19,6 +19,14 @@ def composed(*overrides: str) -> Any:
         return compose("config", overrides=["run_dir=.", *overrides])
 
 
+def composed_with_hydra() -> Any:
+    """The config of `python src/train.py`, with Hydra's own node `hydra`."""
+    cli.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", return_hydra_config=True)
+
+
 def with_values(cfg: Any, *overrides: str) -> Any:
     """A copy of a composed config with other values (trainer.epochs=3): fifty times as fast as composing it again."""
     changed = cfg.copy()

@@ -1,12 +1,100 @@
 """TensorBoard's event files, read by TensorBoard's own reader."""
 
+import io
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+MEASURED = ("speed/", "time/", "world/", "recovery/")  # tags of times and memory, which differ between equal runs
+
+
+def read(folder: Path) -> Any:
+    """TensorBoard's reader of a run folder, with all that is in it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance=dict.fromkeys(("scalars", "images", "histograms"), 0))
+    reader.Reload()
+    return reader
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """{tag: [(step, value), ...]} of a run folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
+    reader = read(folder)
     return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in TensorBoard's HParams table. metrics: {tag: last value}."""
+
+    hyperparameters: dict[str, Any]
+    metrics: dict[str, float]
+    status: str
+
+
+class Backend:
+    """TensorBoard's own server over a folder, asked as its pages ask it, without a port."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.backend import application
+        from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+        from tensorboard.program import TensorBoard
+        from werkzeug.test import Client
+
+        board = TensorBoard()
+        board.configure(argv=["tensorboard", "--logdir", str(folder)])
+        ingester = LocalDataIngester(board.flags)
+        ingester.deprecated_multiplexer.AddRunsFromDirectory(str(folder))
+        ingester.deprecated_multiplexer.Reload()
+        app = application.TensorBoardWSGIApp(
+            board.flags,
+            board.plugin_loaders,
+            ingester.data_provider,
+            board.assets_zip_provider,
+            ingester.deprecated_multiplexer,
+        )
+        self.client = Client(app)
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        answer = self.client.get(path) if body is None else self.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return json.loads(answer.text)
+
+    def runs(self) -> list[str]:
+        return sorted(self._ask("/data/runs"))
+
+    def columns(self) -> list[dict[str, Any]]:
+        """The hyperparameters of the HParams table: name, type, and whether the runs differ."""
+        found: list[dict[str, Any]] = self._ask("/data/plugin/hparams/experiment", {"experimentName": ""})[
+            "hparamInfos"
+        ]
+        return found
+
+    def rows(self) -> dict[str, Row]:
+        """The HParams table by runs."""
+        statuses = [f"STATUS_{name}" for name in ("UNKNOWN", "SUCCESS", "FAILURE", "RUNNING")]
+        body = {"experimentName": "", "allowedStatuses": statuses, "colParams": [], "startIndex": 0, "sliceSize": 1000}
+        rows = {}
+        for group in self._ask("/data/plugin/hparams/session_groups", body)["sessionGroups"]:
+            metrics = {metric["name"]["tag"]: metric["value"] for metric in group["metricValues"]}
+            rows[group["name"]] = Row(group["hparams"], metrics, group["sessions"][0]["status"])
+        return rows
+
+    def layout(self) -> list[dict[str, Any]]:
+        """The categories of the Custom Scalars tab."""
+        found: list[dict[str, Any]] = self._ask("/data/plugin/custom_scalars/layout")["category"]
+        return found
+
+    def text(self, run: str, tag: str) -> str:
+        """The newest text of a tag, as HTML."""
+        return str(self._ask(f"/data/plugin/text/text?run={run}&tag={tag}")[-1]["text"])
+
+
+def images(folder: Path) -> dict[str, tuple[int, Any]]:
+    """{tag: (step, PIL image)}: the newest image of each tag of a run folder."""
+    from PIL import Image
+
+    reader = read(folder)
+    newest = {tag: reader.Images(tag)[-1] for tag in reader.Tags()["images"]}
+    return {tag: (one.step, Image.open(io.BytesIO(one.encoded_image_string))) for tag, one in newest.items()}

@@ -14,7 +14,8 @@ from lockstep.cli_arguments import prepare_arguments
 from lockstep.cli_errors import as_config_error
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check_config
-from lockstep.config.instantiate import instantiate
+from lockstep.config.instantiate import instantiate_as
+from lockstep.launchers.base import Launcher
 from lockstep.preflight import preflight
 from support.commands import ROOT
 from support.configs import composed
@@ -84,4 +85,4 @@ def _check(cfg: Any) -> None:
     cfg = cli.resolve(cfg)
     check_config(cfg)
     check_arguments(cfg, ("launch",))
-    preflight(cfg, instantiate(cfg.launch))
+    preflight(cfg, instantiate_as(Launcher, cfg.launch, "launch"))

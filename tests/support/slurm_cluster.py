@@ -6,6 +6,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.distributed.environment import free_port
@@ -13,6 +14,8 @@ from support.commands import wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 MISSING = [name for name in DAEMONS if not shutil.which(name)]
+CGROUPS = Path("/sys/fs/cgroup/memory")
+LIMITS_MEMORY = os.access(CGROUPS, os.W_OK)  # Slurm ends a task that takes more memory than its job has
 REASON = f"Slurm drills need root and {', '.join(DAEMONS)}: apt-get install slurmctld slurmd slurm-client munge"
 
 # cred_expire is above KillWait, and low: a requeued job waits until its predecessor's credential has expired.
@@ -32,14 +35,14 @@ SlurmdPidFile={here}/slurmd.%n.pid
 SlurmctldLogFile={here}/slurmctld.log
 SlurmdLogFile={here}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/{task_plugin}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,requeue_delay=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -59,7 +62,9 @@ class SlurmCluster:
         self.here, self.conf = here, here / "slurm.conf"
         # Node names resolve nowhere here, so the ranks are told where to meet. On a real cluster they do.
         self.env = {"SLURM_CONF": str(self.conf), "MASTER_ADDR": "127.0.0.1"}
-        self.conf.write_text(CONF.format(here=here, ports=[free_port() for _ in range(3)]))
+        ports, plugin = [free_port() for _ in range(3)], "cgroup" if LIMITS_MEMORY else "none"
+        self.conf.write_text(CONF.format(here=here, ports=ports, task_plugin=plugin))
+        (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\nAllowedSwapSpace=0\n")
         (here / "munge.key").write_bytes(secrets.token_bytes(128))
         (here / "munge.key").chmod(0o600)
         for folder in ("state", "spool.node0", "spool.node1"):
@@ -85,6 +90,9 @@ class SlurmCluster:
         wait_for(lambda: not self.run("squeue", "--noheader", check=False), "end of all jobs", 20)
         for file in sorted(self.here.glob("*.pid"), reverse=True):
             _end_daemon(file)
+        for folder in sorted(CGROUPS.glob("slurm_node[01]/**/"), reverse=True):
+            with suppress(OSError):  # another Slurm on this machine uses it
+                folder.rmdir()
 
     def run(self, *command: object, check: bool = True) -> str:
         """What the command prints. Fails the test, with its error, if it fails."""

@@ -82,7 +82,7 @@ def train(cfg: Any) -> float:
     from train import train_worker
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return train_worker(cfg, {})
+    return train_worker(cfg, {}, {})
 
 
 def train_all(configs: list[Any]) -> list[float]:

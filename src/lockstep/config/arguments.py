@@ -16,6 +16,7 @@ from lockstep.config.fields import enumerate_words, show
 from lockstep.config.renamed import renamed_key
 from lockstep.config.schema import CONF
 from lockstep.config.suggest import closest
+from lockstep.config.targets import ForeignName, require_own_name
 from lockstep.errors import ConfigError
 
 CHECKED = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "logger")
@@ -50,6 +51,8 @@ def locate(key: str, path: str, group: str) -> Callable[..., Any]:
     """The object with the dotted `path`. Raises ConfigError with the error of the import."""
     try:
         found = _import(path)
+    except ForeignName as error:
+        raise ConfigError(f"{key}={path} is not allowed: {error}; type {key}=<its own module>.<name>") from None
     except Exception as error:  # a module of the user's may raise anything
         reason = " ".join(str(error).split()) or "no message"
         raise ConfigError(
@@ -79,9 +82,11 @@ def _import(path: str) -> Any:
         raise ValueError("it is not a dotted name")
     found = importlib.import_module(parts[0])
     for count, name in enumerate(parts[1:], start=2):
+        place = ".".join(parts[:count])
         if not hasattr(found, name) and inspect.ismodule(found):
-            _import_submodule(found.__name__, name, ".".join(parts[:count]))
+            _import_submodule(found.__name__, name, place)
         found = getattr(found, name)
+        require_own_name(path, place, found)
     return found
 
 

@@ -32,6 +32,8 @@ def check_config(cfg: DictConfig) -> None:
             if name in node:
                 check_value(join(prefix, name), node[name], rule)
     _check_dataset(config)
+    _check_model(config)
+    _check_loggers(config)
     _check_metrics(config)
     _check_nesterov(config)
 
@@ -69,8 +71,9 @@ def described_nodes(config: Node) -> Iterator[tuple[str, Node, type]]:
             yield name, config[name], schema
     dataset = config.get("dataset")
     if isinstance(dataset, dict):
-        reader = dataset.get("train") or {}
-        yield "dataset", dataset, DATASETS.get(str(reader.get("_target_")), Dataset)
+        reader = dataset.get("train")
+        target = reader.get("_target_") if isinstance(reader, dict) else None
+        yield "dataset", dataset, DATASETS.get(str(target), Dataset)
         augment = dataset.get("augment")
         if isinstance(augment, dict):
             yield "dataset.augment", augment, Augment
@@ -142,6 +145,8 @@ def _check_sections(config: Node) -> None:
             raise ConfigError(removed_key(name, []))
         if not isinstance(config[name], dict):
             raise ConfigError(f"{name} is a section, not a value; type {name}.<key>={show(config[name])}")
+        if name in NEEDED_GROUPS and name != "dataset" and not isinstance(config[name].get("_target_"), str):
+            raise ConfigError(f"{name}._target_ names no class; type {name}=<an option in conf/{name}>")
     for section, schema in (("", Run), *OPEN_SECTIONS.items()):
         node = _open_section(config, section)
         for key in rules(schema):
@@ -179,7 +184,12 @@ def _check_dataset(config: Node) -> None:
                 f"dataset.{half}={show(reader)} reads no data; type dataset=<an option in conf/dataset>, "
                 f"or +dataset.{half}._target_=<module>.<class>"
             )
-    shape = dataset.get("shape")
+    shape, augment = dataset.get("shape"), dataset["augment"]
+    if isinstance(shape, list) and len(shape) != 3 and (augment["pad"] or augment["flip"]):
+        raise ConfigError(
+            f"dataset.augment is for images, and the samples have the shape {show(shape)}; "
+            f"type dataset.augment.pad=0 dataset.augment.flip=false"
+        )
     if not isinstance(shape, list) or len(shape) != 3:
         return
     for name in ("mean", "std"):
@@ -189,6 +199,32 @@ def _check_dataset(config: Node) -> None:
             raise ConfigError(
                 f"dataset.{name}={show(values)} wants {numbers}, as the images have the shape {show(shape)}; "
                 f"type dataset.{name}=[0.5] or dataset.{name}=null"
+            )
+
+
+def _check_model(config: Node) -> None:
+    """A model of this project takes the samples of the data set, and has an output for each of its classes."""
+    model, dataset = config["model"], config["dataset"]
+    if model["_target_"] not in TARGETS or not {"shape", "classes"} <= model.keys() & dataset.keys():
+        return
+    if model["shape"] != dataset["shape"]:
+        raise ConfigError(
+            f"model.shape={show(model['shape'])} does not fit dataset.shape={show(dataset['shape'])}; "
+            f"type model.shape={show(dataset['shape'])}"
+        )
+    if isinstance(dataset["classes"], int) and model["classes"] < dataset["classes"]:
+        raise ConfigError(
+            f"model.classes={model['classes']} is less than dataset.classes={dataset['classes']}; "
+            f"type model.classes={dataset['classes']}"
+        )
+
+
+def _check_loggers(config: Node) -> None:
+    loggers = config.get("logger", {})  # logger=[] leaves no section
+    for key, node in loggers.items() if isinstance(loggers, dict) else [("", loggers)]:
+        if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+            raise ConfigError(
+                f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
             )
 
 

@@ -1,12 +1,13 @@
 """How a field of the schema says what it accepts: its type, its range and an example, beside a line of help."""
 
-import math
 import re
+import sys
 import types
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 LARGEST_SEED = 2**63 - 1
+LARGEST_NUMBER: dict[type, float] = {int: 2**63 - 1, float: sys.float_info.max}
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Rule:
     def _in_range(self, value: float) -> bool:
         limits = self.limits
         return (
-            math.isfinite(value)
+            -LARGEST_NUMBER[self.kind] <= value <= LARGEST_NUMBER[self.kind]  # no nan, and what torch can hold
             and (limits.min is None or value >= limits.min)
             and (limits.max is None or value <= limits.max)
             and (limits.above is None or value > limits.above)

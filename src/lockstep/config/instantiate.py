@@ -1,6 +1,6 @@
 """Turns config nodes into objects, and keeps the record of a run's config. The only place that calls Hydra for it."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra.utils
 from hydra.conf import HydraConf
@@ -8,6 +8,8 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import ConfigError
+
+Kind = TypeVar("Kind")
 
 
 def instantiate(node: DictConfig | None) -> Any:
@@ -18,6 +20,18 @@ def instantiate(node: DictConfig | None) -> Any:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise
+
+
+def instantiate_as(kind: type[Kind], node: DictConfig, key: str) -> Kind:
+    """As `instantiate`, for the node `key`. Raises ConfigError if the object is no `kind`."""
+    made = instantiate(node)
+    if isinstance(made, kind):
+        return made
+    group = key.partition(".")[0]
+    raise ConfigError(
+        f"{key}._target_={node._target_} gives an object of {type(made).__name__}, and "
+        f"{kind.__module__}.{kind.__qualname__} is wanted; type {group}=<an option in conf/{group}>"
+    )
 
 
 def hydra_record(cfg: DictConfig, hydra_cfg: HydraConf) -> dict[str, str]:

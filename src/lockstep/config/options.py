@@ -62,12 +62,22 @@ def _nproc_per_node() -> Any:
     return number(help, min=1, example=2, words=("auto", "gpu", "cpu"))
 
 
+def _recover() -> Any:
+    return choice("restart", "live", help="live: a rank that dies is replaced while the others go on.")
+
+
+def _replace_within() -> Any:
+    return number("With recover=live: seconds that the others wait for a new rank.", min=0, example=30)
+
+
 @describes("lockstep.launchers.torchrun.TorchrunLauncher", "launch/torchrun")
 @dataclass
 class Torchrun:
     start_method: str = choice("forkserver", "spawn", "fork", help=_START_METHODS)
     nproc_per_node: int | str = _nproc_per_node()
     max_restarts: int = number("How often failed ranks are started again.", min=0, example=3)
+    recover: str = _recover()
+    replace_within: float = _replace_within()
 
 
 @describes("lockstep.launchers.spawn.SpawnLauncher", "launch/spawn", "launch/fork")
@@ -79,6 +89,8 @@ class Spawn:
     node_rank: int = number("Number of this machine.", min=0, example=0)
     master_addr: str = value("Address of the machine with node_rank 0.", example="127.0.0.1")
     master_port: int = number("Port there; 0: any free one, for one machine.", min=0, max=65535, example=29500)
+    recover: str = _recover()
+    replace_within: float = _replace_within()
 
 
 @describes("lockstep.launchers.slurm.SlurmLauncher", "launch/slurm")
@@ -102,10 +114,18 @@ class Slurm:
     setup: list[str] = value("Shell lines before srun.", example=["module load cuda"])
     dry_run: bool = value("Print the script and submit nothing.", example=True)
     run_dir: str = value("Folder of this run.", example="${run_dir}")
-    overrides: list[str] = value("The overrides that composed this run.", example="${hydra:overrides.task}")
+    overrides: list[str] = value("The overrides that composed this run.", example="${as_typed:${hydra:overrides.task}}")
 
 
 @describes("lockstep.loggers.tensorboard.TensorBoardLogger", "logger/tensorboard")
+@dataclass
+class TensorBoard:
+    run_dir: str = value("Folder of this run.", example="${run_dir}")
+    images: int = number("Test images that an evaluation shows; 0: no images of it.", min=0, example=25)
+    histograms: bool = value("Histograms of weights and gradients, at each evaluation.", example=True)
+    graph: bool = value("The graph of the model.", example=True)
+
+
 @describes("lockstep.loggers.csv_logger.CSVLogger", "logger/csv")
 @dataclass
 class FileLogger:

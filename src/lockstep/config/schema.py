@@ -32,6 +32,9 @@ class Run:
 class Trainer:
     epochs: int = number("Passes over the training data.", min=1, example=5)
     max_steps: int | None = number("End after this many optimizer steps, whatever epochs says.", min=1, example=100)
+    pause_after: int | None = number(
+        "End with a snapshot after this many epochs; the schedule stays that of epochs.", min=1, example=1
+    )
     batch_size: int = number("Samples of a global batch, over all ranks.", min=1, example=128)
     batch_size_per_rank: int | None = number(
         "Replaces batch_size by this times the number of ranks.", min=1, example=64
@@ -42,6 +45,12 @@ class Trainer:
     channels_last: bool | str = choice("auto", True, False, help="Memory layout; auto: for models with convolutions.")
     compile: bool | str = choice(False, True, "reduce-overhead", "max-autotune", help="torch.compile, or a mode of it.")
     deterministic: bool = value("Use deterministic algorithms only.", example=True)
+    digest: int | str = number(
+        "Steps between two rows of digests of loss, gradients and weights; on: 10.",
+        min=1,
+        words=("off", "on"),
+        example="on",
+    )
     ema: float | None = number("Decay of a moving average of the weights.", above=0, below=1, example=0.999)
 
 
@@ -69,11 +78,41 @@ class Logging:
 
 
 @dataclass
+class Watch:
+    every: int = number("Steps between two comparisons of the ranks' weights.", min=1, example=100)
+    weights: str = choice(
+        "stop", "majority", "off", help="What to do when ranks hold different weights; majority: take those of most."
+    )
+    nan: str = choice("stop", "skip", "rollback", help="What to do when a loss or a gradient is NaN or infinite.")
+    timeout: float | None = number(
+        "Seconds without progress that are a hang; null: by the median step.", above=0, example=60
+    )
+    on_hang: str = choice("stop", "report", help="End a run that hangs, or only report it.")
+    straggler: float | None = number("Name a rank whose steps take this many times as long.", above=1, example=1.5)
+
+
+@dataclass
 class Profiler:
     enabled: bool = value("Measure the phases of some steps, and record a trace of a few.", example=True)
     every: int = number("Steps between two measured ones.", min=1, example=101)
     trace_after: int = number("Steps before the trace.", min=1, example=10)
     trace_steps: int = number("Steps in the trace.", min=1, example=3)
+
+
+@dataclass
+class Sweep:
+    resume: str | None = value("The folder of a sweep that goes on.", example="outputs/multirun/a")
+    retry: str | None = choice("failed", help="failed: run the failed jobs of a resumed sweep again.")
+    changes: str = choice("refuse", "accept", help="Whether a sweep goes on with another base config or other code.")
+    max_failures: int | None = number("End the sweep when so many jobs have failed.", min=1, example=3)
+    slots: int | str = number("Jobs at once, each with its own cores or GPUs.", min=1, words=("auto",), example="auto")
+    search: str = choice(
+        "list", "halving", "random", "tpe", help="halving: train only the best jobs further; random, tpe: draw jobs."
+    )
+    trials: int | None = number("Jobs that a search draws.", min=1, example=20)
+    seed: int = number("Seed of what a search draws.", min=0, max=LARGEST_SEED, example=0)
+    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=3)
+    first_rung: int = number("Halving: epochs of the first rung.", min=1, example=1)
 
 
 @dataclass
@@ -95,7 +134,9 @@ class SyncBN:
 class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
 
-    prepare: dict[str, Any] | None = value("Called once on each machine before any rank reads.", example="null")
+    prepare: dict[str, Any] | None = value(
+        "Called in one process of each machine before any rank reads.", example="null"
+    )
     mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
     std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)
@@ -113,7 +154,9 @@ SECTIONS: dict[str, type] = {
     "evaluation": Evaluation,
     "snapshot": Snapshot,
     "logging": Logging,
+    "watch": Watch,
     "profiler": Profiler,
+    "sweep": Sweep,
     "backend": Backend,
     "sync_bn": SyncBN,
 }

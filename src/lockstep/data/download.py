@@ -34,6 +34,16 @@ def download(data_dir: str, name: str) -> None:
         ) from None
 
 
+def require_downloaded(data_dir: str, name: str) -> None:
+    """Raise ConfigError if torchvision's data set `name` is not in `data_dir`, as when `download` is left out."""
+    expected = _last_file(Path(data_dir), name)
+    if not expected.exists():
+        raise ConfigError(
+            f"{name} is not in data_dir={data_dir} (searched {expected.parent.absolute()}); "
+            f"type data_dir=<folder that holds {name}>, or keep dataset.prepare as it is, which downloads {name}"
+        )
+
+
 def _last_file(data_dir: Path, name: str) -> Path:
     """The file that torchvision writes last."""
     if name == "CIFAR10":

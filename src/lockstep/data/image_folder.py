@@ -40,6 +40,8 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
                 f"dataset.classes={classes} but {folder} has {found} class folders; type dataset.classes={found}"
             )
 
+        self.classes: list[str] = self.files.classes
+
     def __len__(self) -> int:
         return len(self.files)
 

@@ -1,5 +1,6 @@
 """A data set that is two tensors in memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,4 +33,16 @@ def check_classes(dataset: object, classes: int) -> None:
     if largest >= classes:
         raise ConfigError(
             f"dataset.classes={classes} but the data has classes 0 to {largest}; type dataset.classes={largest + 1}"
+        )
+
+
+def check_shape(dataset: object, shape: Sequence[int] | None) -> None:
+    """Raise ConfigError if the samples of a data set in memory have another shape than the config says."""
+    if shape is None or not isinstance(dataset, InMemoryDataset):
+        return
+    found = list(dataset.samples.shape[1:])
+    if found != list(shape):
+        said, typed = (",".join(map(str, numbers)) for numbers in (shape, found))
+        raise ConfigError(
+            f"dataset.shape=[{said}] but the samples have the shape [{typed}]; type dataset.shape=[{typed}]"
         )

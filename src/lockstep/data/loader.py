@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lockstep.data.augment import Augment
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
+from lockstep.data.workers import DatasetReader
 
 # Values of samples that are looked up and converted together. Step by step, the calls cost more than their work.
 VALUES_AT_ONCE = 2**20
@@ -75,7 +75,7 @@ class BatchLoader:
     """Loads one rank's samples: `epoch` for training, `eval_batches` for evaluation.
 
     rank, size: this rank's share, and how many shares there are. parts: cuts a global batch into this rank's parts.
-    workers: DataLoader processes for a data set that decodes its samples; one in memory needs none.
+    workers: processes that read a data set which is not in memory. They start here.
     """
 
     def __init__(
@@ -89,15 +89,23 @@ class BatchLoader:
         workers: int = 0,
     ) -> None:
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
-        self.augment, self.workers = augment or Augment(), workers
+        self.augment = augment or Augment()
         self.dataset = dataset
         self.index_device = torch.device("cpu")
+        self.reader: DatasetReader | None = None
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
             self.dataset = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
+        else:
+            self.reader = DatasetReader(dataset, workers, pin_memory=converter.device.type == "cuda")
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self.reader is not None:
+            self.reader.close()
 
     def epoch(
         self,
@@ -119,7 +127,7 @@ class BatchLoader:
         plans = self._plans(epoch, starts, batches, parts) if self.augment.enabled else None
         loaded = self._load([part.indices for batch_parts in mine for part in batch_parts], plans)
         for batch, batch_parts in zip(batches, mine, strict=True):
-            yield Batch(len(batch), [LoadedPart(part.number, *next(loaded)) for part in batch_parts])
+            yield Batch(len(batch), [LoadedPart(part.number, *next(loaded), part.indices) for part in batch_parts])
 
     def _plans(
         self, epoch: int, starts: range, batches: list[Tensor], parts: Callable[[Tensor], list[Part]]
@@ -141,8 +149,7 @@ class BatchLoader:
 
     def _load(self, shares: list[Tensor], plans: Iterator[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The inputs and targets of each share of indices, in order, augmented by its plan."""
-        in_memory = isinstance(self.dataset, InMemoryDataset)
-        raw = read_memory(self.dataset, shares) if in_memory else self._read_dataset(shares)
+        raw = read_memory(self.dataset, shares) if self.reader is None else read_dataset(self.reader, shares)
         for samples, targets, sizes in raw:
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans is not None:
@@ -150,18 +157,6 @@ class BatchLoader:
                 samples = self.augment(samples, self.converter.to_device(plan))
             samples, targets = self.converter(samples, targets)
             yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
-
-    def _read_dataset(self, shares: list[Tensor]) -> Iterator[RawGroup]:
-        """Share by share, through a DataLoader."""
-        # An empty share has nothing to collate. Sample 0 stands in, to give the shape, and none of it is kept.
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=[share.tolist() or [0] for share in shares],
-            num_workers=self.workers,
-            pin_memory=self.converter.device.type == "cuda",
-        )
-        for share, (samples, targets) in zip(shares, loader, strict=True):
-            yield samples[: len(share)], targets[: len(share)], [len(share)]
 
 
 def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawGroup]:
@@ -175,3 +170,11 @@ def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawG
         # index_select copies whole rows; samples[indices] copies value by value and takes five times as long.
         samples, targets = dataset.samples.index_select(0, indices), dataset.targets.index_select(0, indices)
         yield samples, targets, [len(share) for share in group]
+
+
+def read_dataset(reader: DatasetReader, shares: list[Tensor]) -> Iterator[RawGroup]:
+    """Share by share, from a data set that loads its samples one by one."""
+    # An empty share has nothing to collate. Sample 0 stands in, to give the shape, and none of it is kept.
+    batches = [share.tolist() or [0] for share in shares]
+    for share, (samples, targets) in zip(shares, reader.read(batches), strict=True):
+        yield samples[: len(share)], targets[: len(share)], [len(share)]

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.data.download import require_downloaded
 from lockstep.data.in_memory import InMemoryDataset
 
 
@@ -13,6 +14,7 @@ def mnist(data_dir: str, name: str, train: bool) -> InMemoryDataset:
 
     The files are memory-mapped, so all ranks of a machine share one copy.
     """
+    require_downloaded(data_dir, name)
     folder, split = Path(data_dir) / name / "raw", "train" if train else "t10k"
     images = _read_idx(folder / f"{split}-images-idx3-ubyte", header=16)
     labels = _read_idx(folder / f"{split}-labels-idx1-ubyte", header=8)

@@ -20,11 +20,15 @@ class Part(NamedTuple):
 
 
 class LoadedPart(NamedTuple):
-    """A part whose samples are loaded: inputs (N, ...) and targets (N, ...), on the rank's device."""
+    """A part whose samples are loaded: inputs (N, ...) and targets (N, ...), on the rank's device.
+
+    indices: of the samples in the data set (N,).
+    """
 
     number: int
     inputs: Tensor
     targets: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,17 @@ def keep_freed_memory() -> None:
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies: kill -9 of a launcher must leave no ranks.
+def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
+    """Make the kernel send a signal to this process when its parent dies: kill -9 of a launcher must leave no ranks.
 
-    Only Linux can do that; elsewhere this does nothing.
+    parent: its process, if it is known. Without it, a parent that has died already is not noticed. Only Linux can send
+    such a signal; elsewhere this does nothing.
     """
-    parent = os.getppid()
+    parent = parent or os.getppid()
     try:
         prctl = ctypes.CDLL(None).prctl
     except (AttributeError, OSError, TypeError):
         return
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the parent died before the kernel knew
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)

@@ -13,6 +13,7 @@ from torch.distributed import Store
 
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.store import shared_store
+from lockstep.errors import RankMissing
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests to the store
 REQUESTS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers several times as many
@@ -22,9 +23,9 @@ PAUSE_SHARE = 0.1  # of the time already waited, so that a rank notices an answe
 def form_group(info: RankInfo, timeout: timedelta) -> Store:
     """The part of the shared store that all ranks of this world have agreed on. Every rank calls it.
 
-    Raises TimeoutError for a rank that does not come within `timeout`.
+    Raises RankMissing for a rank that does not come within `timeout`.
     """
-    store = shared_store(info)
+    store = shared_store(info, timeout)
     nonce = agree_on_nonce(store, info.rank, info.world_size, timeout)
     return dist.PrefixStore(f"rendezvous/{nonce}", store)
 
@@ -85,10 +86,10 @@ class _Pause:
         self.shortest = max(SHORTEST_PAUSE, size / REQUESTS_PER_SECOND)
 
     def sleep(self, complaint: str) -> None:
-        """Sleep once. Raises TimeoutError with `complaint` after the deadline."""
+        """Sleep once. Raises RankMissing with `complaint` after the deadline."""
         now = time.monotonic()
         if now > self.deadline:
-            raise TimeoutError(
+            raise RankMissing(
                 f"{complaint} within backend.timeout; type the same command, with the same world size, on every node"
             )
         pause = min(max(self.shortest, (now - self.start) * PAUSE_SHARE), LONGEST_PAUSE)

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from lockstep.distributed.time_waited import waiting
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.monitor import rank as monitor
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
@@ -30,7 +31,7 @@ def sum_of_vectors(world: World, length: int, dtype: torch.dtype) -> InPlaceAllR
     try:
         shared = SharedMemorySum(world, length, dtype)
     except ConfigError:  # raised on all ranks alike
-        return dist.all_reduce
+        return world.all_reduce_sum
     return lambda vector: shared(vector, world.rank, world.size)
 
 
@@ -46,20 +47,25 @@ class SharedMemorySum:
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
         self.world = world
+        self.page = monitor.page()
         length = min(length, PIECE)
         values = (world.size + 1) * length
         folder = self._agree_on_folder(values * dtype.itemsize)
-        slots = torch.from_file(str(folder / "slots"), shared=True, size=values, dtype=dtype)
-        self.slots = slots.view(-1, length)  # one per rank, and the sum
-        self._open_pipes(folder)
-        if world.is_rank_zero:
-            shutil.rmtree(folder)  # only the names: open files stay until the last rank closes them or exits
+        try:
+            slots = torch.from_file(str(folder / "slots"), shared=True, size=values, dtype=dtype)
+            self.slots = slots.view(-1, length)  # one per rank, and the sum
+            self._open_pipes(folder)
+        finally:
+            if world.is_rank_zero:
+                shutil.rmtree(folder)  # only the names: open files stay until the last rank closes them or exits
 
     def __call__(self, vector: torch.Tensor, rank: int, size: int) -> None:
         """Sum `vector` (n,) over the ranks, in place.
 
         Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
         """
+        if self.page is not None:
+            self.page.collective_starts("shared_memory_sum", len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
@@ -67,21 +73,22 @@ class SharedMemorySum:
             torch.sum(slots.tensor_split(size, dim=1)[rank], dim=0, out=total.tensor_split(size)[rank])
             self._wait_for_all()
             piece.copy_(total)
+        if self.page is not None:
+            self.page.collective_ends()
 
     def _agree_on_folder(self, size: int) -> Path:
         """The folder that rank 0 creates, with `size` bytes for the slots."""
         world = self.world
         possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
-        created = _create_folder(world.size, size) if world.is_rank_zero and possible else ""
-        folder = Path(world.broadcast_object(created))
-        usable = possible and folder.exists()  # containers of one machine may each have their own /dev/shm
-        if not all(world.all_gather_object(usable)):
+        created, problem = _create_folder(world.size, size) if world.is_rank_zero and possible else ("", "")
+        name, problem = world.broadcast_json([created, problem])
+        usable = bool(name) and Path(name).exists()  # containers of one machine may each have their own /dev/shm
+        if not all(world.all_gather_json(usable)):
             if created:
                 shutil.rmtree(created)
-            raise ConfigError(
-                "gradient_sync=shared_memory is for CPU ranks on one Linux machine; type gradient_sync=all_reduce"
-            )
-        return folder
+            reason = problem or "is for CPU ranks on one Linux machine"
+            raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
+        return Path(name)
 
     def _open_pipes(self, folder: Path) -> None:
         world = self.world
@@ -108,26 +115,46 @@ class SharedMemorySum:
                 os.write(pipe, b".")
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
-        for pipe, peer in self.readers.items():
-            arrival = select.poll()
-            arrival.register(pipe, select.POLLIN)
-            if not arrival.poll(1000 * self.world.timeout):
-                raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
-            if not os.read(pipe, 1):
-                raise ConnectionError(f"rank {peer} is gone: closed by peer")
+        with waiting():
+            for pipe, peer in self.readers.items():
+                if self.page is not None:
+                    self.page.waits_for(peer)
+                arrival = select.poll()
+                arrival.register(pipe, select.POLLIN)
+                if not arrival.poll(1000 * self.world.timeout):
+                    raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
+                if not os.read(pipe, 1):
+                    raise ConnectionError(f"rank {peer} is gone: closed by peer")
 
 
-def _create_folder(ranks: int, size: int) -> str:
-    """A folder with a file of `size` bytes and a pipe for each pair of ranks, in memory if there is room."""
+def _create_folder(ranks: int, size: int) -> tuple[str, str]:
+    """(a folder, "") or ("", why there is none). In memory if there is room, else among the temporary files.
+
+    The folder has a file of `size` bytes and a pipe for each pair of ranks.
+    """
     memory = Path("/dev/shm")
-    has_room = False
+    places: list[Path | None] = [None]
     if os.access(memory, os.W_OK):
         stats = os.statvfs(memory)
-        has_room = stats.f_bavail * stats.f_frsize > size  # a container may have 64 MB
-    folder = tempfile.mkdtemp(prefix="lockstep-", dir=memory if has_room else None)
+        if stats.f_bavail * stats.f_frsize > size:  # a container may have 64 MB
+            places = [memory, None]
+    problem = ""
+    for place in places:
+        folder = ""
+        try:
+            folder = tempfile.mkdtemp(prefix="lockstep-", dir=place)
+            _fill_folder(Path(folder), ranks, size)
+            return folder, ""
+        except OSError as error:
+            problem = f"finds no room for {size / 2**20:.1f} MB in /dev/shm and in TMPDIR ({error.strerror or error})"
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+    return "", problem
+
+
+def _fill_folder(folder: Path, ranks: int, size: int) -> None:
     for writer in range(ranks):
         for reader in range(ranks):
-            os.mkfifo(f"{folder}/{writer}-{reader}")
-    with open(f"{folder}/slots", "wb") as file:
+            os.mkfifo(folder / f"{writer}-{reader}")
+    with open(folder / "slots", "wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS
-    return folder

@@ -1,25 +1,91 @@
-"""Signals that ask a run to stop. A handler only sets a flag; the ranks agree on it at a step, save, and exit together.
+"""Signals that ask a run to stop, in a rank and in the process that started the ranks. No torch here.
 
-No torch here.
+Before the training there is nothing to save, so the first signal ends the process at once. During the training the
+ranks agree on it at a step, save, and exit together. A second one ends the process at once.
 """
 
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: Slurm's warning before the time limit
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.run_folder import go_on_words
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.monitor import rank as monitor
+from lockstep.monitor.death_causes import tells_of_lost_rank
+from lockstep.monitor.failure_report import newest_snapshot
+
+# SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
+# has neither.
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
+_exit = os._exit  # a rank replaces it, see lockstep.distributed.early_exit
 
-_requested_at: float | None = None  # by the monotonic clock
+
+class _Process:
+    """The state of signals in this process.
+
+    requested_at: when the first signal came, by the monotonic clock. requested_by: its number.
+    saves_first: whether the ranks save after the first signal, before they end.
+    prints: whether this process prints the last line of a run that ends at once. One process of a run does.
+    """
+
+    def __init__(self) -> None:
+        self.requested_at: float | None = None
+        self.requested_by = 0
+        self.saves_first = False
+        self.prints = True
+        self.run_dir: str | Path | None = None
+        self.writer: int | None = None  # the signal's number is written here, also while Python runs no code
 
 
-def listen() -> None:
-    """From here on SIGTERM, SIGINT and SIGUSR1 request a stop. A second SIGTERM or SIGINT ends the process at once."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, _request_stop)
+_process = _Process()
+
+
+def end_at_signals() -> None:
+    """From here on the first signal ends this process at once, with one line. For the time before the training."""
+    handle_signals(_on_signal)
+
+
+def listen(run_dir: str | Path | None = None) -> None:
+    """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
+
+    The first signal ends the process, except inside `stop_after_saving`.
+    """
+    info = read_rank_info()
+    _process.run_dir = run_dir
+    # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
+    _process.saves_first = info.started_by == "srun"
+    if info.local_rank != 0 and info.started_by != "environment":
+        _process.prints = False
+    if _process.writer is None:
+        reader, _process.writer = os.pipe()
+        os.set_blocking(_process.writer, False)
+        threading.Thread(target=_read_signals, args=(reader,), name="signals", daemon=True).start()
+        os.register_at_fork(after_in_child=_forget_in_child)
+    handle_signals(lambda number, frame: None)  # the thread acts
+    signal.set_wakeup_fd(_process.writer, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if _process.requested_at is not None and _ends_at_once(_process.requested_by):
+        _end(_process.requested_by)  # it came between two jobs of a sweep
+
+
+def set_run_folder(run_dir: str | Path) -> None:
+    """The folder whose snapshots are named when this run ends at once."""
+    _process.run_dir = run_dir
+
+
+def leave_last_line_to_launcher() -> None:
+    """The process that started this rank prints how it ended, so this one does not."""
+    _process.prints = False
 
 
 def stop_listening() -> None:
@@ -30,30 +96,104 @@ def stop_listening() -> None:
 
 
 def stop_requested() -> bool:
-    return _requested_at is not None
+    return _process.requested_at is not None
 
 
 @contextmanager
-def forwarded_to(pids: Sequence[int]) -> Iterator[None]:
-    """While the block runs, send the signals that request a stop on to the processes `pids`."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+def blocked() -> Iterator[None]:
+    """Inside the block no signal arrives. Processes that start there get it when they listen: Python's own handler
+    would show a traceback while they import modules."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def stop_after_saving() -> Iterator[None]:
+    """Inside the block, and after it, the ranks save after the first signal, and end together.
+
+    An error about a lost rank becomes StoppedEarly, if this rank was asked to stop before.
+    """
+    _process.saves_first = True
+    try:
+        yield
+    except Exception as error:
+        if stop_requested() and tells_of_lost_rank(str(error)):
+            raise unanswered_stop() from error
+        raise
+
+
+def unanswered_stop() -> StoppedEarly:
+    """The error for a stop that a rank did not take part in: it hangs or is gone."""
+    reason = "asked to stop, but not every rank answered"
+    return StoppedEarly(_without_snapshot(reason), EXIT_STOPPED_WITHOUT_SNAPSHOT)
+
+
+def _without_snapshot(reason: str) -> str:
+    """The sentence for a run whose last step is in no snapshot. reason: its first words."""
+    folder = Path(_process.run_dir or ".")
+    newest = newest_snapshot(folder)
+    if newest is None:
+        return f"{reason}; no snapshot was saved; start again with the same command"
+    return f"{reason}; the last good snapshot is {newest}; go on there with {go_on_words(folder)}"
+
+
+def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
+    """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    if not in_training:
+        return StoppedEarly(f"ended by {name} before the training; there is nothing to save", 128 + number)
+    code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
+    return StoppedEarly(_without_snapshot(f"ended at once by a second {name}"), code)
+
+
+def is_repeated(first: float, number: int) -> bool:
+    """Whether signal `number` now is a second request after the one at `first`, by the monotonic clock."""
+    return number != signal.SIGUSR1 and time.monotonic() - first > REPEAT_AFTER
+
+
+def handle_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Handle the signals that ask for a stop. SIGHUP stays ignored if it is, as under nohup."""
+    for number in STOP_SIGNALS:
+        if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
-def _request_stop(number: int, frame: FrameType | None) -> None:
-    global _requested_at
-    now = time.monotonic()
-    if _requested_at is None:
-        _requested_at = now
-    elif number != signal.SIGUSR1 and now - _requested_at > REPEAT_AFTER:
-        os._exit(128 + number)
+def _on_signal(number: int, frame: FrameType | None = None) -> None:
+    """Signal `number` has arrived."""
+    if _ends_at_once(number):
+        _end(number)
+    if _process.requested_at is None:
+        _process.requested_at, _process.requested_by = time.monotonic(), number
+    elif is_repeated(_process.requested_at, number):
+        _end(number)
+
+
+def _ends_at_once(number: int) -> bool:
+    """Whether a first signal `number` ends this process. SIGUSR1 never does: Slurm sends it long before the end."""
+    return not _process.saves_first and number != signal.SIGUSR1
+
+
+def _read_signals(reader: int) -> None:
+    while True:
+        for number in os.read(reader, 16):
+            if number in STOP_SIGNALS:
+                _on_signal(number)
+
+
+def _end(number: int) -> NoReturn:
+    monitor.ended("stopped")
+    stopped = ended_at_once(number, _process.saves_first)
+    if _process.prints:
+        with suppress(OSError, ValueError):  # the terminal is closed
+            print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
+    _exit(stopped.code)
+
+
+def _forget_in_child() -> None:
+    """A forked child has no thread that listens, and must not write to the pipe of its parent."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _process.writer = None

@@ -9,15 +9,18 @@ import torch.distributed as dist
 
 from lockstep.distributed.world import World
 
+VOTE_PAUSE = 0.25  # seconds between two votes
+
 
 class StopVote:
     """All ranks agree on flags a few times a second. A result is read one vote later, when it has arrived already.
 
-    Every rank calls `cast` after every step. There are as many steps between two votes as take `pause` seconds. The
-    ranks agree on this number in the vote itself, so all of them vote, and read results, at the same steps.
+    Every rank calls `cast` after every step, or after every batch of an evaluation. There are as many steps between two
+    votes as take `pause` seconds. The ranks agree on this number in the vote itself, so all of them vote, and read
+    results, at the same steps.
     """
 
-    def __init__(self, world: World, flags: int, pause: float) -> None:
+    def __init__(self, world: World, flags: int, pause: float = VOTE_PAUSE) -> None:
         self.group, self.pause = world.control, pause
         self.pending: tuple[dist.Work, torch.Tensor] | None = None
         self.wishes = [False] * flags

@@ -3,7 +3,9 @@
 torch is imported inside the functions: `--cfg job` asks when the run started, and a world of one needs no store for it.
 """
 
+import errno
 import os
+import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import cache
@@ -12,24 +14,28 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.listening import listening_socket, store_address
+from lockstep.distributed.store_waits import wait_for_key, wait_until_known, wait_until_listening
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 STORE_TIMEOUT = timedelta(seconds=300)
-NOTES = Path("outputs", ".started")  # start times of jobs whose restarts share only a name
+NOTES = Path("outputs", ".started")  # start times of jobs whose restarts share only a name, and claims
+CLAIM_SECONDS = 60.0  # after this time no run can start in the second of a claim any more
 
 _stores: dict[RankInfo, "Store"] = {}
 
 
-def shared_store(info: RankInfo) -> "Store":
+def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
     """The store of the ranks that `info` describes, one for the life of this process. A world of one needs no port.
 
-    Raises ConfigError if rank 0 must listen at a port that another program uses.
+    timeout: for rank 0 to listen. Raises ConfigError if rank 0 must listen at a port that another program uses, or at a
+    host that is not known, and TimeoutError.
     """
     if info not in _stores:
-        _stores[info] = _open_store(info)
+        _stores[info] = _open_store(info, timeout)
     return _stores[info]
 
 
@@ -38,37 +44,80 @@ def close_store(info: RankInfo) -> None:
     _stores.pop(info, None)
 
 
-def _open_store(info: RankInfo) -> "Store":
+def host_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> "TCPStore":
+    """A store in this process that listens as `listening_socket` does. Raises OSError as that does."""
+    from torch.distributed import TCPStore
+
+    # Without a socket of ours torch listens on every interface, whatever the address.
+    listener = listening_socket(address, port)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
     import torch.distributed as dist
 
     if not info.master_port:
         return dist.HashStore()
-    is_host = info.is_rank_zero and not info.agent_store
+    address = store_address(info)
+    if info.agent_store or not info.is_rank_zero:
+        wait_until_listening(address, info.master_port, timeout.total_seconds())
+        return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    wait_until_known(address, timeout.total_seconds())
     try:
-        return dist.TCPStore(
-            info.master_addr, info.master_port, is_master=is_host, timeout=STORE_TIMEOUT, wait_for_workers=False
-        )
-    except dist.DistNetworkError as error:
-        if is_host and "in use" in str(error):
-            raise ConfigError(
-                f"port {info.master_port} on {info.master_addr} is taken by another program; type "
-                f"MASTER_PORT={info.master_port + 1} before the command, or launch.master_port={info.master_port + 1}"
-            ) from None
-        raise
+        return host_store(address, info.master_port, timeout)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(
+            f"port {info.master_port} on {address} is taken by another program; type "
+            f"MASTER_PORT={info.master_port + 1} before the command, or launch.master_port={info.master_port + 1}"
+        ) from None
 
 
 @cache
-def run_started_at(info: RankInfo) -> datetime:
+def run_started_at(info: RankInfo, claim: bool = True, timeout: timedelta = STORE_TIMEOUT) -> datetime:
     """When this run started, by rank 0's clock: the same moment on every rank and after every restart by torchrun.
 
-    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start.
+    It is asked before Hydra composes, so all ranks compose the same run folder, however far apart they start. claim:
+    a run that starts in the second of another one gets the next free second, and so a folder of its own.
+    timeout: for rank 0 to come. Raises RankMissing.
     """
     if not info.master_port:
-        return datetime.now()
-    store = shared_store(info)
+        return _claim_second(datetime.now()) if claim else datetime.now()
+    store = shared_store(info, timeout)
     if info.is_rank_zero:
         store.compare_set("lockstep/started", "", _first_start(os.environ).isoformat())
-    return datetime.fromisoformat(store.get("lockstep/started").decode())
+    moment = wait_for_key(store, "lockstep/started", timeout.total_seconds(), "rank 0 did not start the run")
+    return datetime.fromisoformat(moment)
+
+
+def _claim_second(moment: datetime) -> datetime:
+    """`moment`, or the first second after it that no other run in this directory has claimed."""
+    try:
+        NOTES.mkdir(parents=True, exist_ok=True)
+        for claim in NOTES.glob("second-*"):
+            if time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
+                claim.unlink(missing_ok=True)
+        while not _is_first(NOTES / f"second-{moment:%Y-%m-%dT%H-%M-%S}"):
+            moment += timedelta(seconds=1)
+    except OSError:  # then the run folder cannot be created either, and that has a message of its own
+        pass
+    return moment
+
+
+def _is_first(claim: Path) -> bool:
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def forget_start(info: RankInfo) -> None:
@@ -80,12 +129,12 @@ def forget_start(info: RankInfo) -> None:
 
 def _first_start(env: Mapping[str, str]) -> datetime:
     """Now; or, in a restarted job, the moment at which it started first, which is noted in a file."""
-    now = datetime.now()
     note, may_be_restart = _start_note(env)
+    if note is not None and may_be_restart and note.exists():
+        return datetime.fromisoformat(note.read_text())
+    now = _claim_second(datetime.now())
     if note is None:
         return now
-    if may_be_restart and note.exists():
-        return datetime.fromisoformat(note.read_text())
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(now.isoformat())
     return now

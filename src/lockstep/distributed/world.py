@@ -3,23 +3,27 @@
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed import object_collectives, regroup
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
 from lockstep.distributed.host import cpu_count, keep_freed_memory
+from lockstep.distributed.listening import loopback_interface, on_one_machine
 from lockstep.distributed.rendezvous import form_group
+from lockstep.distributed.time_waited import all_reduce_sum
 from lockstep.errors import ConfigError
+from lockstep.monitor import rank as monitor
 
 log = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
+PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class World:
     """This rank's place among the ranks that train together, and the collectives they use.
 
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
-    control: a gloo group beside the backend's own, for votes and Python objects, which never makes a GPU wait.
+    control: a gloo group beside the backend's own, for votes and JSON values, which never makes a GPU wait.
     resources: what is closed when this rank leaves the world, such as pipes to other ranks.
     """
 
@@ -46,50 +50,45 @@ class World:
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place. Returns it."""
-        dist.all_reduce(tensor)
-        return tensor
+        return all_reduce_sum(tensor)
 
-    def all_gather_object(self, value: Value) -> list[Value]:
-        """Every rank's `value`, which pickle can store, in the order of ranks, on every rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""
+        return object_collectives.all_gather_json(value, self.control)
 
-    def broadcast_object(self, value: Value) -> Value:
-        """Rank 0's `value`, which pickle can store, on every rank."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
-        return values[0]
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's `value`, which JSON can store, on every rank. Tuples become lists."""
+        return object_collectives.broadcast_json(value, self.control)
 
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        dist.barrier(group=self.control)
+    def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's `state` of CPU tensors and plain values, on rank 0. Empty on the other ranks."""
+        return object_collectives.gather_state(state, self.control)
 
-    @contextmanager
-    def local_rank_zero_first(self) -> Iterator[None]:
-        """The first rank of each machine runs the block before the other ranks do: one download per machine."""
-        if self.local_rank != 0:
-            self.barrier()
-        try:
-            yield
-        finally:
-            if self.local_rank == 0:
-                self.barrier()
+    def broadcast_state(self, state: dict[str, Any], source: int) -> dict[str, Any]:
+        """The `state` of CPU tensors and plain values that rank `source` has, on every rank."""
+        return object_collectives.broadcast_state(state, source, self.control)
 
-    def require_same_config(self, flat: dict[str, Any], hint: str) -> None:
-        """Raise ConfigError, naming the first key, if ranks hold different `flat` configs {key: value}.
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Wait until every rank has called this. A rank that ends is noticed at once, whatever the timeout."""
+        options = dist.BarrierOptions()
+        options.timeout = timeout or timedelta(seconds=self.timeout)
+        self.control.barrier(options).wait()
 
-        hint: the end of the message, what to type instead.
+    def once_per_machine(self, work: Callable[[], object]) -> None:
+        """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
+
+        Raises a ConfigError of `work` on all ranks. After another error all ranks fail at once.
         """
-        configs = self.all_gather_object(flat)
-        first = configs[0]
-        for rank, config in enumerate(configs):
-            for key in sorted({*first, *config}):
-                on_zero, here = first.get(key, "missing"), config.get(key, "missing")
-                if on_zero != here:
-                    raise ConfigError(
-                        f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}"
-                    )
+        problem = None
+        if self.local_rank == 0:
+            try:
+                work()
+            except ConfigError as error:
+                problem = str(error)
+        self.barrier(PREPARE_TIMEOUT)
+        problems = [text for text in self.all_gather_json(problem) if text is not None]
+        if problems:
+            raise ConfigError(problems[0])
 
 
 def choose_backend(name: str, local_size: int = 1) -> str:
@@ -149,6 +148,7 @@ def init_distributed(
     NCCL's environment variables where they are set. bind_device: False if this rank computes on several GPUs, so that
     NCCL is not bound to one. Raises ConfigError as `choose_backend` does.
     """
+    monitor.enter("meeting")
     info = read_rank_info()
     backend = choose_backend(name, info.local_world_size)
     _warn_of_unused_gpus(name, backend, info.local_world_size)
@@ -156,22 +156,31 @@ def init_distributed(
         export_rank_info(info)
     device = _set_up_device(backend, info)
     wait = timedelta(seconds=timeout)
-    variables = _backend_variables(socket_ifname, debug, p2p_disable, ib_disable)
+    interface = socket_ifname or _only_interface(info)
+    variables = _backend_variables(interface, debug, p2p_disable, ib_disable)
     with _environment(variables), ExitStack() as resources:
-        resources.callback(_destroy_process_group)
-        dist.init_process_group(
-            backend,
-            store=form_group(info, wait),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=wait,
-            device_id=device if backend == "nccl" and bind_device else None,
-        )
+        _init_process_group(backend, info, wait, device if backend == "nccl" and bind_device else None, resources)
         control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
         assert isinstance(control, dist.ProcessGroup)
         log.info("rank %d of %d: %s on %s, started by %s", info.rank, info.world_size, backend, device, info.started_by)
         ranks = (info.rank, info.world_size, info.local_rank, info.local_world_size)
         yield World(*ranks, device, control, timeout, resources)
+
+
+def _init_process_group(
+    backend: str, info: RankInfo, wait: timedelta, device: torch.device | None, resources: ExitStack
+) -> None:
+    """device: what NCCL is bound to, if anything. resources: takes what is done when the rank leaves its world."""
+    member = regroup.member()
+    if member is not None:
+        resources.callback(member.leave)
+        member.join(wait)
+        return
+    resources.callback(_destroy_process_group)
+    store = form_group(info, wait)
+    dist.init_process_group(
+        backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=device
+    )
 
 
 def _destroy_process_group() -> None:
@@ -187,6 +196,12 @@ def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
             "--nproc_per_node=%d or launch.nproc_per_node=%d, to hide this warning type backend=gloo",
             *(local_size, gpus, gpus, gpus),
         )
+
+
+def _only_interface(info: RankInfo) -> str | None:
+    """The loopback interface if all ranks are on this machine. Without it gloo takes the address of the host's name."""
+    chosen_already = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
+    return loopback_interface() if on_one_machine(info) and not chosen_already else None
 
 
 def _backend_variables(

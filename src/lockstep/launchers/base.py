@@ -4,11 +4,11 @@ Every launcher ends in RANK, WORLD_SIZE and LOCAL_RANK (or Slurm's or MPI's name
 To add one: a class in a file of its own here, and `conf/launch/<name>.yaml` with its `_target_`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import ConfigError
+from lockstep.errors import EXIT_FAILED, ConfigError
 
 Worker = Callable[..., Any]
 
@@ -18,11 +18,16 @@ class Launcher:
 
     starts_processes: bool = False
     """Whether `launch` starts the ranks as processes of this machine."""
+    recovers_live: bool = False
+    """Whether `launch` replaces ranks that die, while the others go on."""
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
 
-    def prepare(self) -> None:
-        """Begin what takes time and fails at nothing, such as imports. Called first."""
+    def prepare(self, modules: Sequence[str] = ()) -> None:
+        """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
+
+        modules: what the ranks of this config import besides what all ranks do.
+        """
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""
@@ -40,11 +45,29 @@ class Launcher:
 
 
 class RankFailed(Exception):
-    """A rank that this process started has failed. `code` is its exit status; a negative one is minus a signal."""
+    """A rank that this process started has failed.
 
-    def __init__(self, rank: int, code: int, message: str) -> None:
-        super().__init__(message)
-        self.rank, self.code = rank, code
+    The message is the failure report as one screen, `contents` what failure.json holds (see docs/failures.md).
+    """
+
+    def __init__(self, screen: str, contents: dict[str, Any] | None = None) -> None:
+        super().__init__(screen)
+        self.contents = contents or {}  # unpickled, as in a sweep of submitit's, it is set afterwards
+
+    @property
+    def headline(self) -> str:
+        """The first line of the report."""
+        return str(self).partition("\n")[0]
+
+    @property
+    def code(self) -> int:
+        """The exit code for the whole command, see `lockstep.errors`."""
+        return int(self.contents.get("exit_code", EXIT_FAILED))
+
+    @property
+    def will_fail_again(self) -> bool:
+        """Whether the attempt before ended with the same failure at the same step."""
+        return bool((self.contents.get("repeated") or {}).get("will_fail_again"))
 
 
 def refuse_nesting(name: str) -> None:

@@ -1,10 +1,19 @@
 """launch=env: join the ranks that torchrun, srun or mpirun has started; a world of one if none of them has."""
 
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
-from lockstep.launchers.base import Launcher, Worker
+from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.launchers.base import Launcher, RankFailed, Worker
+from lockstep.monitor import rank as monitor
+
+CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
 class EnvLauncher(Launcher):
@@ -20,4 +29,38 @@ class EnvLauncher(Launcher):
     def launch(self, worker: Worker, *args: Any) -> Any:
         if read_rank_info().started_by != "python":
             end_with_parent()
-        return worker(*args)
+        with monitor.started_by_rank():
+            try:
+                value = worker(*args)
+            except StoppedEarly:
+                monitor.ended("stopped")
+                raise
+            except BaseException as error:
+                monitor.failed(error)
+                failure = _with_report(error)
+                if failure is error:
+                    raise
+                raise failure from error
+            monitor.ended("finished")
+            return value
+
+
+def _with_report(error: BaseException) -> BaseException:
+    """The exception for the command line: with the monitor's report if there is one, else `error` itself."""
+    if isinstance(error, (ConfigError, KeyboardInterrupt)):
+        return error
+    answer = monitor.wait_for_report()
+    _write_torchrun_error(error, is_first=answer is None or answer["is_first"])
+    if answer is None:
+        return error
+    return RankFailed(answer["screen"] or "", answer)
+
+
+def _write_torchrun_error(error: BaseException, is_first: bool) -> None:
+    """Write the error to the file in which torchrun looks for the root cause. torchrun takes the earliest one."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        timestamp = int(time.time()) + (0 if is_first else CONSEQUENCE_DELAY)
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": message, "timestamp": str(timestamp)}))

@@ -4,20 +4,25 @@
 of a helper process without threads or CUDA; such copies share one import of torch.
 """
 
-import atexit
 import gc
 import importlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
-import re
 import sys
+import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
+from lockstep.distributed import signals
+from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import cpu_count, end_with_parent
-from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed, Worker
+from lockstep.monitor import rank as monitor
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -26,8 +31,11 @@ PRELOADED_MODULES = [
     "torch.utils.tensorboard",
     "tqdm",
     "hydra.utils",
-    "lockstep.build",
+    "lockstep.build_loggers",
+    "lockstep.live",
     "lockstep.strategies.ddp",
+    "lockstep.distributed.monitoring",
+    "lockstep.distributed.run_folder_lock",
     "lockstep.training.loop",
     "lockstep.training.running_metrics",
     "lockstep.snapshots.record",
@@ -36,6 +44,8 @@ PRELOADED_MODULES = [
     "lockstep.loggers.console",
     "lockstep.loggers.progress_bar",
 ]
+
+_has_preloaded = False  # whether this process, or the one that it is a copy of, has imported these modules
 
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
@@ -75,47 +85,101 @@ def validate_start_method(start_method: str) -> None:
         )
 
 
-def preload(start_method: str) -> None:
-    """Import PRELOADED_MODULES in the process that ranks are forked from. The fork server does it in the background."""
+def preload(start_method: str, modules: Sequence[str] = ()) -> None:
+    """Import PRELOADED_MODULES and `modules` in the process that ranks are forked from.
+
+    The fork server does it in the background.
+    """
+    modules = [*PRELOADED_MODULES, *modules]
     if start_method == "forkserver":
         # The server skips a module that it cannot import.
-        multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *PRELOADED_MODULES])
-        multiprocessing.forkserver.ensure_running()
+        multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *modules])
+        multiprocessing.resource_tracker.ensure_running()  # otherwise it is started next, and unblocks signals
+        try:
+            with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
+                multiprocessing.forkserver.ensure_running()
+        except OSError as error:  # the system's limit for the path of a Unix socket is about 100 characters
+            folder = tempfile.gettempdir()
+            raise ConfigError(
+                f"the helper process of the ranks cannot listen in {folder} ({error}); "
+                f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
+            ) from None
     elif start_method == "fork":
-        for name in PRELOADED_MODULES:
+        global _has_preloaded
+        _has_preloaded = True
+        for name in modules:
             with suppress(ImportError):  # a rank that needs it reports the error
                 importlib.import_module(name)
 
 
-def run_rank(worker: Worker, *args: Any) -> Any:
-    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown."""
+def start_method_here(start_method: str, forks_again: bool) -> str:
+    """`fork` in place of `forkserver` in a job of a sweep, which is a copy of a process that has imported everything.
+
+    A fork server of its own would import torch again, for 2 s. forks_again: ranks may be started a second time, when
+    this process has threads, so that it cannot fork safely.
+    """
+    if start_method == "forkserver" and _has_preloaded and not forks_again:
+        return "fork"
+    return start_method
+
+
+def temporary_folder() -> str | None:
+    """The folder that multiprocessing has made for the socket of the fork server, None without one.
+
+    multiprocessing removes it while the interpreter is torn down, which `cli.run_main` skips.
+    """
+    folder: str | None = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    return folder
+
+
+def run_rank(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:
+    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
+
+    results: takes the worker's value. How the rank ends goes to the monitor, whose report the launcher shows.
+    gloo's threads sometimes abort the teardown, and a finished run would count as failed.
+    """
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
+    signals.leave_last_line_to_launcher()
     end_with_parent()
+    connect_monitor()
+    run_to_exit(worker, args, results)
+
+
+def connect_monitor() -> None:
+    """Connect this rank to the monitor that its launcher has started."""
+    info = read_rank_info()
+    monitor.connect(os.environ[monitor.ADDRESS], info.rank, info.world_size, local_rank=info.local_rank)
+
+
+def run_to_exit(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:
+    """Run `worker(*args)`, tell the monitor how it ended, and exit. results: takes the worker's value."""
     try:
         value = worker(*args)
-    except StoppedEarly:
-        _flush()
-        os._exit(EXIT_RESUMABLE)  # a worker that returns early keeps torchrun's agent waiting for 30 s
-    _flush()
-    # gloo's threads sometimes abort the interpreter's teardown, and a finished run would count as failed.
-    atexit.register(os._exit, EXIT_FINISHED)
-    return value
+        if results is not None:
+            results.send(value)
+        monitor.ended("finished")
+        code = EXIT_FINISHED
+    except StoppedEarly as stopped:
+        monitor.ended("stopped")
+        code = stopped.code
+    except BaseException as error:  # SystemExit, too: leaving before the end is a failure
+        monitor.failed(error)
+        code = EXIT_FAILED
+    flush_output()
+    os._exit(code)
 
 
-def rank_failure(rank: int, code: int, message: str) -> BaseException:
-    """The exception that a launcher raises for the rank that failed first. A ConfigError stays one.
-
-    message: the rank's exception as torch reports it, perhaps with a traceback before it.
-    """
-    if code == EXIT_RESUMABLE:
-        return StoppedEarly(f"rank {rank} stopped early")
-    for kind in (ConfigError, TrainingDiverged):
-        sentences = re.findall(rf"\b{kind.__name__}: (.*)", message)
-        if sentences:
-            return kind(sentences[-1])
-    return RankFailed(rank, code, f"rank {rank} failed first (exit {code}): {message}")
+def failure_of(report: dict[str, Any]) -> Exception:
+    """The exception that a launcher raises for a failure report (see MonitorLink.report). A ConfigError stays one."""
+    first = report["contents"]["first"]
+    kinds: dict[str, type[Exception]] = {"config": ConfigError, "diverged": TrainingDiverged, "different": RanksDiffer}
+    if first["kind"] in kinds:
+        return kinds[first["kind"]](first["message"])
+    return RankFailed(report["screen"], report["contents"])
 
 
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def flush_output() -> None:
+    """Write out what stdout and stderr still hold."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, as by `| head`: a finished run has still finished
+            stream.flush()

@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from lockstep.errors import EXIT_RESUMABLE, ConfigError
+from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 
 SCRIPT = """\
@@ -19,7 +20,7 @@ SCRIPT = """\
 
 {setup}
 # USR1 comes {warning} s before the time limit, and TERM when another job takes the nodes. The ranks then save and exit
-# with {resumable}.
+# with {resumable}, or with {unsaved} if the last step is in no snapshot.
 srun --kill-on-bad-exit=1 {cpus}{command} &
 ranks=$!
 trap 'kill -USR1 $ranks' USR1
@@ -27,7 +28,7 @@ while kill -0 $ranks 2>/dev/null; do wait $ranks; done
 wait $ranks
 code=$?
 # Slurm requeues no job that exits by itself, so a run that stopped early asks for it.
-[ $code = {resumable} ] && scontrol requeue $SLURM_JOB_ID
+case $code in {resumable} | {unsaved}) scontrol requeue $SLURM_JOB_ID ;; esac
 exit $code
 """
 
@@ -35,7 +36,8 @@ exit $code
 class SlurmLauncher(Launcher):
     """Submits this run; srun starts its ranks on the job's nodes, and `launch=env` joins them there.
 
-    run_dir: the run folder, on a file system that all nodes share. overrides: the words that composed this run.
+    run_dir: the run folder, on a file system that all nodes share. overrides: the words that composed this run, with
+    %24 for $ and %25 for %: the script gets ${oc.env:KEY} as it was typed, and no secret.
     time: the limit, as sbatch reads it. warning: seconds before the limit at which the ranks are told to save.
     options: more options for sbatch. setup: shell lines before srun. dry_run: print the script and submit nothing.
     """
@@ -60,7 +62,7 @@ class SlurmLauncher(Launcher):
         self.nodes, self.ntasks_per_node, self.cpus_per_task = nodes, ntasks_per_node, cpus_per_task
         self.partition, self.account, self.time, self.warning = partition, account, time, warning
         self.options, self.setup, self.dry_run = options, setup, dry_run
-        self.folder, self.overrides = Path(run_dir).resolve(), overrides
+        self.folder, self.overrides = Path(run_dir).resolve(), [unquote(word) for word in overrides]
 
     def validate(self) -> None:
         refuse_nesting("slurm")
@@ -105,6 +107,7 @@ class SlurmLauncher(Launcher):
             setup="\n".join([*self.setup, ""]),
             warning=self.warning,
             resumable=EXIT_RESUMABLE,
+            unsaved=EXIT_STOPPED_WITHOUT_SNAPSHOT,
             cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
             command=shlex.join(self._command()),
         )

@@ -1,56 +1,64 @@
-"""launch=torchrun: torch's elastic agent in this process, and the ranks of this machine under it."""
+"""launch=torchrun: ranks on this machine, and restarts as torchrun makes them, from inside this process.
 
-import uuid
+This does not use torch's elastic agent, which `torchrun src/train.py` starts. That agent listens on all interfaces,
+unpickles what it finds in its store, waits 30 s for a rank that does not end, and may name the wrong rank.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-from lockstep.errors import StoppedEarly
+from lockstep.distributed.environment import RankInfo, node_rank_info
+from lockstep.distributed.store import close_store, shared_store
+from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
-from lockstep.launchers.processes import preload, rank_failure, resolve_nproc, run_rank, validate_start_method
+from lockstep.launchers.live import LiveSupervisor, validate_live
+from lockstep.launchers.processes import preload, resolve_nproc, start_method_here, validate_start_method
+from lockstep.launchers.supervisor import Supervisor, rank_environment
 
 
 class TorchrunLauncher(Launcher):
-    """nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together."""
+    """nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together.
+
+    recover: live replaces a rank that dies while the others go on; restart does not. replace_within: seconds that the
+    others wait for the new rank before they go on without it.
+    """
 
     starts_processes = True
 
-    def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
+    def __init__(
+        self, start_method: str, nproc_per_node: int | str, max_restarts: int, recover: str, replace_within: float
+    ) -> None:
         self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
+        self.recovers_live, self.replace_within = recover == "live", replace_within
 
-    def prepare(self) -> None:
-        preload(self.start_method)
+    def prepare(self, modules: Sequence[str] = ()) -> None:
+        self.start_method = start_method_here(self.start_method, self.max_restarts > 0 or self.recovers_live)
+        preload("forkserver" if self.recovers_live else self.start_method, modules)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)
         resolve_nproc(self.nproc_per_node)
         refuse_nesting("torchrun")
+        if self.recovers_live:
+            validate_live()
+        if self.start_method == "fork" and self.max_restarts:
+            raise ConfigError(
+                "launch.start_method=fork cannot restart ranks: after the first start this process has threads; "
+                "type launch.start_method=forkserver"
+            )
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
         return ranks, ranks
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-        config = LaunchConfig(
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=resolve_nproc(self.nproc_per_node),
-            max_restarts=self.max_restarts,
-            monitor_interval=0.1,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            start_method=self.start_method,
-            local_addr="127.0.0.1",
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        )
+        ranks = resolve_nproc(self.nproc_per_node)
+        if self.recovers_live:
+            return LiveSupervisor("torchrun", ranks, self.max_restarts, self.replace_within).run(worker, *args)
+        node: RankInfo = node_rank_info(1, 0, "127.0.0.1", 0)
+        env = rank_environment(node, ranks, ranks, "torchrun")
+        supervisor = Supervisor(self.start_method, ranks, 0, env, self.max_restarts, lambda: shared_store(node))
         try:
-            return elastic_launch(config, run_rank)(worker, *args)[0]
-        except SignalException as received:
-            raise StoppedEarly(f"asked to stop ({received.sigval.name})") from None
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            message = failure.message if isinstance(failure.message, str) else failure.message.get("message", "")
-            raise rank_failure(rank, failure.exitcode, message) from None
+            return supervisor.run(worker, *args)
+        finally:
+            close_store(node)

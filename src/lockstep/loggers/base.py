@@ -16,28 +16,37 @@ Only rank 0 has loggers, so a logger must not call a collective. The other ranks
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from lockstep.tasks.base import ReadSample, Report
 
 log = logging.getLogger(__name__)
 
 WARN_SECONDS = 60.0  # at most one warning per logger in this time
+
+Hyperparameter = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """What is known about a run when it starts or resumes.
 
-    config_yaml: the composed config. data_parallel_size: into how many shares a global batch is cut.
+    config_yaml: the composed config. hyperparameters: {key: number, text or truth value} by which runs are compared.
+    metrics: the names that an evaluation measures. data_parallel_size: into how many shares a global batch is cut.
     batch_size: samples of a global batch. start_step: optimizer steps already done, 0 for a fresh run.
-    start_epoch: whole epochs already done.
+    start_epoch: whole epochs already done. facts: plain values for run.json, see `lockstep.loggers.run_facts`.
     """
 
     run_dir: Path
     config_yaml: str
+    hyperparameters: Mapping[str, Hyperparameter]
+    metrics: Sequence[str]
     world_size: int
     data_parallel_size: int
     train_samples: int
@@ -46,6 +55,7 @@ class RunInfo:
     epochs: int
     start_step: int
     start_epoch: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class EpochSummary:
 
     epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
     mean over all samples; "test" is missing if the epoch had no evaluation. samples_per_second: of training, over all
-    ranks.
+    ranks. best: {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one. best_step: its step.
     """
 
     epoch: int
@@ -62,11 +72,14 @@ class EpochSummary:
     step: int
     metrics: dict[str, dict[str, float]]
     samples_per_second: float
+    best: dict[str, float] = field(default_factory=dict)
+    best_step: int | None = None
 
     def tagged_metrics(self) -> dict[str, float]:
         """{"speed/samples_per_s": ..., "train/loss": ..., "test/loss": ...}: all numbers, as `log_metrics` has them."""
         tagged = {"speed/samples_per_s": self.samples_per_second}
-        for group, means in self.metrics.items():
+        groups = self.metrics | {"best": self.best} if "test" in self.metrics else self.metrics
+        for group, means in groups.items():
             for name, value in means.items():
                 tagged[f"{group}/{name}"] = value
         return tagged
@@ -105,6 +118,18 @@ class Logger:
     def log_image(self, tag: str, image: Tensor, step: int) -> None:
         """An image: a float tensor (C, H, W) with 1 or 3 channels and values from 0 to 1."""
 
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
+        """What the task found in an evaluation. sample, classes: for `report.figures`, which draws images of it.
+
+        Called if the config of a logger has the key `images`: the number of test samples to show.
+        """
+
+    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
+        """The values of a parameter or of its gradient. Called if the config of a logger has `histograms: true`."""
+
+    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
+        """The model, in evaluation mode, and inputs for it. Called if the config of a logger has `graph: true`."""
+
     def on_epoch_end(self, summary: EpochSummary) -> None:
         """An epoch has ended, and its evaluation if there was one."""
 
@@ -117,6 +142,9 @@ class Logger:
         Not called if the run stops early or fails.
         """
 
+    def on_fit_stop(self, error: BaseException) -> None:
+        """The run stops early (StoppedEarly) or fails. Perhaps it has not called `on_fit_start` yet."""
+
     def close(self) -> None:
         """Release files and threads. This is the last call, even if the run fails."""
 
@@ -128,9 +156,22 @@ class LoggerList(Logger):
     order: with `logger=[tensorboard,console,progress_bar]` the bar is gone before the console writes its line.
     """
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        self.loggers = list(loggers)
+    def __init__(self, loggers: Sequence[Logger], before_writing: Callable[[], None] = lambda: None) -> None:
+        """before_writing: called before loggers may write, every few steps. It makes a deleted run folder again."""
+        self.loggers, self.before_writing = list(loggers), before_writing
         self._last_warning: dict[int, float] = {}  # index of a logger -> time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self.on_fit_stop(error)
+        finally:
+            self.close()
 
     def on_fit_start(self, run: RunInfo) -> None:
         self._call_each(lambda logger: logger.on_fit_start(run))
@@ -142,6 +183,7 @@ class LoggerList(Logger):
         self._call_each(lambda logger: logger.on_step(step, samples))
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.before_writing()
         if metrics:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
 
@@ -151,14 +193,28 @@ class LoggerList(Logger):
     def log_image(self, tag: str, image: Tensor, step: int) -> None:
         self._call_each(lambda logger: logger.log_image(tag, image, step))
 
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
+        self._call_each(lambda logger: logger.log_report(report, sample, classes, step))
+
+    def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
+        self._call_each(lambda logger: logger.log_histogram(tag, values, step))
+
+    def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
+        self._call_each(lambda logger: logger.log_graph(model, inputs))
+
     def on_epoch_end(self, summary: EpochSummary) -> None:
+        self.before_writing()
         self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
 
     def flush(self) -> None:
+        self.before_writing()
         self._call_each(lambda logger: logger.flush())
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         self._call_each(lambda logger: logger.on_fit_end(run_dir, metrics), reverse=True)
+
+    def on_fit_stop(self, error: BaseException) -> None:
+        self._call_each(lambda logger: logger.on_fit_stop(error), reverse=True)
 
     def close(self) -> None:
         self._call_each(lambda logger: logger.close(), reverse=True)

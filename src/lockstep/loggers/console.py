@@ -11,6 +11,9 @@ log = logging.getLogger(__name__)
 class ConsoleLogger(Logger):
     """Writes through `logging`; `rank_logs` decides where the lines go."""
 
+    def __init__(self) -> None:
+        self._last: EpochSummary | None = None  # of this process
+
     def on_fit_start(self, run: RunInfo) -> None:
         log.info(
             "%d training and %d test samples; batches of %d samples%s",
@@ -21,6 +24,10 @@ class ConsoleLogger(Logger):
         )
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
+        self._last = summary
+        self._log_epoch(summary)
+
+    def _log_epoch(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   test loss 0.0447   3667 samples/s"""
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
@@ -32,6 +39,15 @@ class ConsoleLogger(Logger):
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         log.info("finished: test %s", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         log.info("run folder: %s", run_dir)
+        last = self._last
+        if last is None:  # a finished run was started again
+            return
+        if last.best_step is not None:
+            ((name, value),) = last.best.items()
+            log.info("best:       test %s %.4f at step %d, in snapshots/best.pt", name, value, last.best_step)
+        log.info("table:      python src/runs.py table %s", run_dir.parent)
+        if last.epoch == last.epochs:
+            log.info("train on:   the same command with resume=%s trainer.epochs=%d", run_dir, 2 * last.epochs)
 
 
 def _share(run: RunInfo) -> str:

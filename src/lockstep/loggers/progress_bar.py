@@ -1,5 +1,7 @@
 """A progress bar over the samples of each epoch, shown only on a terminal."""
 
+import logging
+import sys
 import threading
 from typing import Any
 
@@ -9,7 +11,10 @@ from lockstep.loggers.base import EpochSummary, Logger
 
 
 class ProgressBarLogger(Logger):
-    """A tqdm bar on stderr with the running loss. It disappears when the epoch's training ends."""
+    """A tqdm bar on stderr with the running loss. It disappears when the epoch's training ends.
+
+    A log line takes the bar's place, and the bar comes back below it with the next step.
+    """
 
     def __init__(self) -> None:
         # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
@@ -27,6 +32,8 @@ class ProgressBarLogger(Logger):
             leave=False,
             disable=None,  # on if stderr is a terminal
         )
+        for handler in _console_handlers():
+            handler.addFilter(self._clear_line)
 
     def on_step(self, step: int, samples: int) -> None:
         if self._bar is not None:
@@ -47,3 +54,16 @@ class ProgressBarLogger(Logger):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+            for handler in _console_handlers():
+                handler.removeFilter(self._clear_line)
+
+    def _clear_line(self, record: logging.LogRecord) -> bool:
+        """Called before a log line is written."""
+        if self._bar is not None and not self._bar.disable:
+            self._bar.clear()
+        return True
+
+
+def _console_handlers() -> list[logging.Handler]:
+    streams = (sys.stdout, sys.stderr)
+    return [handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) in streams]

@@ -4,61 +4,93 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.run_folder import unwritable
+from lockstep.errors import ConfigError, RankLost, RanksDiffer, StoppedEarly, TrainingDiverged
+from lockstep.monitor import rank as monitor
 
 log = logging.getLogger(__name__)
 
 FILE_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
-@contextmanager
-def rank_logs(folder: str | Path, rank: int) -> Iterator[None]:
-    """Inside the block, every rank logs to folder/logs/rank<N>.log; rank 0 also to folder/train.log and to stdout.
+class RankLogs:
+    """Where the log lines of this rank go. They are kept in memory until `open` names the run folder."""
 
-    An exception that ends the block is written to the rank's own log. Raises ConfigError if the folder is not writable.
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.kept: list[logging.LogRecord] = []
+        self.files: list[logging.Handler] = [_KeepingHandler(self.kept)]
+        self.console: list[logging.Handler] = []
+        if rank == 0:
+            console = QuietStreamHandler(sys.stdout)
+            console.setFormatter(logging.Formatter("%(message)s"))
+            self.console.append(console)
+
+    def open(self, folder: str | Path) -> None:
+        """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, also what was logged until now.
+
+        Call it when this run holds the folder: a run that is refused must not write there. Raises ConfigError if the
+        folder is not writable.
+        """
+        self.files = open_files(Path(folder), self.rank)
+        for record in self.kept:
+            for file in self.files:
+                file.handle(record)
+        logging.getLogger().handlers = [*self.files, *self.console]
+
+
+class _KeepingHandler(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def rank_logs() -> Iterator[RankLogs]:
+    """Inside the block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout.
+
+    An exception that ends the block is written to the rank's own log.
     """
-    root, handlers = logging.getLogger(), open_handlers(Path(folder), rank)
+    root, logs = logging.getLogger(), RankLogs(read_rank_info().rank)
     before = root.handlers, root.level
-    root.handlers, root.level = handlers, logging.INFO
+    root.handlers, root.level = [*logs.files, *logs.console], logging.INFO
     try:
-        yield
-    except StoppedEarly as stopped:
+        yield logs
+    except (StoppedEarly, RankLost) as stopped:
         log.info("%s", stopped)
         raise
     except Exception as error:
-        # Not on the console: the process that started the ranks prints the error there.
-        root.handlers = [handler for handler in handlers if isinstance(handler, logging.FileHandler)]
-        log.error("%s", error, exc_info=not isinstance(error, (ConfigError, TrainingDiverged)))
+        monitor.failed(error)  # before the log has the traceback, which the report need not repeat
+        root.handlers = logs.files  # not on the console: the process that started the ranks prints the error there
+        log.error("%s", error, exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise
     finally:
         root.handlers, root.level = before
-        close_all(handlers)
+        close_all([*logs.files, *logs.console])
 
 
-def open_handlers(folder: Path, rank: int) -> list[logging.Handler]:
-    """The handlers of this rank. Creates the folder. Raises ConfigError if that fails."""
-    handlers: list[logging.Handler] = []
+def open_files(folder: Path, rank: int) -> list[logging.Handler]:
+    """The log files of this rank. Raises ConfigError if they cannot be opened."""
+    files: list[logging.Handler] = []
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        handlers.append(QuietFileHandler(folder / "logs" / f"rank{rank}.log"))
+        files.append(QuietFileHandler(folder / "logs" / f"rank{rank}.log"))
         if rank == 0:
-            handlers.append(QuietFileHandler(folder / "train.log"))
+            files.append(QuietFileHandler(folder / "train.log"))
     except OSError as error:
-        close_all(handlers)
-        raise ConfigError(
-            f"cannot write to the run folder {folder} ({error.strerror or error}); "
-            "type hydra.run.dir=<a folder you can write to>"
-        ) from error
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter(FILE_FORMAT))
-    if rank == 0:
-        console = QuietStreamHandler(sys.stdout)
-        console.setFormatter(logging.Formatter("%(message)s"))
-        handlers.append(console)
-    return handlers
+        close_all(files)
+        raise ConfigError(unwritable(folder, error)) from error
+    for file in files:
+        file.setFormatter(logging.Formatter(FILE_FORMAT))
+    return files
 
 
 def close_all(handlers: list[logging.Handler]) -> None:
@@ -71,15 +103,22 @@ class QuietStreamHandler(logging.StreamHandler[Any]):
     """Drops lines that its stream no longer takes. The base class would print a traceback for each such line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The stream was closed: by the reader (`| head -1`) or by this process."""
+        """The stream was closed, by the reader (`| head -1`) or by this process, or is a file on a full disk."""
         error = sys.exc_info()[1]
         closed_here = isinstance(error, ValueError) and getattr(self.stream, "closed", False)
-        if not isinstance(error, BrokenPipeError) and not closed_here:
+        if not isinstance(error, OSError) and not closed_here:
             super().handleError(record)
 
 
-class QuietFileHandler(logging.FileHandler):
-    """Drops lines that do not fit on a full disk. The base class would print a traceback for each such line."""
+class QuietFileHandler(WatchedFileHandler):
+    """Drops lines that do not fit on a full disk, and makes its file again if that was deleted.
+
+    The base class would print a traceback for each lost line.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(FileNotFoundError):  # its folder was deleted, too, and is not made again yet
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

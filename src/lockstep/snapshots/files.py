@@ -83,12 +83,13 @@ def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
     if own or resume is None:
         return own
     path = Path(resume)
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises for a name that is too long
         _require_companion(path)
         return [path]
-    found = list_snapshots(path / "snapshots") or list_snapshots(path)
+    is_folder = os.path.isdir(path)
+    found = list_snapshots(path / "snapshots") or list_snapshots(path) if is_folder else []
     if not found:
-        what = "holds no finished snapshot" if path.is_dir() else "does not exist"
+        what = "holds no finished snapshot" if is_folder else "does not exist"
         raise ConfigError(
             f"resume={resume} {what}; to start afresh leave resume= out, "
             f"to resume type resume=<a run folder or one of its snapshots/step_*.pt>"
@@ -197,7 +198,12 @@ def _load_verified(path: Path) -> Any:
         raise ValueError(f"{path.with_suffix('.json').name} with its checksum is missing or damaged")
     if _sha256(path) not in accepted:
         raise ValueError("its checksum does not match")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if "weights_only" in str(error):  # torch advises to switch the check off
+            raise ValueError("it holds more than tensors and plain values, and loading that could run code") from None
+        raise
 
 
 def _require_format(path: Path, contents: Any) -> None:

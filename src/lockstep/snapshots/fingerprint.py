@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 TENSOR_ROWS = 64  # sampled of a data set in memory
 ITEMS = 16  # sampled of any other data set, where loading an item may take a while
-NOT_COMPARED = ("launch.", "hydra.")  # parts of the config that say where a run computes, not what
-NOT_COMPARED_KEYS = ("run_dir", "resume")
+NOT_COMPARED = ("launch.", "hydra.", "sweep.")  # parts of the config that say where a run computes, not what
+NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
 
 
 def data_fingerprint(dataset: Any) -> str:
@@ -49,7 +49,7 @@ def log_config_changes(saved: dict[str, Any], ours: dict[str, Any]) -> None:
 
     Of a class that was replaced by another one only the class is named: its keys have no counterpart.
     """
-    saved, ours = _compared(saved), _compared(ours)
+    saved, ours = compared(saved), compared(ours)
     replaced = [
         key.removesuffix("_target_") for key in saved if key.endswith("._target_") and ours.get(key) != saved[key]
     ]
@@ -83,7 +83,8 @@ def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list
     ]
 
 
-def _compared(config: dict[str, Any]) -> dict[str, Any]:
+def compared(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a flat config that says what is computed, without where."""
     return {
         key: value for key, value in config.items() if key not in NOT_COMPARED_KEYS and not key.startswith(NOT_COMPARED)
     }

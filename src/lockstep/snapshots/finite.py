@@ -1,29 +1,28 @@
-"""The check before a snapshot: a loss or a weight that is not finite must not be saved."""
+"""The checks before a snapshot: a loss or a weight that is not finite must not be saved, nor weights that differ."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from lockstep.training.running_metrics import FindSnapshot, diverged
+from lockstep.training.nan_policy import FindSnapshot, diverged
 from lockstep.training.state import TrainState
 
 
-def require_finite_loss(state: TrainState, totals: Tensor, newest: FindSnapshot) -> None:
+def require_finite_loss(state: TrainState, totals: Tensor) -> None:
     """Raise TrainingDiverged, on all ranks, if the sum of losses in `totals` (see Meter.totals) is not finite."""
     loss = totals[state.meter.names.index("loss")].item()
     if not math.isfinite(loss):
-        found = state.meter.first_non_finite()
-        step = state.progress.step if found is None else found
-        raise diverged(f"the loss is {loss} at step {step}", newest)
+        raise state.nan.non_finite_loss(loss, state.progress.step)
 
 
-def require_finite_weights(state: TrainState, newest: FindSnapshot) -> None:
+def require_good_weights(state: TrainState, newest: FindSnapshot) -> None:
     """Raise TrainingDiverged, on all ranks, if a weight is not finite: an update can break the weights one step before
-    a loss shows it."""
+    a loss shows it. Raise RanksDiffer if ranks hold different weights that should be the same."""
     world = state.strategy.world
     parameters = [parameter.detach() for parameter in state.strategy.model.parameters()]
     local = [value.to_local() if hasattr(value, "to_local") else value for value in parameters]  # of a DTensor
     broken = sum(not torch.isfinite(value).all().item() for value in local)
     if world.all_reduce_sum(torch.tensor(float(broken), device=world.device)).item():
         raise diverged(f"the weights are not finite at step {state.progress.step}", newest)
+    state.compare_weights()

@@ -4,14 +4,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
 from lockstep.distributed import signals
+from lockstep.distributed.run_folder import go_on_words
+from lockstep.distributed.slurm_reason import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
+from lockstep.monitor import rank as monitor
 from lockstep.snapshots.files import (
     explain,
     find_snapshots,
@@ -23,7 +26,7 @@ from lockstep.snapshots.files import (
     step_of,
 )
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes, plain_values
-from lockstep.snapshots.finite import require_finite_loss, require_finite_weights
+from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
 from lockstep.snapshots.writer import BackgroundWriter
@@ -31,7 +34,6 @@ from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
-VOTE_PAUSE = 0.25  # seconds between two votes on stopping and saving
 MAX_PENDING = 2  # snapshots in memory that are not on the disk yet
 
 
@@ -61,7 +63,7 @@ class SnapshotManager:
         self.fingerprint, self.config = plain_values(fingerprint), plain_values(config)
         self.epoch_samples, self.keep_last = epoch_samples, keep_last
         self.interval = SaveInterval(every)
-        self.vote = StopVote(world, flags=2, pause=VOTE_PAUSE)
+        self.vote = StopVote(world, flags=2)
         self.writer = BackgroundWriter(MAX_PENDING)
         self.scheduler_as_built = plain_copy(state.scheduler.state_dict())
         self.before_save: Callable[[], None] = lambda: None
@@ -92,17 +94,21 @@ class SnapshotManager:
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
-        saved, answer = self._find(where) if self.world.is_rank_zero else (None, None)
-        answer = self.world.broadcast_object(answer)
-        if isinstance(answer, ConfigError):
-            raise answer
-        if answer is None:
+        monitor.enter("resume")
+        saved, answer = self._find(where) if self.world.is_rank_zero else (None, (None, None))
+        error, found = self.world.broadcast_json(answer)
+        if error is not None:
+            raise ConfigError(error)
+        if found is None:
             return None
-        path: Path = answer
-        saved = saved or _load(path)
+        path = Path(found)
+        if saved is None:
+            saved, _ = load_first_good([path]) or ({}, path)
         restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
+        # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
+        self.is_due = self.state.progress.samples == self.epoch_samples
         self.resumed_from = path
         log.info("resumed from %s", path)
         if self.state.finished:
@@ -120,16 +126,30 @@ class SnapshotManager:
         stop, due_by_clock = self.vote.cast(signals.stop_requested(), self.interval.due_by_clock())
         due_by_step = self.interval.due_after_step(progress.step)
         self.is_due = self.is_due or due_by_clock or due_by_step
-        if stop or (self.is_due and progress.samples < self.epoch_samples):
-            self.save()
         if stop:
-            raise self._stopped_early()
+            self.stop_before_evaluation()
+        if self.is_due and progress.samples < self.epoch_samples:
+            self.save()
+
+    def stop(self) -> NoReturn:
+        """Save the run as it is now, and raise StoppedEarly."""
+        self.save()
+        raise self._stopped_early()
+
+    def stop_before_evaluation(self) -> NoReturn:
+        """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
+        progress = self.state.progress
+        if progress.samples == 0:
+            progress.epoch, progress.samples = progress.epoch - 1, self.epoch_samples
+        progress.evaluation_pending = self.state.finished
+        self.stop()
 
     def after_epoch(self) -> None:
         """Save if a snapshot is due, and at the end of the run."""
         if self.is_due or self.state.finished or self.interval.due_after_epoch(self.state.progress.epoch):
             self.save()
 
+    @monitor.phase("snapshot")
     def save(self, name: str | None = None) -> None:
         """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
 
@@ -137,9 +157,9 @@ class SnapshotManager:
         """
         state = self.state
         totals = state.meter.totals()
-        require_finite_loss(state, totals, self.newest)
+        require_finite_loss(state, totals)
         state.average_replicas()
-        require_finite_weights(state, self.newest)
+        require_good_weights(state, self.newest)
         contents = collect_state(state, totals, self.scheduler_as_built)
         if name is None:
             self.is_due = False
@@ -166,12 +186,12 @@ class SnapshotManager:
         A run that has trained no step keeps the model.pt of an earlier start. Raises ConfigError on all ranks if it
         cannot be written.
         """
-        if self.state.progress.step == self.start_step and self.world.broadcast_object(self._has_model()):
+        if self.state.progress.step == self.start_step and self.world.broadcast_json(self._has_model()):
             return
         with self.state.ema_weights():
             weights = model_state(self.state.strategy)
             message = self._export(weights) if self.world.is_rank_zero else None
-        message = self.world.broadcast_object(message)
+        message = self.world.broadcast_json(message)
         if message is not None:
             raise ConfigError(message)
 
@@ -191,30 +211,31 @@ class SnapshotManager:
             return f"no model.pt: {reason} and type the command again with hydra.run.dir={self.run_dir}"
         return None
 
-    def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, Path | ConfigError | None]:
-        """On rank 0: the contents and the path of the snapshot to resume from, or the error that all ranks raise."""
+    def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, tuple[str | None, str | None]]:
+        """On rank 0: (contents, (error, path)) of the snapshot to resume from. All ranks raise the error, if any."""
         try:
             found = load_first_good(find_snapshots(where, self.run_dir))
             if found is None:
-                return None, None
+                return None, (None, None)
             saved, path = found
             check_fingerprint(path, saved["fingerprint"], self.fingerprint)
-            return saved, path
+            return saved, (None, str(path))
         except ConfigError as error:
-            return None, error
+            return None, (str(error), None)
 
     def _stopped_early(self) -> StoppedEarly:
         """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""
-        newest = self.world.broadcast_object(self.newest() if self.world.is_rank_zero else None)
+        newest = self.world.broadcast_json(str(self.newest() or "") if self.world.is_rank_zero else "")
+        reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
         self.world.barrier()
         signals.stop_listening()
-        step = self.state.progress.step
-        if newest == self.folder / f"{self._numbered()}.pt":
-            return StoppedEarly(f"stopped early at step {step}; go on there with hydra.run.dir={self.run_dir}")
+        stopped = f"stopped early at step {self.state.progress.step}{reason}"
+        if newest == str(self.folder / f"{self._numbered()}.pt"):
+            return StoppedEarly(f"{stopped}; go on there with {go_on_words(self.run_dir)}")
         where = f"go on from {newest}" if newest else "start again"
         return StoppedEarly(
-            f"stopped early at step {step}, whose snapshot could not be written; "
-            f"{where} with hydra.run.dir={self.run_dir}"
+            f"{stopped}, whose snapshot could not be written; {where} with {go_on_words(self.run_dir)}",
+            EXIT_STOPPED_WITHOUT_SNAPSHOT,
         )
 
     def _numbered(self) -> str:
@@ -227,9 +248,3 @@ class SnapshotManager:
         except OSError as error:
             reason = explain(error, self.folder)
             log.warning("no snapshot at step %d: %s; training goes on", position["step"], reason)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    found = load_first_good([path])
-    assert found is not None
-    return found[0]

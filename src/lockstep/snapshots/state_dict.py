@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.errors import ConfigError
 from lockstep.snapshots.hyperparameters import log_changes, restore_scheduler, resumed_group
 from lockstep.strategies.base import Strategy
-from lockstep.training.state import Progress, TrainState
+from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
         averages = _to_parameter_layout(strategy, saved["ema"] or {})
         # In the model's order: the average is updated parameter by parameter.
         state.ema.averages = {name: averages[name] for name, _ in strategy.model.named_parameters() if name in averages}
-    state.progress = Progress(**saved["progress"])
+    for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
+        setattr(state.progress, name, value)
     _restore_measurements(state, saved)
 
 
@@ -128,7 +129,7 @@ def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", state.progress.step)
     if saved["monitor"] != state.task.monitor:
         log.info("task.monitor changed: the best evaluation before step %d does not count", state.progress.step)
-        state.progress.best, state.progress.evals_since_best = None, 0
+        state.progress.best, state.progress.best_step, state.progress.evals_since_best = None, None, 0
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from lockstep.strategies.base import Advance, JobSpec, StepRunner, Strategy
 class AsyncParameterServer(Strategy):
     """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
 
+    ranks_agree = False
+    waits_in_passes = True
     supports_sync_bn = False  # workers compute different batches at the same time
 
     def __init__(self, sync_every: int) -> None:
@@ -41,6 +43,8 @@ class AsyncParameterServer(Strategy):
             raise ConfigError(f"{name} would scale each worker's fp16 loss differently; type trainer.precision=bf16")
         if job.profile:
             raise ConfigError(f"{name} has no common step to measure; type profiler.enabled=false")
+        if job.nan == "rollback":
+            raise ConfigError(f"{name} cannot leave out the batch of one worker; type watch.nan=stop")
         if job.save_unit == "step":
             raise ConfigError(
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lockstep.data.partition import Batch, Part, micro_batch_parts
+from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class JobSpec:
     compile: bool | str
     deterministic: bool
     profile: bool
+    nan: str  # "stop", "skip" or "rollback"
     save_unit: str  # "epoch", "step" or "min"
     optimizer: Any  # the class, or whatever `optimizer._target_` names
     fused_optimizer: bool
@@ -91,6 +94,9 @@ class Strategy:
 
     uses_communication_hooks = False  # whether gradients are averaged by DistributedDataParallel
     supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
+    ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
+    waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
+    recovers_live = False  # whether all ranks hold the same weights and optimizer state after each step
     binds_one_device = True  # False if a rank computes on several GPUs
 
     def validate(self, job: JobSpec) -> None:
@@ -158,6 +164,10 @@ class Strategy:
         """Scale the gradients so that the norm over the whole model is at most `max_norm`."""
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradients, 0-d: over the whole model, or of this rank's own where ranks do not average."""
+        return get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+
     def eval_step(
         self,
         inputs: Tensor,
@@ -184,6 +194,19 @@ class Strategy:
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """{name: parameter or buffer} that has the same bits on every rank after every step. A damaged one is found.
+
+        Without `ranks_agree` there is none. Of the buffers only the statistics of synchronised batch norm belong here.
+        """
+        if not self.ranks_agree:
+            return {}
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters())
+        for name, module in self.model.named_modules():
+            if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+                tensors.update(module.named_buffers(prefix=name, recurse=False))
+        return tensors
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
         """{parameter or buffer name: nested tensors}, as this rank holds them -> the whole model's, on rank 0.

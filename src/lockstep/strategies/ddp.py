@@ -21,6 +21,7 @@ class DDP(Strategy):
     """
 
     uses_communication_hooks = True
+    recovers_live = True
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class DDP(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         self.gradient_sync = gradient_sync
+        self.ranks_agree = gradient_sync.ranks_agree
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return
         devices = {parameter.device for parameter in model.parameters()}

@@ -28,6 +28,9 @@ class FSDP(Strategy):
     In a world of one rank the model stays a plain module.
     """
 
+    ranks_agree = False  # each rank holds its own part
+    waits_in_passes = True
+
     def __init__(self, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int) -> None:
         self.reshard_after_forward = reshard_after_forward
         self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters
@@ -42,6 +45,7 @@ class FSDP(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         if world.size == 1:
+            self.ranks_agree = True
             return
         model.to(memory_format=torch.contiguous_format)  # FSDP2 cannot cut another layout
         mesh = init_device_mesh(world.device.type, (world.size,))
@@ -79,6 +83,10 @@ class FSDP(Strategy):
         super().eval_step(inputs, targets, count, autocast)
         for wrapped in self._wrapped_modules():
             wrapped.reshard()  # without a backward pass nothing else frees the gathered weights
+
+    def grad_norm(self) -> Tensor:
+        norm = super().grad_norm()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
         def gathered(tensor: DTensor) -> Tensor | None:

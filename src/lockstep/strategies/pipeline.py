@@ -10,11 +10,10 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.world import World
@@ -43,6 +42,8 @@ class Pipeline(Strategy):
     plain module.
     """
 
+    ranks_agree = False  # each rank holds its own layers
+    waits_in_passes = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: str, micro_batches: int) -> None:
@@ -79,6 +80,7 @@ class Pipeline(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         if world.size == 1:
+            self.ranks_agree = True
             return
         stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
         self.stage = stages[world.rank]
@@ -170,9 +172,11 @@ class Pipeline(Strategy):
         if self.world.size == 1:
             super().clip_grad_norm(max_norm)
             return
-        norm = get_total_norm([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
-        squares = self.world.all_reduce_sum(norm.square())
-        clip_grads_with_norm_(self.model.parameters(), max_norm, squares.sqrt())
+        clip_grads_with_norm_(self.model.parameters(), max_norm, self.grad_norm())
+
+    def grad_norm(self) -> Tensor:
+        norm = super().grad_norm()
+        return norm if self.world.size == 1 else self.world.all_reduce_sum(norm.square()).sqrt()
 
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""
@@ -180,10 +184,8 @@ class Pipeline(Strategy):
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
         if self.world.size == 1:
             return named
-        on_cpu = tree_map_only(Tensor, Tensor.cpu, named)
-        gathered: list[Any] | None = [None] * self.world.size if self.world.is_rank_zero else None
-        dist.gather_object(on_cpu, gathered, group=self.world.control)
-        return {name: values for stage in gathered or [] for name, values in stage.items()}
+        stages = self.world.gather_state(tree_map_only(Tensor, Tensor.cpu, named))
+        return {name: values for stage in stages for name, values in stage.items()}
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         mine = self.model.state_dict()

@@ -24,13 +24,19 @@ class VirtualRanks(Strategy):
     """Trains as `count` virtual ranks, each real rank computing some of them one after the other."""
 
     supports_sync_bn = False  # each virtual rank is computed by itself
+    recovers_live = True
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.results: list[Tensor] = []  # of each virtual rank of this step: gradients and weighted buffers
 
     def validate(self, job: JobSpec) -> None:
-        self._per_rank(job.world_size)
+        if self.count % job.world_size:
+            fitting = job.world_size * -(-self.count // job.world_size)
+            raise ConfigError(
+                f"strategy.count={self.count} virtual ranks cannot be divided among {job.world_size} ranks; "
+                f"type strategy.count={fitting}"
+            )
         if job.gradient_accumulation_steps > 1:
             raise ConfigError(
                 "strategy=virtual_ranks computes a step in parts already; type trainer.gradient_accumulation_steps=1"
@@ -42,25 +48,16 @@ class VirtualRanks(Strategy):
                 "strategy=virtual_ranks on GPUs needs deterministic kernels; type trainer.deterministic=true"
             )
 
-    def _per_rank(self, world_size: int) -> int:
-        if self.count % world_size:
-            fitting = world_size * -(-self.count // world_size)
-            raise ConfigError(
-                f"strategy.count={self.count} virtual ranks cannot be divided among {world_size} ranks; "
-                f"type strategy.count={fitting}"
-            )
-        return self.count // world_size
-
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
-        self.per_rank = self._per_rank(world.size)
+        # Uneven only in a world that has lost a rank: some ranks then compute one virtual rank more.
+        self.shares = torch.arange(self.count).tensor_split(world.size)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
-        first = self.world.rank * self.per_rank
-        shares = batch.tensor_split(self.count)
-        return [Part(number, shares[number]) for number in range(first, first + self.per_rank)]
+        samples = batch.tensor_split(self.count)
+        return [Part(number, samples[number]) for number in self.shares[self.world.rank].tolist()]
 
     def forward_backward(
         self,
@@ -100,10 +97,11 @@ class VirtualRanks(Strategy):
 
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
-        mine = torch.stack(self.results)
+        mine = self.results[0].new_zeros(max(map(len, self.shares)), len(self.results[0]))
+        mine[: len(self.results)] = torch.stack(self.results)
         gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(gathered, mine)
-        total = tree_sum(torch.cat(gathered))
+        total = tree_sum(torch.cat([rows[: len(share)] for rows, share in zip(gathered, self.shares, strict=True)]))
         parameters, buffers = list(self.model.parameters()), self._floating_buffers()
         *sums, samples = total.split([tensor.numel() for tensor in (*parameters, *buffers)] + [1])
         for parameter, summed in zip(parameters, sums, strict=False):

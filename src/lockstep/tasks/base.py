@@ -1,12 +1,45 @@
 """The contract of a task: what is minimised, and what is measured.
 
 To add one: a class in a file of its own here, and `conf/task/<name>.yaml` with its `_target_`, its metrics and the
-metric to monitor.
+metric to monitor. A task that can show more than numbers returns a `Report`.
 """
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+
+ReadSample = Callable[[int], Tensor]
+"""The test sample of a number, as the data set has it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which test samples this rank evaluates, in this order: rank, rank + size, rank + 2 size, ... below `samples`."""
+
+    rank: int
+    size: int
+    samples: int
+
+
+class Report:
+    """What an evaluation shows beside its means. Every rank makes a new one for each evaluation.
+
+    `add` is called for each batch, then `reduce`, then on rank 0 perhaps `figures`. This one shows nothing.
+    """
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take in the next samples of this rank's share. It must not wait for the device."""
+
+    def reduce(self, world: World) -> None:
+        """Bring together what the ranks have. A collective. A rank may have had no samples."""
+
+    def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
+        """{tag: image (3, height, width) with values from 0 to 1}. classes: their names, empty if they have none."""
+        return {}
 
 
 class Task:
@@ -25,6 +58,10 @@ class Task:
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(outputs of the model, targets) -> (the summed loss, which has a gradient; {metric: 0-d sum})."""
         raise NotImplementedError
+
+    def report(self, share: Share, images: int) -> Report | None:
+        """What an evaluation shall show. images: how many test samples at most. None: nothing but the metrics."""
+        return None
 
     def mode(self, objective: str) -> str:
         """ "min" or "max" for an objective such as "test/accuracy". Raises ConfigError if no evaluation measures it."""

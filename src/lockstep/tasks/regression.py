@@ -3,12 +3,23 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.tasks.base import Task, at_least_float32
+from lockstep.errors import ConfigError
+from lockstep.tasks.base import Report, Share, Task, at_least_float32
+from lockstep.tasks.value_report import ValueReport
 
 
 class Regression(Task):
     """Squared error over outputs and targets (N, values), averaged over the values of a sample."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if outputs.shape != targets.shape:  # torch would broadcast them, and compare each with each
+            raise ConfigError(
+                f"{type(self).__name__} compares outputs and targets of one shape, and these have "
+                f"{list(outputs.shape)} and {list(targets.shape)}; "
+                f"type task=classification for targets that are classes"
+            )
         loss = F.mse_loss(at_least_float32(outputs), targets, reduction="none").flatten(1).mean(1).sum()
         return loss, {"loss": loss}
+
+    def report(self, share: Share, images: int) -> Report | None:
+        return ValueReport(share)

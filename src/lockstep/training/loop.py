@@ -1,41 +1,57 @@
 """Train an epoch, and evaluate. The code is the same for any number of processes."""
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
+from lockstep.distributed import signals
+from lockstep.distributed.stop_vote import StopVote
+from lockstep.monitor import rank as monitor
+from lockstep.strategies.base import Advance
+from lockstep.tasks.base import Report
 from lockstep.training.meter import Meter
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.step import TrainStepRunner
 from lockstep.training.timer import StepTimer
 
+AfterStep = Callable[[int], None]
+"""Called after every step with the global number of samples since its last call. It may raise to stop."""
+
 
 def train_epoch(
     state: TrainState,
     loader: BatchLoader,
     timer: StepTimer,
-    after_step: Sequence[Callable[[int], None]],
+    after_step: Sequence[AfterStep],
 ) -> int:
     """The rest of one epoch: from `state.progress.samples` to its end, or to `max_steps`. Returns the global samples.
 
     Each of `after_step` is called with the global number of samples since its last call. It may raise to stop.
     """
     progress, runner = state.progress, TrainStepRunner(state, loader, timer)
+    progress.evaluation_pending = False
+    monitor.enter("train")
     state.strategy.module.train()
     if progress.samples == 0:
         state.meter.clear()
     samples_before = progress.samples
+    if state.unreported is not None:
+        _report(after_step, state.unreported)
+        state.unreported = None
     timer.phase("data")
     try:
-        for advance in state.strategy.train_steps(runner):
+        # Nothing is left if the run stopped early between its last step and the evaluation.
+        for advance in state.strategy.train_steps(runner) if runner.steps_left > 0 else ():
             progress.samples += advance.samples
             progress.step += advance.steps
+            monitor.step_ended(progress.epoch + 1, progress.step)
             timer.phase("logging")
-            for callback in after_step:
-                callback(advance.samples)
+            state.note(advance)
+            _report(after_step, advance)
             timer.step_end(runner.full_steps_left)
             timer.phase("data")
             if runner.steps_left <= 0:
@@ -48,11 +64,20 @@ def train_epoch(
     return samples
 
 
-def evaluate(state: TrainState, loader: BatchLoader) -> dict[str, float]:
+def _report(after_step: Sequence[Callable[[int], None]], advance: Advance) -> None:
+    for callback in after_step:
+        callback(advance.samples)
+
+
+def evaluate(
+    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn], report: Report | None = None
+) -> dict[str, float]:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
 
-    A collective: every rank calls it and gets the same numbers.
+    A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
+    its numbers are dropped, and `on_stop` is called on every rank. report: gets all outputs of this rank.
     """
+    monitor.enter("evaluation")
     state.average_replicas()
     state.strategy.sync_buffers()
     meter = Meter(list(state.task.metrics), state.strategy.world)
@@ -60,10 +85,20 @@ def evaluate(state: TrainState, loader: BatchLoader) -> dict[str, float]:
 
     def count(outputs: Tensor, targets: Tensor) -> None:
         meter.add(state.task(outputs, targets)[1], len(targets))
+        if report is not None:
+            report.add(outputs, targets)
 
+    stop, vote = False, StopVote(state.strategy.world, flags=1)
     state.strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with state.ema_weights(), torch.no_grad():
         for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
             state.strategy.eval_step(inputs, targets, count, context)
+            monitor.heartbeat()
+            (stop,) = vote.cast(signals.stop_requested())
+            if stop:
+                break
+    vote.close()
+    if stop:
+        on_stop()
     return meter.means()

@@ -22,43 +22,64 @@ class Meter:
         self.names, self.world = names, world
         self.sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
         self.reported = torch.zeros_like(self.sums)
-        self.buffered: list[list[Tensor]] = []
-        self.buffered_count = 0
+        self.buffered: list[tuple[int, int, list[Tensor]]] = []  # (step, samples, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
 
     def clear(self) -> None:
         """Start again from zero."""
-        self.buffered, self.buffered_count = [], 0
+        self.buffered = []
         self.recent_losses.clear()
         self.sums.zero_()
         self.reported.zero_()
 
     def add(self, sums: dict[str, Tensor], count: int, step: int = 0) -> None:
-        """sums: {name: 0-d tensor, summed over this rank's `count` samples}. Never waits for the device."""
-        self.recent_losses.append((step, sums["loss"].detach()))
-        self.buffered.append([sums[name].detach() for name in self.names])
-        self.buffered_count += count
-        if len(self.buffered) == BUFFERED_STEPS:
+        """sums: {name: 0-d tensor, summed over this rank's `count` samples}. Never waits for the device.
+
+        What is added for one step, counted from 1, can be taken out by `discard` until the next step is added.
+        """
+        if len(self.buffered) >= BUFFERED_STEPS and (step == 0 or step != self.buffered[-1][0]):
             self._add_buffered()
+        self.recent_losses.append((step, sums["loss"].detach()))
+        self.buffered.append((step, count, [sums[name].detach() for name in self.names]))
+
+    def discard(self, step: int) -> None:
+        """Take out what was added for `step`, the last one."""
+        self.buffered = [entry for entry in self.buffered if entry[0] != step]
+        kept = [entry for entry in self.recent_losses if entry[0] != step]
+        self.recent_losses.clear()
+        self.recent_losses.extend(kept)
+
+    def losses_of(self, step: int) -> list[float]:
+        """This rank's sums of losses of `step`, if they were added since the last report."""
+        return [loss.item() for number, loss in self.recent_losses if number == step]
 
     def _add_buffered(self) -> None:
         if self.buffered:
-            columns = [torch.stack(column).sum(dtype=torch.float64) for column in zip(*self.buffered, strict=True)]
-            self.sums += torch.stack([*columns, self.sums.new_full((), self.buffered_count)])
-            self.buffered, self.buffered_count = [], 0
+            values = [values for _, _, values in self.buffered]
+            columns = [torch.stack(column).sum(dtype=torch.float64) for column in zip(*values, strict=True)]
+            count = sum(count for _, count, _ in self.buffered)
+            self.sums += torch.stack([*columns, self.sums.new_full((), count)])
+            self.buffered = []
 
-    def totals(self) -> Tensor:
-        """(len(names) + 1,): the sums over all ranks and, last, the number of samples. A collective."""
+    def totals(self, beside: Tensor | None = None) -> Tensor:
+        """(len(names) + 1,): the sums over all ranks and, last, the number of samples. A collective.
+
+        beside: float64 values (n,) that are summed over all ranks in the same all-reduce, in place.
+        """
         self._add_buffered()
-        return self.world.all_reduce_sum(self.sums.clone())
+        if beside is None:
+            return self.world.all_reduce_sum(self.sums.clone())
+        both = self.world.all_reduce_sum(torch.cat([self.sums, beside]))
+        beside.copy_(both[len(self.sums) :])
+        return both[: len(self.sums)]
 
     def means(self) -> dict[str, float]:
         """{name: mean over every sample of every rank}. A collective."""
         return self._means(self.totals())
 
-    def means_since_last(self) -> dict[str, float]:
-        """The means over what was added since the last call, over all ranks. A collective."""
-        totals = self.totals()
+    def means_since_last(self, beside: Tensor | None = None) -> dict[str, float]:
+        """The means over what was added since the last call, over all ranks. beside: see `totals`. A collective."""
+        totals = self.totals(beside)
         recent, self.reported = totals - self.reported, totals
         means = self._means(recent)
         if math.isfinite(means["loss"]):
@@ -68,7 +89,7 @@ class Meter:
     def first_non_finite(self) -> int | None:
         """The first step since the last report whose loss is NaN or infinite on some rank. A collective."""
         bad = [step for step, loss in self.recent_losses if not math.isfinite(loss.item())]
-        found = [step for step in self.world.all_gather_object(min(bad, default=None)) if step is not None]
+        found = [step for step in self.world.all_gather_json(min(bad, default=None)) if step is not None]
         return min(found, default=None)
 
     def _means(self, totals: Tensor) -> dict[str, float]:

@@ -1,22 +1,15 @@
 """The metrics of the last few steps, and the check that the loss is still a number."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
+import time
 from typing import Protocol
 
-from lockstep.errors import TrainingDiverged
+import torch
+
+from lockstep.training.memory import used_memory
+from lockstep.training.nan_policy import FindSnapshot, diverged
 from lockstep.training.state import TrainState
-
-FindSnapshot = Callable[[], Path | None]
-"""Finds the last good snapshot, for an error message."""
-
-
-def diverged(what: str, newest_snapshot: FindSnapshot) -> TrainingDiverged:
-    """The error for a loss or weights that are not finite. what: the first words, with the step."""
-    path = newest_snapshot()
-    saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
-    return TrainingDiverged(f"{what}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")
+from lockstep.training.straggler import StragglerWatch
 
 
 class StepLogger(Protocol):
@@ -28,14 +21,22 @@ class StepLogger(Protocol):
 
 
 class RunningMetrics:
-    """Called after every step on every rank. Every `log_every` steps it reports the loss and the learning rate.
+    """Called after every step on every rank. Every `log_every` steps it reports the loss, the learning rate and more.
 
-    logger: takes metrics by tag.
+    logger: takes metrics by tag. stragglers: an attribute; its times are exchanged and logged with the loss. What
+    differs between ranks is exchanged in the same all-reduce as the loss.
     """
 
     def __init__(self, state: TrainState, logger: StepLogger, newest_snapshot: FindSnapshot) -> None:
         self.state, self.logger, self.newest_snapshot = state, logger, newest_snapshot
-        self.last_step = state.progress.step
+        self.stragglers: StragglerWatch | None = None
+        self.last_step = state.progress.step - (state.unreported.steps if state.unreported else 0)
+        self.logged_step = self.last_step
+        self.interval = (self.last_step, time.perf_counter())  # when the first step after the last report began
+
+    def epoch_start(self) -> None:
+        """What came since the last step, such as an evaluation, is no part of a step."""
+        self.interval = (self.state.progress.step, time.perf_counter())
 
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
@@ -45,15 +46,42 @@ class RunningMetrics:
         self.logger.on_step(step, samples)
         if not is_due:
             return
-        loss = self.finite("loss", self.state.meter.means_since_last())["loss"]
+        world, stragglers = self.state.strategy.world, self.stragglers
+        memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+        memory[world.rank] = used_memory(world.device)
+        beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
+        loss = self.finite("loss", self.state.meter.means_since_last(beside))["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
-        self.logger.log_metrics({"train/running_loss": loss, "train/lr": learning_rate}, step)
+        metrics = (
+            {"train/running_loss": loss, "train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
+        )
+        if stragglers is not None:
+            metrics |= stragglers.report(beside[world.size :])
+        used = beside[: world.size].tolist()
+        metrics |= {"world/largest_rank_mib": max(used), "world/smallest_rank_mib": min(used)}
+        if self.state.nan.action == "skip":
+            metrics["watch/skipped_steps"] = self.state.nan.skipped
+        if step > self.logged_step:  # after a rollback the same steps come again, with the same numbers
+            self.logger.log_metrics(metrics, step)
+            self.logged_step = step
+
+    def _grad_norm(self, step: int) -> dict[str, float]:
+        if self.state.grad_norm is None or self.state.grad_norm[0] != step:
+            return {}
+        norm = float(self.state.grad_norm[1])
+        return {"train/grad_norm": norm} if math.isfinite(norm) else {}
+
+    def _step_time(self, step: int) -> dict[str, float]:
+        """The mean over the steps since the last report. The report of the loss has waited for the device."""
+        now = time.perf_counter()
+        (first, start), self.interval = self.interval, (step, now)
+        return {"speed/step_ms": 1000 * (now - start) / (step - first)} if step > first else {}
 
     def finite(self, name: str, means: dict[str, float]) -> dict[str, float]:
         """`means`, the same on all ranks. Raises TrainingDiverged if their loss, called `name`, is NaN or infinite."""
-        loss = means["loss"]
+        loss, step = means["loss"], self.state.progress.step
         if math.isfinite(loss):
             return means
-        step, found = self.state.progress.step, self.state.meter.first_non_finite()
-        where = f"by step {step}" if found is None else f"at step {found}"
-        raise diverged(f"the {name} is {loss} {where}", self.newest_snapshot)
+        if name == "loss":
+            raise self.state.nan.non_finite_loss(loss, step)
+        raise diverged(f"the {name} is {loss} at step {step}", self.newest_snapshot)

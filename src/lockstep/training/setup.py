@@ -71,3 +71,12 @@ def grad_scaler(world: World, precision: str) -> torch.amp.GradScaler:
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
     return torch.autocast(device.type, AUTOCAST_TYPES.get(precision), enabled=precision in AUTOCAST_TYPES)
+
+
+def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
+    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
+    if setting != "off" and world_size > 1 and not ranks_agree:
+        raise ConfigError(
+            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
+            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )

@@ -1,7 +1,7 @@
 """What a training run is: its fixed settings, and everything that changes as it goes on."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Advance, Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
+from lockstep.training.nan_policy import NanPolicy
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TrainSettings:
 
     epochs: int
     max_steps: int | None
+    pause_after: int | None  # epochs
     batch_size: int
     gradient_accumulation_steps: int
     max_grad_norm: float | None
@@ -48,19 +50,36 @@ class Progress:
     """How far a run is. A snapshot stores it.
 
     epoch: whole epochs done. samples: global samples used of the current epoch. step: optimizer steps done.
-    best: the best evaluation so far. evals_since_best: evaluations since then.
+    best, best_step: the best evaluation so far, and the step of it. evals_since_best: evaluations since then.
+    evaluation_pending: the run stopped early after its last step and before the evaluation of it.
     """
 
     epoch: int = 0
     samples: int = 0
     step: int = 0
     best: float | None = None
+    best_step: int | None = None
     evals_since_best: int = 0
+    evaluation_pending: bool = False
+
+
+def _do_nothing() -> None:
+    """Only a run with trainer.digest looks at gradients here."""
+
+
+def _note_nothing(advance: Advance | None) -> None:
+    """Only launch.recover=live goes back to earlier states."""
 
 
 @dataclass
 class TrainState:
-    """A run's settings and everything that changes while it trains: what a snapshot saves and restores."""
+    """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
+
+    grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
+    gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
+    compare_weights: called on all ranks before weights are saved. Raises RanksDiffer if the ranks' weights differ.
+    before_update: called in each step when its gradients are averaged, before they are clipped and applied.
+    """
 
     settings: TrainSettings
     task: Task
@@ -71,7 +90,14 @@ class TrainState:
     scaler: torch.amp.GradScaler
     meter: Meter
     ema: ExponentialMovingAverage | None
+    nan: NanPolicy
     progress: Progress = field(default_factory=Progress)
+    grad_norm: tuple[int, Tensor] | None = None
+    gradients: dict[str, Tensor] | None = None
+    compare_weights: Callable[[], None] = lambda: None
+    before_update: Callable[[], None] = _do_nothing
+    unreported: Advance | None = None  # a step that was taken before, and whose logging is still to come
+    note: Callable[[Advance | None], None] = _note_nothing  # called after each step, and with None after each epoch
 
     @property
     def finished(self) -> bool:
@@ -81,15 +107,25 @@ class TrainState:
     def reached_limit(self) -> str | None:
         """The config key of the limit that the run has reached, None if it can train on."""
         settings, progress = self.settings, self.progress
+        if progress.evaluation_pending:
+            return None
         if settings.max_steps is not None and progress.step >= settings.max_steps:
             return "trainer.max_steps"
         if settings.patience is not None and progress.evals_since_best >= settings.patience:
             return "evaluation.patience"
-        return "trainer.epochs" if progress.epoch >= settings.epochs else None
+        if progress.epoch >= settings.epochs:
+            return "trainer.epochs"
+        if settings.pause_after is not None and progress.epoch >= settings.pause_after:
+            return "trainer.pause_after"
+        return None
 
     @property
     def evaluation_due(self) -> bool:
-        return self.finished or self.progress.epoch % self.settings.eval_every == 0
+        return self.finished or self._evaluates_each_time
+
+    @property
+    def _evaluates_each_time(self) -> bool:
+        return self.progress.epoch % self.settings.eval_every == 0
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model holds the averaged weights, if the run keeps an average."""
@@ -98,25 +134,26 @@ class TrainState:
     def update_best(self, value: float, mode: str) -> bool:
         """Record an evaluation, the same number on every rank. Returns True if it is the best so far.
 
-        mode: "min" or "max". In mid-epoch, where `max_steps` ends a run, nothing is recorded: the same run with more
-        steps would not have evaluated there.
+        mode: "min" or "max". In mid-epoch, where `max_steps` ends a run, and at a pause between two evaluations,
+        nothing is recorded: the same run with more steps would not have evaluated there.
         """
         progress = self.progress
-        if progress.samples or math.isnan(value):
+        is_extra = self.reached_limit == "trainer.pause_after" and not self._evaluates_each_time
+        if progress.samples or is_extra or math.isnan(value):
             return False
         best = progress.best
         if best is None or (value < best if mode == "min" else value > best):
-            progress.best, progress.evals_since_best = value, 0
+            progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
             return True
         progress.evals_since_best += 1
         return False
 
     def average_replicas(self) -> None:
         """Make weights, optimizer state and moving average equal on all ranks, before they are evaluated or saved."""
-        self.strategy.average_replicas(self._replicated_tensors())
+        self.strategy.average_replicas(self.replicated_tensors())
 
-    def _replicated_tensors(self) -> Iterator[Tensor]:
-        """What differs between ranks that step on their own gradients."""
+    def replicated_tensors(self) -> Iterator[Tensor]:
+        """Weights, optimizer state and moving average: what differs between ranks that step on their own gradients."""
         yield from self.strategy.module.parameters()
         for state in self.optimizer.state.values():
             for value in state.values():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
+from lockstep.monitor import rank as monitor
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timer import StepTimer
@@ -64,7 +65,11 @@ class TrainStepRunner:
         Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
         divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples.
         """
+        monitor.current_batch(batch)
         strategy, step = self.state.strategy, self.state.progress.step + steps_ahead
+        if step + 1 in self.state.nan.left_out:
+            return
+        self.state.nan.begin(step + 1, batch)
         loss_function = partial(self._weighted_loss, step + 1, strategy.gradient_divide_factor() / batch.count)
         for number, part in enumerate(batch.parts, start=1):
             self.timer.phase("forward")
@@ -84,16 +89,39 @@ class TrainStepRunner:
         return weighted
 
     def apply_gradients(self) -> None:
+        self.state.before_update()
+        if self._update_is_good():
+            self._update()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.scheduler.step()
+
+    def _update_is_good(self) -> bool:
+        """Whether the optimizer shall step. Raises TrainingDiverged as `NanPolicy.accepts` does."""
+        nan, step = self.state.nan, self.state.progress.step + 1
+        if step in nan.left_out:
+            return False
+        groups = self.state.optimizer.param_groups
+        return nan.accepts(step, [p.grad for group in groups for p in group["params"] if p.grad is not None])
+
+    def _update(self) -> None:
         state = self.state
+        step, every = state.progress.step, state.settings.log_every
+        if (step + 1) // every > step // every:  # its loss will be reported
+            state.grad_norm = step + 1, state.strategy.grad_norm() / self._loss_scale()
+        if state.gradients is not None and self.steps_left == 1:
+            named = state.strategy.model.named_parameters()
+            scale = self._loss_scale()
+            state.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
         if state.settings.max_grad_norm is not None:
             state.scaler.unscale_(state.optimizer)
             state.strategy.clip_grad_norm(state.settings.max_grad_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.scheduler.step()
         if state.ema is not None:
             state.ema.update()
+
+    def _loss_scale(self) -> float:
+        return self.state.scaler.get_scale() if self.scales_loss else 1.0
 
 
 def set_seed(seed: int) -> None:

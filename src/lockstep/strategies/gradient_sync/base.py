@@ -24,7 +24,9 @@ class GradientSync:
     """DDP's own way: one all-reduce per bucket, by whatever algorithm the backend prefers."""
 
     name = "all_reduce"
+    ranks_agree = True  # whether all ranks have the same gradient afterwards
     needs_hooks = False  # whether it works only in a strategy that runs DistributedDataParallel
+    recovers_live = True  # False if it keeps something from step to step, or lets the ranks' weights differ
 
     def validate(self, job: JobSpec, strategy: Strategy) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""

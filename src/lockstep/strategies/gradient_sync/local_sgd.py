@@ -19,6 +19,8 @@ class LocalSGD(GradientSync):
 
     name = "local_sgd"
     needs_hooks = True
+    ranks_agree = False
+    recovers_live = False
 
     def __init__(self, sync_every: int) -> None:
         self.sync_every = sync_every

@@ -9,6 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 
 
@@ -21,6 +23,7 @@ class PowerSGD(GradientSync):
 
     name = "powersgd"
     needs_hooks = True
+    recovers_live = False
 
     def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
         self.state_options: dict[str, Any] = {
@@ -29,6 +32,14 @@ class PowerSGD(GradientSync):
             "min_compression_rate": min_compression,
             "orthogonalization_epsilon": epsilon,
         }
+
+    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+        super().validate(job, strategy)
+        if job.nan == "skip":
+            raise ConfigError(
+                "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
+                "type watch.nan=rollback, or gradient_sync=auto"
+            )
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         module.register_comm_hook(PowerSGDState(None, **self.state_options), _one_bucket_at_a_time)

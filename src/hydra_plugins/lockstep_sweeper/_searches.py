@@ -1,0 +1,123 @@
+"""Which search a sweep uses, and its jobs or its space. The scan for plugins leaves this file out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override
+
+from lockstep.config.check import check_value
+from lockstep.config.schema import find_rule
+from lockstep.errors import ConfigError
+from lockstep.sweeps.halving import PAUSE, Halving
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, to_run
+from lockstep.sweeps.space import Choices, Numbers, Space, draw, interval, limits_of, words
+from lockstep.sweeps.sweep import OpenSweep
+from lockstep.sweeps.tpe import Tpe, require_optuna
+
+LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
+OF_RUNGS = ("trainer.epochs", PAUSE)
+Name = Callable[[int, str, Sequence[str]], str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
+
+    fixed: the overrides that all jobs have. space: None if all jobs are known.
+    """
+
+    lists: Sequence[Sequence[str]]
+    fixed: Sequence[str]
+    space: Space | None = None
+
+
+def make_plan(
+    base: Any, overrides: list[Override], fixed: Sequence[str], list_all: Callable[[], Sequence[Sequence[str]]]
+) -> Plan:
+    """What to run. base: the config of a job without what varies. list_all: the product of all lists.
+
+    Raises ConfigError for values that do not fit the search.
+    """
+    for key in ("search", "trials", "seed"):
+        rule = find_rule(f"sweep.{key}")
+        assert rule is not None
+        check_value(f"sweep.{key}", base.sweep[key], rule)
+    search, trials = base.sweep.search, base.sweep.trials
+    if search in (RANDOM, TPE) and trials is None:
+        raise ConfigError(f"sweep.search={search} wants the number of its jobs; type sweep.trials=20")
+    if search == LIST and trials is not None:
+        raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
+    if trials is None:
+        _refuse_intervals(overrides)
+        return Plan(list_all(), fixed)
+    space = read_space(overrides)
+    if search == TPE:
+        require_optuna()
+        return Plan([[*fixed, *words(values)] for values in limits_of(space)], fixed, space)
+    return Plan([[*fixed, *words(draw(space, base.sweep.seed, number))] for number in range(trials)], fixed)
+
+
+def read_space(overrides: list[Override]) -> Space:
+    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies."""
+    space = {override.get_key_element(): _values(override) for override in overrides if override.is_sweep_override()}
+    if not space:
+        raise ConfigError("nothing varies in this sweep; type optimizer.lr=tag(log,interval(0.001,0.1))")
+    return space
+
+
+def _values(override: Override) -> Numbers | Choices:
+    value = override.value()
+    if not isinstance(value, IntervalSweep):
+        return Choices(tuple(dict.fromkeys(override.sweep_string_iterator())))
+    assert value.start is not None
+    assert value.end is not None
+    return interval(override.get_key_element(), value.start, value.end, set(value.tags))
+
+
+def _refuse_intervals(overrides: list[Override]) -> None:
+    for override in overrides:
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            raise ConfigError(f"{override.input_line} is no list of values; type sweep.search=random sweep.trials=20")
+
+
+def refuse_search(base: Any) -> None:
+    """Raise ConfigError for a search beside a sweeper of Hydra's."""
+    if base.sweep.search != LIST:
+        raise ConfigError(f"sweep.search={base.sweep.search} and hydra/sweeper= both choose the jobs; leave out one")
+
+
+def check_search(base: Any, plan: Plan, own_launcher: bool) -> None:
+    """Raise ConfigError for a search that cannot run these jobs. base: the config of a job without what varies."""
+    search = base.sweep.search
+    if search in (HALVING, TPE) and not own_launcher:
+        raise ConfigError(f"sweep.search={search} chooses the next job itself; leave hydra/launcher= out")
+    if search in (HALVING, TPE) and base.launch._target_.endswith(".SlurmLauncher"):
+        raise ConfigError(
+            f"sweep.search={search} waits for the result of each job, and launch=slurm does not; type launch=env"
+        )
+    if search != HALVING:
+        return
+    varied = {word.partition("=")[0] for overrides in plan.lists for word in overrides if word not in plan.fixed}
+    typed = sorted(varied & set(OF_RUNGS)) or [PAUSE] * (base.trainer.pause_after is not None)
+    if typed:
+        raise ConfigError(f"sweep.search=halving sets the epochs of each job; leave {typed[0]}= out of what varies")
+    if base.sweep.first_rung >= base.trainer.epochs:
+        raise ConfigError(
+            f"sweep.first_rung={base.sweep.first_rung} wants less than trainer.epochs={base.trainer.epochs}; "
+            f"type trainer.epochs={base.sweep.first_rung * base.sweep.eta}"
+        )
+
+
+def build_search(sweep: OpenSweep, plan: Plan, name: Name, slots: int) -> Search:
+    """The search, whose jobs get rows in the table. name: see `add_jobs`. slots: how many jobs run at once."""
+    settings, retry = sweep.settings, sweep.settings.retry == "failed"
+    if plan.space is not None:
+        assert settings.trials is not None
+        drawn = settings.trials, settings.seed, slots, settings.mode
+        return Tpe(sweep.table, plan.space, plan.fixed, name, *drawn, retry)
+    jobs: Sequence[Job] = add_jobs(sweep.table, plan.lists, set(plan.fixed), name)
+    chosen = to_run(sweep.table, jobs, retry)
+    if settings.search != HALVING:
+        return JobList(chosen)
+    return Halving(sweep.table, jobs, settings.first_rung, settings.eta, settings.epochs, settings.mode)

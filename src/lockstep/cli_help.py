@@ -1,0 +1,30 @@
+"""Hydra's --help: without a slow copy of its configs, and on Python 3.14. No torch here."""
+
+import argparse
+import sys
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+
+def copy_config_store_once() -> None:
+    """Hydra's --help copies its store of configs a hundred times, which takes 0.3 s. It changes none of the copies."""
+
+    def keep(store: ConfigStore, memo: dict[int, Any]) -> ConfigStore:
+        return store
+
+    setattr(ConfigStore, "__deepcopy__", keep)  # noqa: B010  (mypy refuses the assignment)
+
+
+def accept_lazy_help() -> None:
+    """hydra-core 1.3 gives argparse a help text that is an object, not a string. Python 3.14 refuses it."""
+    if sys.version_info < (3, 14):
+        return
+    add_argument = argparse.ArgumentParser.add_argument
+
+    def add_argument_with_text(parser: argparse.ArgumentParser, *words: str, **options: Any) -> argparse.Action:
+        if "help" in options and not isinstance(options["help"], str):
+            options["help"] = argparse.SUPPRESS
+        return add_argument(parser, *words, **options)
+
+    setattr(argparse.ArgumentParser, "add_argument", add_argument_with_text)  # noqa: B010  (mypy refuses the assignment)

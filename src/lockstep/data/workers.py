@@ -1,0 +1,127 @@
+"""A DataLoader whose worker processes start once, end with their rank, and leave no files."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import stat
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lockstep.distributed.host import end_with_parent
+from lockstep.distributed.signals import STOP_SIGNALS
+
+IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
+STANDARD_ERROR = 2
+
+
+class DatasetReader:
+    """Reads batches of a map-style data set, in order, with `workers` processes; in this process if there are none.
+
+    The workers start here and stay until `close`, over all epochs and evaluations. On Linux they are forks of this
+    process: they share its data set, also one that cannot be pickled, and start within milliseconds. A fork copies the
+    locks that other threads hold, so build a reader before training starts, while such threads are idle.
+    """
+
+    def __init__(self, dataset: Any, workers: int, pin_memory: bool) -> None:
+        self._batches = _BatchList()
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self._batches,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+            worker_init_fn=partial(_prepare_worker, os.getpid()),
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+            generator=torch.Generator(),  # by default it draws from the generator of the initial weights
+        )
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        if workers:
+            others = multiprocessing.active_children()
+            iter(self._loader)  # starts the workers, which wait for the first batch
+            self._workers = [child for child in multiprocessing.active_children() if child not in others]
+
+    def read(self, batches: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The collated samples of each batch of indices. A pass that was left early does not disturb the next one."""
+        self._batches.batches = batches
+        try:
+            yield from self._loader
+        except (ConnectionError, EOFError) as error:  # of the connection to a worker, or of the data set
+            if all(worker.is_alive() for worker in self._workers):
+                raise
+            raise RuntimeError("DataLoader worker exited while it passed on a batch") from error
+
+    def close(self) -> None:
+        """End the workers at once, a busy one too. They have nothing to save."""
+        with _deaths_ignored():
+            for worker in self._workers:
+                worker.kill()
+            for worker in self._workers:
+                worker.join()
+        self._workers = []
+
+
+class _BatchList:
+    """A batch sampler: torch asks it for its batches at the start of each pass."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@contextmanager
+def _deaths_ignored() -> Iterator[None]:
+    """Inside the block torch does not see that a worker dies. Its handler of SIGCHLD would raise an error."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:  # handlers are the main thread's, and this is another one
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def _prepare_worker(rank: int, number: int) -> None:
+    """Runs first in each worker. The worker ends with its rank, and ignores the signals that ask for a stop.
+
+    rank: the process that reads what this worker, worker `number`, has loaded.
+    """
+    for ignored in IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL, parent=rank)
+    _close_connections()
+    # A worker hands over tensors through a unix socket. Its file would stay in TMPDIR after a kill. This name is no
+    # file, and its users still have to know the key of this process tree.
+    if sys.platform == "linux":
+        name = f"\0lockstep-{uuid.uuid4().hex}"
+        setattr(multiprocessing.connection, "arbitrary_address", lambda family: name)  # noqa: B010  (mypy refuses it)
+
+
+def _close_connections() -> None:
+    """Close the copies of the rank's sockets and named pipes.
+
+    While a copy is open, other ranks do not notice that the rank has closed its own.
+    """
+    with suppress(FileNotFoundError), open(os.devnull) as null:  # no /proc on macOS, where nothing is copied
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                mode, target = os.fstat(int(name)).st_mode, os.readlink(f"/proc/self/fd/{name}")
+                is_named_pipe = stat.S_ISFIFO(mode) and not target.startswith("pipe:")
+                if int(name) > STANDARD_ERROR and (stat.S_ISSOCK(mode) or is_named_pipe):
+                    os.dup2(null.fileno(), int(name))  # the number stays in use: an object may close it again

@@ -1,0 +1,223 @@
+"""What a rank does with launch.recover=live: train, and when another rank died, go back one step and go on together.
+
+After a death every survivor leaves its training, with a copy of its state as it was after its last step, and runs the
+same function again: it joins the new generation of ranks, builds everything that is bound to ranks, and restores the
+state of the rank that was furthest, as it would restore a snapshot. The process, its imports and its data stay.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from lockstep import build
+from lockstep.distributed import regroup
+from lockstep.distributed.lazy_dynamo import postpone_dynamo
+from lockstep.distributed.loss_pages import PAGES
+from lockstep.distributed.regroup import Member, is_lost_rank
+from lockstep.distributed.same_input import loaded_code
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError, RankLost
+from lockstep.loggers.base import LoggerList
+from lockstep.loggers.recorded import LogRecord
+from lockstep.monitor import rank as monitor
+from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
+from lockstep.strategies.base import Advance, JobSpec, Strategy
+from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.training.recovery import PagedMeter, StepNotes, open_pages
+from lockstep.training.setup import set_determinism
+from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+def validate_live(job: JobSpec, strategy: Strategy, gradient_sync: GradientSync) -> None:
+    """Raise ConfigError for what a new rank could not take over from the others."""
+    reasons = {
+        "is for gloo; type backend.name=gloo": job.device_type == "cuda",
+        "needs ranks with the same weights; type strategy=ddp": not strategy.recovers_live,
+        "cannot go back behind a rollback; type watch.nan=stop": job.nan == "rollback",
+        "needs a gradient sync that remembers nothing; type gradient_sync=auto": not gradient_sync.recovers_live,
+        "needs the same running statistics on all ranks; type sync_bn=on": strategy.supports_sync_bn
+        and job.sync_bn == "off",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"launch.recover=live {reason}, or launch.recover=restart")
+
+
+class LiveRun:
+    """What stays in this process when the ranks regroup: its data, and between two worlds its state."""
+
+    def __init__(self, member: Member, cfg: DictConfig) -> None:
+        self.member = member
+        self.record = LogRecord()
+        postpone_dynamo()
+        set_determinism(cfg.seed, cfg.trainer.deterministic)  # before this process is needed: it may import a compiler
+        self.datasets = build.datasets(cfg)
+        build.import_targets(cfg)
+        loaded_code()  # reads the files, which the ranks compare later, while nobody waits for this process
+        self.package: dict[str, Any] | None = None  # the state after the last step, while this rank is in no world
+        self.notes: StepNotes | None = None
+        self.is_recovering = False  # until the first step of this world has ended
+
+    def resume(self, where: str | None, state: TrainState, snapshots: SnapshotManager, loggers: LoggerList) -> None:
+        """Bring `state` to where the ranks go on: the furthest survivor's state, else a snapshot. A collective.
+
+        where: as for SnapshotManager.resume.
+        """
+        world = state.strategy.world
+        meter = PagedMeter(state.meter.names, world, open_pages(os.environ[PAGES]))
+        state.meter = meter
+        if not self._take_over(world, state, meter, snapshots):
+            snapshots.resume(where)
+            self.record.restore({"calls": [], "written": state.progress.step})
+        meter.note(state.progress.step)
+        world.barrier()  # whoever dies from here on has noted its sums
+        self.is_recovering = self.member.generation.number > 0
+        self.notes, self.snapshots, self.loggers = StepNotes(state), snapshots, loggers
+        state.note = self._note
+
+    @property
+    def full_size(self) -> int:
+        """As many ranks as the user asked for."""
+        return self.member.generation.full_size
+
+    @contextmanager
+    def survival(self) -> Iterator[None]:
+        """If another rank dies in the block: keep this rank's state in `package`, and raise RankLost."""
+        try:
+            yield
+        except RankLost:  # from such a block inside this one
+            raise
+        except Exception as error:
+            if not is_lost_rank(error):
+                monitor.failed(error)
+                raise
+            self.member.leave()  # first, so that the others notice it, too
+            self.pack()
+            raise RankLost(str(error).splitlines()[0]) from None
+
+    def pack(self) -> None:
+        """Copy the state as it was after the last step."""
+        if self.notes is None:
+            return
+        state, note = self.notes.state, self.notes.latest
+        assert isinstance(state.meter, PagedMeter)
+        saved = collect_state(state, torch.zeros_like(state.meter.sums), self.snapshots.scheduler_as_built)
+        saved["model"] = saved["model"] | {name: note.buffers[name] for name in note.buffers if name in saved["model"]}
+        saved["progress"] = asdict(note.progress)
+        resumed_from = self.snapshots.resumed_from
+        package = {
+            "position": list(note.position),
+            "advance": None if note.advance is None else [note.advance.samples, note.advance.steps],
+            "saved": saved,
+            "sums": state.meter.noted_by_all(note.progress.step),
+            "reported": note.reported,
+            "grad_norm": note.grad_norm,
+            "log": self.record.content(),
+            "start_step": self.snapshots.start_step,
+            "resumed_from": None if resumed_from is None else str(resumed_from),
+            "is_due": self.snapshots.is_due,
+        }
+        self.package, self.notes = plain_copy(package), None
+
+    def _note(self, advance: Advance | None) -> None:
+        """Called after each step, and with None after each epoch."""
+        assert self.notes is not None
+        step = self.notes.state.progress.step
+        if self.is_recovering and advance is not None:
+            self.is_recovering = False
+            self._log_recovery(step)
+        self.notes.after_step(advance)
+        self.record.note(step)
+        self.package = None
+        if self.member.is_outdated:
+            raise ConnectionError("the run goes on with other ranks")
+
+    def _log_recovery(self, step: int) -> None:
+        """The first step of a world that follows another one has ended."""
+        generation = self.member.generation
+        size, seconds = len(generation.processes), time.monotonic() - generation.changed_at
+        now = "are complete again" if size == self.full_size else f"go on as {size} of {self.full_size}"
+        log.info("the ranks %s: step %d ended %.3f s after %s", now, step, seconds, generation.reason)
+        self.loggers.log_metrics({"recovery/seconds": seconds, "recovery/ranks": float(size)}, step)
+
+    def _take_over(self, world: World, state: TrainState, meter: PagedMeter, snapshots: SnapshotManager) -> bool:
+        """Restore the state of the survivor that is furthest. Returns False if no rank has a state."""
+        mine: list[Any] | None = None if self.package is None else [self.package["position"], self.package["is_due"]]
+        offers = world.all_gather_json(mine)
+        found = [offer for offer in offers if offer is not None]
+        if not found:
+            return False
+        furthest = max(position for position, _ in found)
+        positions = [None if offer is None else offer[0] for offer in offers]
+        owner = positions.index(furthest)
+        if positions.count(furthest) < world.size:
+            is_complete = positions[world.rank] == furthest
+            package = world.broadcast_state(self.package if is_complete and self.package else {}, owner)
+            if not is_complete:
+                self.package = package
+        assert self.package is not None
+        self._restore(self.package, state, meter, snapshots)
+        snapshots.is_due = next(is_due for position, is_due in found if position == furthest)
+        log.info("rank %d's state after step %d is restored on all ranks", owner, state.progress.step)
+        return True
+
+    def _restore(
+        self, package: dict[str, Any], state: TrainState, meter: PagedMeter, snapshots: SnapshotManager
+    ) -> None:
+        restore_state(state, package["saved"])
+        step, advance = state.progress.step, package["advance"]
+        state.unreported = None if advance is None else Advance(*advance)
+        state.grad_norm = package["grad_norm"]
+        meter.go_back(package["sums"], package["reported"])
+        snapshots.start_step = package["start_step"]
+        snapshots.resumed_from = None if package["resumed_from"] is None else Path(package["resumed_from"])
+        snapshots.interval.last_step = step if state.unreported is None else step - state.unreported.steps
+        self.record.restore(package["log"])
+
+
+def keep_training(train: Callable[..., float], cfg: DictConfig, *args: Any) -> float:
+    """Run `train(cfg, *args, LiveRun)` until all ranks have finished it together. Returns its value."""
+    member = regroup.member()
+    assert member is not None
+    live = _prepare(member, cfg)
+    while True:
+        member.take_rank()
+        try:
+            value = train(cfg, *args, live)
+            if member.finish(value):
+                return value
+            live.pack()
+            continue
+        except Exception as error:
+            if not isinstance(error, RankLost) and not is_lost_rank(error):
+                raise
+            lost = error.with_traceback(None)  # which keeps the model and all that was built around it
+            lost.__context__ = None
+        if not member.await_news():
+            raise lost
+
+
+def _prepare(member: Member, cfg: DictConfig) -> LiveRun:
+    """This process's data, and the rank that it waits for: a rank of the first world has one already."""
+    if member.is_first:
+        member.wait_until_needed()  # before the data is loaded: the monitor hears of errors
+        return LiveRun(member, cfg)
+    try:
+        live = LiveRun(member, cfg)
+    except Exception as error:
+        member.report(f"{type(error).__name__}: {error}")
+        raise
+    member.report(None)
+    member.wait_until_needed()
+    return live

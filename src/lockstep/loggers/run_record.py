@@ -1,0 +1,154 @@
+"""Writes run.json: what was run, and how it goes on. Always there, whatever `logger=` says."""
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from lockstep.errors import (
+    EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RankLost,
+    StoppedEarly,
+    TrainingDiverged,
+)
+from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+from lockstep.runs.code import DIFF, code_facts, versions
+from lockstep.runs.record import FAILED, KILLED, RUNNING, read_run, write_run
+
+WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often
+
+
+class RunRecord(Logger):
+    """One life is one start of the run: from its first step to its end, by one number of ranks.
+
+    The file is written when training starts, at an epoch's end, with snapshots and at the end. What takes some ms, git
+    and the versions of packages, is asked in a thread while the first steps run.
+    """
+
+    def __init__(self, objective: str, mode: str) -> None:
+        """objective: "test/<metric>". mode: "min" or "max"."""
+        self.objective, self.mode = objective, mode
+        self.run: dict[str, Any] = {}
+        self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
+        self.thread: threading.Thread | None = None
+        self.written_at = 0.0
+
+    def on_fit_start(self, run: RunInfo) -> None:
+        self.folder = run.run_dir
+        start = self.start_step = run.facts["life"]["from_step"]  # start_step may be earlier: other loggers get more
+        before: dict[str, Any] = {"lives": [], "improvements": []}
+        with suppress(ConfigError):  # a fresh folder, or a file that is damaged
+            before = read_run(run.run_dir)
+        self.run = {
+            **run.facts,
+            "objective": {"name": self.objective, "mode": self.mode, "best": None, "step": None},
+            "improvements": [],
+            "lives": [],
+            "steps": start,
+            "samples_per_second": None,
+        }
+        if start > 0:
+            self.run["lives"] = [_ended(life, start) for life in before["lives"]]
+            self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
+            self.run["samples_per_second"] = before.get("samples_per_second")
+            self._note_best()
+
+    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
+        if self.life is not None:
+            return
+        self.life = self.run.pop("life") | {
+            "started": time.time(),
+            "ended": None,
+            "to_step": self.start_step,
+            "state": RUNNING,
+            "exit_code": None,
+            "source": None,
+        }
+        self.run["lives"].append(self.life)
+        self.thread = threading.Thread(target=self._begin, name="run-record", daemon=True)
+        self.thread.start()
+
+    def on_step(self, step: int, samples: int) -> None:
+        self.run["steps"] = step
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        self.run["steps"] = max(self.run["steps"], summary.step)
+        self.run["samples_per_second"] = round(summary.samples_per_second, 1)
+        value = summary.tagged_metrics().get(self.objective)
+        if value is not None:
+            self._note_objective(summary.step, value)
+        self._write()
+
+    def flush(self) -> None:
+        if time.monotonic() - self.written_at > WRITE_SECONDS:
+            self._write()
+
+    def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
+        self._end("finished", EXIT_FINISHED)
+
+    def on_fit_stop(self, error: BaseException) -> None:
+        if not isinstance(error, RankLost):  # the run goes on without that rank
+            self._end(*_state_and_code(error))
+
+    def _note_objective(self, step: int, value: float) -> None:
+        found = self.run["improvements"]
+        best = found[-1][1] if found else None
+        if value == value and (best is None or (value < best if self.mode == "min" else value > best)):
+            found.append([step, value])
+            self._note_best()
+
+    def _note_best(self) -> None:
+        for step, value in self.run["improvements"][-1:]:
+            self.run["objective"] |= {"best": value, "step": step}
+
+    def _end(self, state: str, code: int) -> None:
+        if self.life is not None:
+            self.life |= {"state": state, "exit_code": code, "ended": time.time()}
+            self._write(sync=True)
+
+    def _begin(self) -> None:
+        """In the thread: the code as it is now, and the first whole file. A folder without room: see `_write`."""
+        facts, diff = code_facts()
+        with suppress(OSError):
+            if diff:
+                (self.folder / DIFF).write_bytes(diff)
+            else:
+                (self.folder / DIFF).unlink(missing_ok=True)
+        self.run["code"] |= facts
+        if self.life is not None:
+            self.life["source"] = facts["source"]
+        self.run["environment"] |= versions()
+        with suppress(OSError):
+            write_run(self.folder, self.run)
+
+    def _write(self, sync: bool = False) -> None:
+        if self.life is None:
+            return
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.life["to_step"] = self.run["steps"]
+        self.written_at = time.monotonic()
+        write_run(self.folder, self.run, sync)
+
+
+def _ended(life: dict[str, Any], step: int) -> dict[str, Any]:
+    """An earlier life of the run: what it did after `step` is done again. One that was killed wrote no end."""
+    was_killed = life["state"] == RUNNING
+    last = step if was_killed else min(life["to_step"], step)
+    return life | {"state": KILLED if was_killed else life["state"], "to_step": max(life["from_step"], last)}
+
+
+def _state_and_code(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, StoppedEarly):
+        return "stopped", error.code
+    if isinstance(error, TrainingDiverged):
+        return "diverged", EXIT_DIVERGED
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", EXIT_INTERRUPTED
+    return FAILED, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

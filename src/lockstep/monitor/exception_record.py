@@ -1,0 +1,135 @@
+"""An exception as a record for the failure report: its type, the line of the user's code, the operation, the shapes."""
+
+import linecache
+import re
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
+from lockstep.monitor.code_owner import is_project, is_users
+
+LONGEST_MESSAGE = 4000  # characters
+LOG_LINES = 20
+_FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+def exception_record(error: BaseException) -> dict[str, Any]:
+    """What the failure report needs to know of `error`, as JSON values."""
+    while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
+        error = error.__cause__  # Hydra wraps what a class of the user's raises
+    message = _message(error)
+    left = error.__cause__ if isinstance(error.__cause__, SystemExit) else error  # the line that calls sys.exit()
+    return {
+        "kind": _kind(error),
+        "type": type(error).__name__,
+        "message": message[:LONGEST_MESSAGE],
+        **(_place_in_text(message) or _place(left.__traceback__)),
+        "traceback": traceback.format_exception(error),
+    }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of the user's may fail to describe itself
+        return "(no message)"
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return "config"
+    if isinstance(error, TrainingDiverged):
+        return "diverged"
+    if isinstance(error, RanksDiffer):
+        return "different"
+    return "stopped" if isinstance(error, StoppedEarly) else "exception"
+
+
+def _place(trace: TracebackType | None) -> dict[str, Any]:
+    """The innermost line of the user's code; of this project's if there is none; else the innermost of all."""
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    if not entries:
+        return {}
+    chosen = max(enumerate(entries), key=lambda item: (_owner(item[1].tb_frame.f_code.co_filename), item[0]))[1]
+    frame = chosen.tb_frame
+    operation = _operation(chosen)
+    return {
+        "file": frame.f_code.co_filename,
+        "line": chosen.tb_lineno,
+        "function": frame.f_code.co_name,
+        "code": linecache.getline(frame.f_code.co_filename, chosen.tb_lineno).strip(),
+        "operation": operation,
+        "operands": _operands(operation, frame),
+    }
+
+
+def _place_in_text(message: str) -> dict[str, Any] | None:
+    """The place that a DataLoader worker's exception has in the text that torch makes of it."""
+    if "Original Traceback" not in message:
+        return None
+    frames = _FRAME_IN_TEXT.findall(message)
+    if not frames:
+        return None
+    file, line, function, code = max(enumerate(frames), key=lambda item: (_owner(item[1][0]), item[0]))[1]
+    return {"file": file, "line": int(line), "function": function, "code": code, "operation": code, "operands": {}}
+
+
+def _owner(file: str) -> int:
+    """2 for the user's code, 1 for this project's, 0 for libraries."""
+    if is_users(file):
+        return 2
+    return 1 if is_project(file) else 0
+
+
+def _operation(trace: TracebackType) -> str:
+    """The expression that failed, by the positions that Python 3.11 keeps of each instruction."""
+    code = trace.tb_frame.f_code
+    positions = list(code.co_positions())
+    first, last, start, end = positions[trace.tb_lasti // 2]
+    line = linecache.getline(code.co_filename, trace.tb_lineno)
+    if first is None or first != last or start is None or end is None:
+        return line.strip()
+    return line.encode()[start:end].decode(errors="replace")
+
+
+def _operands(operation: str, frame: FrameType) -> dict[str, str]:
+    """{name: "(32, 64) float32" or "Linear(in_features=64, ...)"} of the tensors and modules in `operation`."""
+    found = {}
+    for name in dict.fromkeys(_NAME.findall(operation)):
+        first, *rest = name.split(".")
+        value = frame.f_locals.get(first)
+        try:
+            for attribute in rest:
+                value = getattr(value, attribute)
+            text = _describe(value)
+        except Exception:  # the report must not fail on a property of the user's
+            continue
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _describe(value: Any) -> str | None:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if hasattr(value, "extra_repr") and not isinstance(value, type):
+        return f"{type(value).__name__}({value.extra_repr()})"
+    return None
+
+
+def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:
+    """The last lines of a log file, none if it cannot be read."""
+    if path is None:
+        return []
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 2**15))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

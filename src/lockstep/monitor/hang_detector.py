@@ -1,0 +1,151 @@
+"""When the ranks of a machine are examined, how long a silence must be to be a hang, and what is done about one."""
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.monitor.hang_evidence import RankFacts, gather
+from lockstep.monitor.hang_rules import different_calls, find_verdict
+from lockstep.monitor.hang_verdict import Diagnosis, Kind
+from lockstep.monitor.linux_processes import kill_children, process_state
+from lockstep.monitor.progress_page import STEPS_ENDED
+from lockstep.monitor.watched_rank import WatchedRank
+
+SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
+MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow
+BACKEND_SHARE = 0.8  # of backend.timeout: after it, the ranks' own errors hide the cause
+REMEMBERED_STEPS = 101
+# How many times longer other phases may be silent than training. "meeting" has a limit of its own.
+PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "meeting": float("inf"), "end": float("inf")}
+OTHER_PATIENCE = 10.0
+FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
+LOOKS_AT_SLOW_RANKS = 10  # in the time of one such limit
+OWN_PAUSE = 5.0  # seconds between two checks, after which the monitor itself was stopped
+PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
+LEAVE_SECONDS = 0.5  # for a rank whose Python threads run to exit with the code of a hang
+
+
+@dataclass(frozen=True)
+class HangRules:
+    """timeout: watch.timeout, None for a multiple of the median step. on_hang: "stop" or "report"."""
+
+    timeout: float | None
+    on_hang: str
+    backend_timeout: float
+
+
+class HangDetector:
+    """Finds hangs. The monitor calls `check` a few times a second; a thread asks the ranks, if they are silent."""
+
+    def __init__(self, rules: HangRules) -> None:
+        self.rules = rules
+        self.steps: deque[float] = deque(maxlen=REMEMBERED_STEPS)  # seconds of one step, a mean over each check
+        self.seen: dict[int, tuple[int, float]] = {}  # of each pid: steps ended, and when the last one did
+        self.last_check = 0.0
+        self.ignored_until = 0.0  # silence before this moment does not count
+        self.next_look = 0.0
+        self.is_slow = False  # by the last verdict
+        self.examination: threading.Thread | None = None
+        self.found: list[RankFacts] = []  # what it has found, nothing if it failed
+        self.reported: tuple[Kind, tuple[int, ...]] | None = None
+
+    def check(self, ranks: Sequence[WatchedRank], world_size: int, now: float) -> Diagnosis | None:
+        """The diagnosis of a new hang, None as long as there is none. now: time.monotonic()."""
+        self._note_steps(ranks)
+        progress = max(rank.page.last_progress for rank in ranks)
+        last = max(progress, self.ignored_until)
+        was_stopped = now - self.last_check > OWN_PAUSE
+        self.last_check = now
+        if was_stopped or (now - last > PAUSE_SILENCE and all(process_state(rank.pid) == "T" for rank in ranks)):
+            self.ignored_until = last = now  # Ctrl-Z
+        if self.examination is not None:
+            return None if self.examination.is_alive() else self._conclude(ranks, world_size, now, last)
+        is_silent = now - last > self._limit(ranks, capped=True) or (self.is_slow and progress < self.ignored_until)
+        if (is_silent and now > self.next_look) or any(rank.waits_in_crash for rank in ranks):
+            self.found = []
+            self.examination = threading.Thread(target=self._examine, args=(list(ranks),), daemon=True)
+            self.examination.start()
+        return None
+
+    def _examine(self, ranks: Sequence[WatchedRank]) -> None:
+        with suppress(OSError, ValueError):  # a rank was replaced in the meantime
+            self.found = gather(ranks)
+
+    def _note_steps(self, ranks: Sequence[WatchedRank]) -> None:
+        for rank in ranks:
+            steps, ended_at = rank.page.get(STEPS_ENDED), rank.page.last_step_end
+            before = self.seen.get(rank.pid)
+            if before is not None and 0 < before[0] < steps:
+                self.steps.append((ended_at - before[1]) / (steps - before[0]))
+                self.reported = None
+            self.seen[rank.pid] = steps, ended_at
+
+    def _limit(self, ranks: Sequence[WatchedRank], capped: bool) -> float:
+        """Seconds of silence after which the ranks are examined. capped: while a rank waits for another one."""
+        timeout = self.rules.timeout
+        if timeout is None:
+            median = statistics.median(self.steps) if self.steps else 0.0
+            timeout = max(SHORTEST_SILENCE, MEDIAN_STEPS * median)
+            if capped:
+                timeout = min(timeout, BACKEND_SHARE * self.rules.backend_timeout)
+        patience = max(PATIENCE.get(rank.page.phase, OTHER_PATIENCE) for rank in ranks)
+        if not any(rank.page.get(STEPS_ENDED) for rank in ranks):  # a rank may serve others and end none itself
+            patience = max(patience, FIRST_STEP_PATIENCE)
+        return timeout * patience
+
+    def _conclude(self, ranks: Sequence[WatchedRank], world_size: int, now: float, last: float) -> Diagnosis | None:
+        self.examination = None
+        silence, limit = now - last, self._limit(ranks, capped=True)
+        self.next_look = now + limit
+        if {facts.pid for facts in self.found} != {rank.pid for rank in ranks}:
+            return None
+        crashing = tuple(rank.rank for rank in ranks if rank.waits_in_crash)
+        if crashing:
+            different = different_calls(self.found)
+            return None if different is None else Diagnosis(different, tuple(self.found), silence, crashing)
+        verdict = find_verdict(self.found, world_size)
+        self.is_slow = verdict.kind is Kind.SLOW
+        if self.is_slow:  # silence counts from the end of a compilation, or of a debugger
+            self.ignored_until, self.next_look = now, now + max(1.0, limit / LOOKS_AT_SLOW_RANKS)
+        if self.is_slow or silence < limit:
+            return None
+        longest = self._limit(ranks, capped=False)
+        if not any(facts.is_waiting for facts in self.found) and silence < longest:
+            self.next_look = last + longest
+            return None  # no rank's patience with another one ends
+        if self.reported == (verdict.kind, verdict.ranks):
+            return None
+        self.reported = verdict.kind, verdict.ranks
+        return Diagnosis(verdict, tuple(self.found), silence)
+
+
+def look_for_hang(detector: HangDetector, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
+    """Called a few times a second. With watch.on_hang=stop a hang is the failure of the rank that causes it."""
+    living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known]
+    if not living:
+        return
+    diagnosis = detector.check(living, int(living[0].hello["world_size"]), time.monotonic())
+    if diagnosis is None:
+        for rank in living:
+            if rank.waits_in_crash and detector.examination is None:
+                rank.read_crash()
+        return
+    if not diagnosis.crashing and (detector.rules.on_hang == "report" or not diagnosis.is_certain):
+        diagnosis.print(run_dir)
+        return
+    cause = next((rank for rank in living if rank.rank in diagnosis.verdict.ranks), living[0])
+    cause.hangs(diagnosis.as_dict())
+    for rank in living:
+        rank.leave()
+        kill_children(rank.pid)
+    threading.Timer(LEAVE_SECONDS, _kill, [living]).start()
+
+
+def _kill(ranks: Sequence[WatchedRank]) -> None:
+    for rank in ranks:
+        if rank.died_at is None:
+            rank.kill()

@@ -1,0 +1,245 @@
+"""The monitor's main loop. Run as a program of its own; it ends with the ranks that it watches."""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lockstep.monitor.channel import Message, Reader, is_same_user, send
+from lockstep.monitor.failure_report import FailureReport, remove_report, write_report
+from lockstep.monitor.hang_detector import HangDetector, HangRules, look_for_hang
+from lockstep.monitor.linux_processes import writes_to_pipe
+from lockstep.monitor.options import MonitorOptions
+from lockstep.monitor.progress_page import ProgressPage
+from lockstep.monitor.torchrun_agent import has_ended
+from lockstep.monitor.watched_rank import WatchedRank, open_pid_file
+
+POLL_SECONDS = 0.2
+FIRST_RANK_SECONDS = 900.0  # for the first rank to connect, where no launcher stays connected
+END_SECONDS = 0.5  # from the first failure in which the other ranks of the machine report how they end
+GRACE_SECONDS, GRACE_WHILE_SAVING = 5.0, 30.0  # from the first failure until the other ranks are killed
+
+
+class Monitor:
+    """Watches the ranks of one machine that connect to `listener`."""
+
+    def __init__(self, listener: socket.socket, options: MonitorOptions) -> None:
+        self.options = options
+        self.selector = selectors.DefaultSelector()
+        self._watch(listener, self._accept)
+        self.listener = listener
+        self.ranks: list[WatchedRank] = []
+        self.launcher: socket.socket | None = None
+        self.launcher_lost_at: float | None = None
+        self.run_dir: str | None = None
+        self.started, self.started_wall_time = time.monotonic(), time.time()
+        self.report: FailureReport | None = None
+        self.detector: HangDetector | None = None
+        self.is_over = self.is_printed = False
+
+    def run(self) -> None:
+        """Until the ranks and the launcher are gone."""
+        while not self.is_over:
+            for key, _ in self.selector.select(POLL_SECONDS):
+                if key.fileobj in self.selector.get_map():  # else its rank was forgotten just now
+                    key.data()
+            self._check()
+
+    def _watch(self, file: Any, callback: Callable[[], None]) -> None:
+        self.selector.register(file, selectors.EVENT_READ, callback)
+
+    def _accept(self) -> None:
+        connection, _ = self.listener.accept()
+        if not is_same_user(connection):
+            connection.close()
+            return
+        reader = Reader(connection)
+        self._watch(connection, lambda: self._read_hello(connection, reader))
+
+    def _read_hello(self, connection: socket.socket, reader: Reader) -> None:
+        """Read the first message, which says whether this is a rank or the launcher."""
+        messages = reader.read()
+        if not messages and reader.is_open:
+            return
+        self.selector.unregister(connection)
+        if messages and "launcher" in messages[0]:
+            self.launcher = connection
+            self._watch(connection, lambda: self._read_launcher(reader))
+        elif messages and "hello" in messages[0] and len(reader.descriptors) >= 2:
+            self._add_rank(messages[0]["hello"], connection, reader)
+            self._note(self.ranks[-1], messages[1:])
+        else:
+            connection.close()
+
+    def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> None:
+        page, stacks = reader.descriptors[:2]
+        rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, open_pid_file(int(hello["pid"])))
+        rank.asks, rank.crash_pipe = reader.descriptors[2:4] or (None, None)
+        os.close(page)
+        self.ranks.append(rank)
+        self._watch(connection, lambda: self._read_rank(rank))
+        if rank.pid_file is not None:
+            self._watch(rank.pid_file, lambda: self._rank_ended(rank))
+        if rank.crash_pipe is not None:
+            self._watch(rank.crash_pipe, lambda: self._rank_crashes(rank))
+
+    def _read_rank(self, rank: WatchedRank) -> None:
+        self._note(rank, rank.reader.read())
+        if not rank.reader.is_open and rank.connected:
+            rank.connected = False
+            self.selector.unregister(rank.connection)
+            if rank.pid_file is None:
+                rank.note_death()
+
+    def _note(self, rank: WatchedRank, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if "run_dir" in message:
+                self.run_dir, rank.log = message["run_dir"], message["log"]
+                rank.clock_ahead = message["clock_ahead"]
+            elif "watch" in message:
+                self.detector = self.detector or HangDetector(HangRules(**message["watch"]))
+            elif "hello" in message:
+                rank.hello |= message["hello"]
+            elif "failed" in message and rank.failure is None:
+                rank.failure = message["failed"]
+            elif "ended" in message:
+                rank.ended = message["ended"]
+                if rank.ended == "finished" and rank.rank == 0 and self.run_dir is not None:
+                    remove_report(self.run_dir)
+
+    def _rank_crashes(self, rank: WatchedRank) -> None:
+        assert rank.crash_pipe is not None
+        self.selector.unregister(rank.crash_pipe)
+        rank.waits_in_crash = self.detector is not None and not rank.end_is_known and not writes_to_pipe(rank.pid)
+        if not rank.waits_in_crash:
+            rank.read_crash()
+
+    def _rank_ended(self, rank: WatchedRank) -> None:
+        assert rank.pid_file is not None
+        self.selector.unregister(rank.pid_file)
+        self._note(rank, rank.reader.read_rest())
+        rank.note_death()
+
+    def _read_launcher(self, reader: Reader) -> None:
+        assert self.launcher is not None
+        for message in reader.read():
+            if "ranks_ended" in message:
+                self._answer(message["ranks_ended"])
+            elif "replaced" in message:
+                self._forget_ranks([rank for rank in self.ranks if rank.pid in message["replaced"]])
+            elif "next_attempt" in message:
+                self._next_attempt(message["next_attempt"])
+            elif "over" in message:
+                self.is_over = True
+        if not reader.is_open and not self.is_over:  # the launcher was killed
+            self.selector.unregister(self.launcher)
+            self.launcher_lost_at = time.monotonic()
+            if self.options.temporary_folder is not None:
+                shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
+
+    def _answer(self, exit_codes: dict[str, int]) -> None:
+        """Send the launcher the report of the ranks, which have all ended. exit_codes: {pid: exit code}."""
+        assert self.launcher is not None
+        for rank in self.ranks:
+            self._note(rank, rank.reader.read_rest())
+            rank.note_death()
+            rank.exit_code = exit_codes.get(str(rank.pid), rank.exit_code)
+        self._compose()
+        with suppress(OSError):  # the launcher does not wait any more
+            report = None if self.report is None else self.report.as_dict()
+            send(self.launcher, {"report": report, "attempt": self.options.attempt})
+
+    def _forget_ranks(self, ranks: list[WatchedRank]) -> None:
+        for rank in ranks:
+            rank.stop_watching(self.selector)
+        self.ranks = [rank for rank in self.ranks if rank not in ranks]
+
+    def _next_attempt(self, attempt: int) -> None:
+        self._forget_ranks(self.ranks)
+        self.report = None
+        self.options.attempt = attempt
+
+    def _check(self) -> None:
+        """What depends on time: kill ranks that do not end, look for hangs, end this process."""
+        failed = [rank for rank in self.ranks if rank.has_failed]
+        if failed:
+            if not self.options.recovers:
+                self._end_the_others(min(rank.failed_at for rank in failed))
+            for rank in self.ranks:
+                if rank.waits_in_crash:
+                    rank.read_crash()
+        elif self.detector is not None:
+            look_for_hang(self.detector, self.ranks, self.run_dir)
+        if self.launcher_lost_at is not None:
+            self._end_the_others(self.launcher_lost_at)
+            self.is_over = not any(rank.is_alive for rank in self.ranks)
+        if self.launcher is not None or not self.options.is_foreign:
+            return
+        if not self.ranks:
+            self.is_over = time.monotonic() - self.started > FIRST_RANK_SECONDS
+            return
+        first_failure = min((rank.failed_at for rank in failed), default=None)
+        is_late = first_failure is not None and time.monotonic() > first_failure + END_SECONDS
+        if first_failure is not None and self.report is None and (is_late or all(r.end_is_known for r in self.ranks)):
+            self._compose()
+            if not self.options.agent:
+                self._print()  # srun ends this process when the last rank has ended
+            self._answer_ranks()
+        if not any(rank.is_alive for rank in self.ranks):
+            self._finish()
+
+    def _end_the_others(self, first_failure: float) -> None:
+        """Kill ranks that do not end by themselves after another rank, or the launcher, has failed."""
+        waited = time.monotonic() - first_failure
+        for rank in self.ranks:
+            grace = GRACE_WHILE_SAVING if rank.page.phase == "snapshot" else GRACE_SECONDS
+            if rank.died_at is None and rank.is_alive and waited > grace:
+                rank.kill()
+
+    def _compose(self) -> None:
+        self.report = write_report(self.ranks, self.run_dir, self.options, self.started_wall_time)
+
+    def _answer_ranks(self) -> None:
+        """Ranks that fail wait for this. One that was started alone prints the report itself."""
+        if self.report is None:
+            return
+        contents = self.report.contents
+        for rank in self.ranks:
+            answer = {"exit_code": contents["exit_code"], "is_first": rank.rank == contents["first"]["rank"]}
+            answer["screen"] = self.report.screen() if self.options.is_printed_by_rank else None
+            if rank.connected:
+                with suppress(OSError):
+                    send(rank.connection, answer)
+
+    def _finish(self) -> None:
+        """All ranks are gone."""
+        self.is_over = True
+        if self.report is not None and has_ended(self.options.agent, {rank.pid for rank in self.ranks}):
+            self._print()
+
+    def _print(self) -> None:
+        """Show the report once, unless a rank that was started alone does it itself."""
+        by_rank = self.options.is_printed_by_rank and self.ranks[0].failure is not None
+        if self.report is not None and self.report.kind != "config" and not by_rank and not self.is_printed:
+            self.is_printed = True
+            print(self.report.screen(), file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The program. Its argument is the descriptor of the socket to listen on; stdin has the options as JSON."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the ranks
+        signal.signal(number, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    address = listener.getsockname()
+    try:
+        Monitor(listener, MonitorOptions(**json.load(sys.stdin))).run()
+    finally:
+        if isinstance(address, str):  # not abstract: a file, where the system is not Linux
+            os.unlink(address)

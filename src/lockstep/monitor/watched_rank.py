@@ -1,0 +1,188 @@
+"""One rank as its monitor sees it."""
+
+import os
+import select
+import selectors
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.monitor.channel import Reader
+from lockstep.monitor.death_causes import crash_in_stack, oom_counters, oom_kills
+from lockstep.monitor.exception_record import last_lines
+from lockstep.monitor.hang_stack import parse_stack
+from lockstep.monitor.progress_page import EPOCH, STEP, ProgressPage
+from lockstep.monitor.rank_probe import LEAVE
+
+CRASH_SECONDS = 0.2  # for the next words of a rank that crashes
+EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
+
+
+@dataclass(eq=False)
+class WatchedRank:
+    """hello: what the rank said when it connected. exit_code: as Python's subprocess has it; None if it is unknown."""
+
+    hello: dict[str, Any]
+    connection: socket.socket
+    reader: Reader
+    page: ProgressPage
+    stacks: int  # the file in which faulthandler writes
+    pid_file: int | None  # becomes readable when the process ends
+    asks: int | None = None  # the socket to ask it, see lockstep.monitor.rank_probe
+    crash_pipe: int | None = None  # what it writes if it crashes; it waits until that is read
+    waits_in_crash: bool = False  # in a thread beside the main one, see lockstep.monitor.rank_probe
+    crash: str = ""
+    log: str | None = None
+    clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
+    failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.monitor.exception_record
+    ended: str | None = None  # "finished" or "stopped"
+    connected: bool = True
+    died_at: float | None = None
+    died_at_wall_time: float | None = None
+    exit_code: int | None = None
+    killed_by_monitor: bool = False
+    out_of_memory: bool = False  # whether the kernel has killed for want of memory in this rank's control group
+
+    def __post_init__(self) -> None:
+        self.oom_counters = oom_counters(self.pid)  # the system forgets the group of a process that ends
+        self.oom_kills_at_start = oom_kills(self.oom_counters)
+
+    @property
+    def rank(self) -> int:
+        return int(self.hello["rank"])
+
+    @property
+    def pid(self) -> int:
+        return int(self.hello["pid"])
+
+    @property
+    def main_thread(self) -> str | None:
+        """The identity of its main thread, as faulthandler writes it."""
+        return self.hello.get("main_thread")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
+        return self.died_at is None and (self.connected or self.ended is None and self.failure is None)
+
+    @property
+    def has_failed(self) -> bool:
+        """An exception, or an end without a word."""
+        return self.failure is not None or (self.died_at is not None and self.ended is None)
+
+    @property
+    def is_cause_of_hang(self) -> bool:
+        return self.failure is not None and self.failure["kind"] == "hang"
+
+    @property
+    def failed_at(self) -> float:
+        """By the monotonic clock."""
+        if self.failure is not None:
+            return float(self.failure["time"])
+        return self.died_at or time.monotonic()
+
+    @property
+    def failed_at_time_of_day(self) -> float | None:
+        """In seconds since 1970, by the clock of rank 0's machine. None if it did not fail by itself."""
+        at = self.died_at_wall_time if self.failure is None else self.failure["wall_time"]
+        return None if at is None else at - self.clock_ahead
+
+    @property
+    def end_is_known(self) -> bool:
+        """Whether it has reported how it ends, or has ended."""
+        return self.failure is not None or self.ended is not None or self.died_at is not None
+
+    def note_death(self) -> None:
+        """The process has ended. Its exit code can be read as long as its parent has not asked for it."""
+        if self.died_at is None:
+            self.died_at, self.died_at_wall_time = time.monotonic(), time.time()
+            self.exit_code = zombie_exit_code(self.pid)
+            self.out_of_memory = oom_kills(self.oom_counters) > self.oom_kills_at_start
+            if self.exit_code is None:
+                self.exit_code = crash_in_stack(self.stack())
+
+    def position(self) -> dict[str, Any]:
+        return {"epoch": self.page.get(EPOCH), "step": self.page.get(STEP), "phase": self.page.phase}
+
+    def read_crash(self) -> None:
+        """Read what the rank writes as it crashes, until it ends."""
+        self.waits_in_crash = False
+        while self.crash_pipe is not None:
+            ends = [self.crash_pipe] if self.pid_file is None else [self.crash_pipe, self.pid_file]
+            ready = select.select(ends, [], [], CRASH_SECONDS)[0]
+            text = os.read(self.crash_pipe, 2**12).decode(errors="replace") if self.crash_pipe in ready else ""
+            self.crash += text
+            if not text:
+                os.close(self.crash_pipe)  # who writes to it from now on does not wait
+                self.crash_pipe = None
+
+    def stack(self) -> list[str]:
+        """The Python stack that faulthandler has written, and the crash: of the thread that crashed if it has one."""
+        text = self.crash
+        with suppress(OSError):
+            text = text or os.pread(self.stacks, 2**16, 0).decode(errors="replace")
+        crash = [line for line in text.splitlines() if line.startswith("Fatal Python error")][:1]
+        frames = (crash and parse_stack(text).frames) or parse_stack(text, self.main_thread).frames
+        return crash + [f'File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
+
+    def log_lines(self) -> list[str]:
+        if self.failure is not None:
+            return list(self.failure.get("log_lines", []))
+        return last_lines(self.log)
+
+    def hangs(self, diagnosis: dict[str, Any]) -> None:
+        """This rank is the cause of a hang. diagnosis: what the report says of it."""
+        self.failure = {"kind": "hang", "time": time.monotonic(), "wall_time": time.time(), **diagnosis}
+        self.failure["log_lines"] = last_lines(self.log)
+
+    def leave(self) -> None:
+        """Ask the rank to exit as one that hangs. It does so if its Python threads can run."""
+        if self.asks is not None:
+            with suppress(OSError):
+                os.write(self.asks, LEAVE)
+
+    def kill(self) -> None:
+        self.killed_by_monitor = True
+        with suppress(ProcessLookupError, PermissionError):
+            if self.pid_file is None:
+                os.kill(self.pid, signal.SIGKILL)
+            else:  # never another process that has got the same number
+                signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
+
+    def stop_watching(self, selector: selectors.BaseSelector) -> None:
+        """Forget the rank: another process has its number now."""
+        for file in (self.connection, self.pid_file, self.crash_pipe):
+            if file is not None and file in selector.get_map():
+                selector.unregister(file)
+        self.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        self.page.memory.close()
+        for file in (self.stacks, self.pid_file, self.asks, self.crash_pipe):
+            if file is not None:
+                os.close(file)
+
+
+def open_pid_file(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the system has none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def zombie_exit_code(pid: int) -> int | None:
+    """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = int(fields[EXIT_CODE_FIELD])
+    except (OSError, IndexError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(status) if fields[0] in "ZX" else None

@@ -1,0 +1,150 @@
+"""A table of runs: one line each, sorted and filtered by what their run.json says."""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.runs.record import Run, find_runs, read_run, state_of
+
+COLUMNS = ("date", "run", "state", "objective", "best_step", "steps", "speed", "changed")
+HEADERS = {"best_step": "at step", "speed": "samples/s"}
+NOT_CHANGED = ("launch", "hydra")  # typed words that say where a run computes, and a folder
+
+
+def read_runs(folders: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """(the runs at or below `folders`, a sentence for each that cannot be read). Raises as `find_runs` does."""
+    runs, problems = [], []
+    for folder in find_runs(folders):
+        try:
+            runs.append(read_run(folder))
+        except ConfigError as error:
+            problems.append(str(error))
+    return runs, problems
+
+
+def value_of(run: Run, name: str) -> Any:
+    """What a run has in a column, or for a key of its config. None if it has neither."""
+    life, objective = run["lives"][0], run["objective"]
+    known: dict[str, Callable[[], Any]] = {
+        "date": lambda: life["started"],
+        "run": lambda: os.path.relpath(run["folder"]),
+        "state": lambda: state_of(run),
+        "objective": lambda: objective["best"],
+        "best_step": lambda: objective["step"],
+        "steps": lambda: run["steps"],
+        "speed": lambda: run["samples_per_second"],
+        "ranks": lambda: run["lives"][-1]["world_size"],
+        "lives": lambda: len(run["lives"]),
+        "changed": lambda: " ".join(word for word in run["overrides"] if not word.startswith(NOT_CHANGED)),
+        "commit": lambda: run["code"].get("commit"),
+        "command": lambda: run["command"],
+    }
+    return known[name]() if name in known else run["config"].get(name)
+
+
+def check_names(runs: Sequence[Run], names: Iterable[str], option: str) -> None:
+    """Raise ConfigError for a name that is no column and no key of any run's config."""
+    columns = {*COLUMNS, "ranks", "lives", "commit", "command"}
+    keys = columns.union(*(run["config"] for run in runs))
+    for name in names:
+        if name not in keys:
+            close = difflib.get_close_matches(name, keys, 1)
+            instead = close[0] if close else "objective"
+            raise ConfigError(
+                f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(columns))}; "
+                f"type {option} {instead}"
+            )
+
+
+def filtered(runs: Sequence[Run], filters: Sequence[str]) -> list[Run]:
+    """The runs for which all of `filters`, such as "optimizer.lr=0.1" or "state=finished", hold."""
+    pairs = []
+    for text in filters:
+        key, equals, wanted = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
+        pairs.append((key, wanted))
+    check_names(runs, [key for key, _ in pairs], "--filter")
+    return [run for run in runs if all(_is_value(value_of(run, key), wanted) for key, wanted in pairs)]
+
+
+def _is_value(value: Any, typed: str) -> bool:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(typed) == value
+        except ValueError:
+            return False
+    return plain(value) == typed
+
+
+def sorted_runs(runs: Sequence[Run], name: str, reverse: bool) -> list[Run]:
+    """By a column or a key. The best objective comes first, other values go up; runs without a value come last."""
+    check_names(runs, [name], "--sort")
+
+    def order(run: Run) -> tuple[bool, float, str]:
+        value = value_of(run, name)
+        if isinstance(value, int | float):
+            largest_first = name == "objective" and run["objective"]["mode"] == "max"
+            return False, -value if largest_first else value, ""
+        return False, 0.0, plain(value)
+
+    with_value = [run for run in runs if value_of(run, name) is not None]
+    without = [run for run in runs if value_of(run, name) is None]
+    return sorted(with_value, key=order, reverse=reverse) + without
+
+
+def table(runs: Sequence[Run], columns: Sequence[str], width: int | None) -> list[str]:
+    """The lines of a table. width: characters of a line, None for any number."""
+    check_names(runs, columns, "--columns")
+    names = {run["objective"]["name"] for run in runs}
+    header = [HEADERS.get(name, name) for name in columns]
+    if len(names) == 1 and "objective" in columns:
+        header[columns.index("objective")] = f"best {names.pop()}"
+    rows = [[shown(run, name, one_objective=not names) for name in columns] for run in runs]
+    widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
+    is_number = [_is_numeric(runs, name) for name in columns]
+    lines = []
+    for cells in (header, *rows):
+        padded = [
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size, right in zip(cells, widths, is_number, strict=True)
+        ]
+        line = "  ".join(padded).rstrip()
+        lines.append(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
+    return lines
+
+
+def _is_numeric(runs: Sequence[Run], name: str) -> bool:
+    values = [value_of(run, name) for run in runs]
+    return name != "date" and all(value is None or isinstance(value, int | float) for value in values)
+
+
+def shown(run: Run, name: str, one_objective: bool) -> str:
+    """A cell of the table."""
+    value = value_of(run, name)
+    if value is None:
+        return "-"
+    if name == "date":
+        return datetime.fromtimestamp(value).strftime("%Y-%m-%d %H:%M")
+    if name == "speed":
+        return f"{value:.0f}"
+    if name == "commit":
+        return str(value)[:10]
+    if name == "objective":
+        number = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+        return number if one_objective else f"{run['objective']['name']} {number}"
+    return plain(value)
+
+
+def plain(value: Any) -> str:
+    """A value on one line, as it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    return "".join(character if character.isprintable() else " " for character in str(value))

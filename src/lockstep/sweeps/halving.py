@@ -1,0 +1,119 @@
+"""Successive halving: which jobs of a sweep are trained further, as a function of the results so far.
+
+Jamieson and Talwalkar 2016; Li et al. 2020 (ASHA). A rung is a number of epochs. The best 1/eta of the jobs that have
+reached a rung go on to the next one. ASHA promotes the best of those that have reported so far, so its result depends
+on which job reports first. Here a job is promoted as soon as no result that is still missing can keep it from the best
+1/eta: the same jobs are promoted in whatever order they end, and a free slot seldom waits for the end of a rung.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
+
+PAUSE = "trainer.pause_after"
+Results = Mapping[int, Mapping[int, float]]
+"""{job: {epochs: objective}}: what the jobs have returned at their rungs."""
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """What is certain now. to_run: (job, epochs), in the order in which to start them. out: jobs that go no further."""
+
+    to_run: list[tuple[int, int]]
+    out: set[int]
+
+
+def rung_epochs(first: int, eta: int, epochs: int) -> list[int]:
+    """The rungs up to `epochs`, which is the last one: rung_epochs(1, 3, 10) is [1, 3, 9, 10]."""
+    rungs = []
+    while first < epochs:
+        rungs.append(first)
+        first *= eta
+    return [*rungs, epochs]
+
+
+def climb(jobs: Sequence[int], results: Results, failed: Set[int], rungs: Sequence[int], eta: int, mode: str) -> Rungs:
+    """Who runs next, given all results so far.
+
+    jobs: all numbers. failed: jobs that will return nothing more; a failed job keeps its place in its rung, as the
+    last. rungs: as of `rung_epochs`. mode: "min" or "max". Of equal objectives that of the lower number is better.
+    """
+    to_run: list[tuple[int, int]] = []
+    out: set[int] = set()
+    members, to_come, size = set(jobs), 0, len(jobs)
+    for epochs in rungs[:-1]:
+        values = {job: results[job][epochs] for job in members if epochs in results.get(job, {})}
+        pending = sorted(members - values.keys() - failed)
+        to_run += [(job, epochs) for job in pending]
+        missing, size = len(pending) + to_come, max(1, size // eta)
+        ranked = sorted(values, key=lambda job: _place(values[job], job, mode))
+        out |= set(ranked[size:])
+        members = set(ranked[: max(0, size - missing)])
+        to_come = min(size, len(ranked) + missing) - len(members)
+    to_run += [(job, rungs[-1]) for job in sorted(members - failed) if rungs[-1] not in results.get(job, {})]
+    return Rungs(to_run, out)
+
+
+def _place(value: float, job: int, mode: str) -> tuple[bool, float, int]:
+    """Sorts jobs, best first. NaN is the worst."""
+    if math.isnan(value):
+        return True, 0.0, job
+    return False, -value if mode == "max" else value, job
+
+
+class Halving(Search):
+    """Runs each job up to a rung, and the best of each rung up to the next one, from their snapshots.
+
+    The column `rungs` of the table holds all that this needs to go on after a kill. epochs: of the last rung.
+    """
+
+    def __init__(self, table: SweepTable, jobs: Sequence[Job], first: int, eta: int, epochs: int, mode: str) -> None:
+        self.table, self.jobs = table, {job.number: job for job in jobs}
+        self.rungs, self.eta, self.mode = rung_epochs(first, eta, epochs), eta, mode
+        self.asked: dict[int, int] = {}  # job -> the epochs up to which it runs now
+        self.over: set[int] = set()  # jobs that have stopped in this command
+        self.results = {number: read_results(table.rows[number]) for number in self.jobs}
+        self._write_states(self._climb())
+
+    def ask(self) -> Job | None:
+        for number, epochs in self._climb().to_run:
+            if number not in self.asked and number not in self.over:
+                self.asked[number] = epochs
+                job = self.jobs[number]
+                pause = () if epochs == self.rungs[-1] else (f"{PAUSE}={epochs}",)
+                return Job(number, (*job.overrides, *pause), f"to epoch {epochs} of {self.rungs[-1]}")
+        return None
+
+    def tell(self, number: int, objective: float | None) -> None:
+        epochs = self.asked.pop(number)
+        if objective is None:
+            self.over.add(number)
+        else:
+            self.results[number][epochs] = objective
+            self.table.update(
+                number, rungs=" ".join(f"{rung}:{value!r}" for rung, value in self.results[number].items())
+            )
+        self._write_states(self._climb())
+
+    def _climb(self) -> Rungs:
+        failed = {number for number in self.jobs if self.table.rows[number].state == FAILED}
+        return climb(list(self.jobs), self.results, failed, self.rungs, self.eta, self.mode)
+
+    def _write_states(self, now: Rungs) -> None:
+        """Of the jobs that do not run: finished at the last rung, pruned if they end below it, else waiting."""
+        for number, results in self.results.items():
+            row = self.table.rows[number]
+            if not results or number in self.asked or number in self.over or row.state in (FAILED, RUNNING):
+                continue
+            state = FINISHED if self.rungs[-1] in results else PRUNED if number in now.out else WAITING
+            if state != row.state:
+                self.table.update(number, state=state)
+
+
+def read_results(row: Row) -> dict[int, float]:
+    """{epochs: objective} of the column `rungs`, such as "1:0.91 3:0.95"."""
+    pairs = (word.split(":") for word in row.rungs.split())
+    return {int(epochs): float(value) for epochs, value in pairs}

@@ -1,0 +1,114 @@
+"""A sweep in ranks that torchrun, srun or mpirun has started: they run each job together, in their own processes."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lockstep.distributed import signals
+from lockstep.distributed.environment import RankInfo
+from lockstep.distributed.run_folder import SWEEP_FOLDER
+from lockstep.errors import EXIT_RESUMABLE, ConfigError
+from lockstep.sweeps.ending import at_end
+from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, Work, reported_cause
+from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.sweep import OpenSweep
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, Row
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+POLL_SECONDS = 0.02
+SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
+MEETING = timedelta(seconds=300)
+
+
+def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+    """Rank 0 alone opens the sweep and keeps its table. It announces each job to the other ranks through the store.
+
+    A rank that is killed ends this way to run a sweep: the program that has started the ranks then ends all of them,
+    and the table says where to go on. Raises ConfigError on every rank if the sweep cannot be opened.
+    """
+    from lockstep.distributed.rendezvous import form_group
+
+    store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
+    if info.is_rank_zero:
+        _lead(store, open_sweep, work)
+    else:
+        _follow(store, work)
+
+
+def restarted() -> bool:
+    """Whether torchrun has started these ranks again. The job that a killed rank has failed is then tried again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+    try:
+        sweep, search = open_sweep()
+    except ConfigError as error:
+        store.set("turn/0", json.dumps({"problem": str(error)}))
+        raise
+    table, turn, failures = sweep.table, 0, 0
+    os.environ[SWEEP_FOLDER] = str(table.folder)
+    while not signals.stop_requested() and failures != sweep.settings.max_failures:
+        job = search.ask()
+        if job is None:
+            break
+        row = table.update(job.number, state=RUNNING, cause="")
+        print(f"sweep: {job.describe(row.overrides)}", flush=True)
+        announced = {"number": job.number, "overrides": job.overrides, "folder": row.folder, "sweep": str(table.folder)}
+        store.set(f"turn/{turn}", json.dumps(announced))
+        turn += 1
+        started = time.time()
+        outcome = work(job, row)
+        failures += outcome.state == FAILED
+        _record(sweep, job, outcome, started)
+        search.tell(job.number, outcome.objective)
+        if outcome.state == STOPPED:
+            sweep.stop_code = outcome.code
+            break
+    if signals.stop_requested():
+        sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
+    store.set(f"turn/{turn}", json.dumps({"end": True}))
+
+
+def _record(sweep: OpenSweep, job: Job, outcome: Outcome, started: float) -> None:
+    """started: by the clock of the wall."""
+    table, row = sweep.table, sweep.table.rows[job.number]
+    cause = outcome.cause
+    if outcome.state == FAILED:  # the report names the rank that failed first
+        cause = reported_cause(table.folder / row.folder, started) or cause
+    values: dict[str, Any] = {"state": outcome.state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
+    seconds = round(row.seconds + time.time() - started, 2)
+    table.update(job.number, seconds=seconds, **values, **table.read_best(job.number))
+
+
+def _follow(store: "Store", work: Work) -> None:
+    codes, turn = [0], 0
+    at_end(lambda: max(codes))
+    while True:
+        told = json.loads(_wait(store, f"turn/{turn}"))
+        if "problem" in told:
+            raise ConfigError(told["problem"])
+        if "end" in told:
+            return
+        os.environ[SWEEP_FOLDER] = told["sweep"]
+        job = Job(told["number"], tuple(told["overrides"]))
+        outcome = work(job, Row(job.number, "", told["folder"]))
+        codes.append(0 if outcome.state == FINISHED else outcome.code)
+        turn += 1
+
+
+def _wait(store: "Store", key: str) -> str:
+    """The value of `key`, however long rank 0 needs: it may still be in the job before."""
+    asked: float | None = None
+    while not store.check([key]):
+        if signals.stop_requested():
+            asked = asked or time.monotonic()
+            if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
+                return json.dumps({"end": True})
+        time.sleep(POLL_SECONDS)
+    return store.get(key).decode()

@@ -1,0 +1,152 @@
+"""A job of a sweep in a process of its own, forked from the sweep's parent: it has imported torch and not used it."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed import signals
+from lockstep.distributed.host import end_with_parent
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
+from lockstep.monitor.failure_report import read_report
+from lockstep.monitor.report_screen import SENTENCES
+from lockstep.sweeps.search import Job
+from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row
+
+LONGEST_CAUSE = 300  # characters
+STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none."""
+
+    code: int
+    objective: float | None = None
+    cause: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.code == EXIT_FINISHED:
+            return FINISHED
+        return STOPPED if self.code in STOP_CODES else FAILED
+
+
+Work = Callable[[Job, Row], Outcome]
+"""Runs a job in this process, prints its errors, and says how it ended."""
+
+
+@dataclass
+class JobProcess:
+    """A running job. output: the read end of what it prints, None if it prints to this process's own streams."""
+
+    job: Job
+    pid: int
+    results: int
+    output: int | None
+    slot: int
+    started: float = field(default_factory=time.monotonic)
+
+    def poll(self, run_dir: Path) -> Outcome | None:
+        """How the job ended, None while it runs. run_dir: its run folder."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return None
+        code = os.waitstatus_to_exitcode(status)
+        outcome = self._sent(code)
+        os.close(self.results)
+        cause = outcome.cause
+        if outcome.state == FAILED:
+            cause = reported_cause(run_dir, self.started_at, was_killed=code < 0) or cause or _end_in_words(code)
+        return Outcome(code, outcome.objective, " ".join(cause.split())[:LONGEST_CAUSE])
+
+    @property
+    def started_at(self) -> float:
+        """By the clock of the wall."""
+        return time.time() - (time.monotonic() - self.started)
+
+    def _sent(self, code: int) -> Outcome:
+        with suppress(BlockingIOError, ValueError):
+            return Outcome(code, **json.loads(os.read(self.results, 65536)))
+        return Outcome(code)
+
+
+def start_job(
+    job: Job, work: Callable[[], Outcome], slot: int, environment: Mapping[str, str], cores: set[int], captured: bool
+) -> JobProcess:
+    """Fork a process that runs `work()`. Signals must be blocked here; the job listens to them itself.
+
+    environment: added to its own. cores: those that it may use, empty for all. captured: read what it prints.
+    """
+    reader, writer = os.pipe()
+    output, stream = os.pipe() if captured else (None, None)
+    for text in (sys.stdout, sys.stderr):
+        text.flush()
+    pid = os.fork()
+    if pid == 0:
+        if stream is not None:
+            os.dup2(stream, 1)
+            os.dup2(stream, 2)
+        _become(work, writer, environment, cores)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    if stream is not None and output is not None:
+        os.close(stream)
+        os.set_blocking(output, False)
+    return JobProcess(job, pid, reader, output, slot)
+
+
+def _become(work: Callable[[], Outcome], results: int, environment: Mapping[str, str], cores: set[int]) -> None:
+    """Turn this forked process into the job. Never returns."""
+    code = EXIT_FAILED
+    try:
+        signals.end_at_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
+        end_with_parent()
+        os.environ.update(environment)
+        if cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+        outcome = work()
+        code = outcome.code
+        os.write(results, json.dumps({"objective": outcome.objective, "cause": outcome.cause[:LONGEST_CAUSE]}).encode())
+    finally:
+        for text in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                text.flush()
+        os._exit(code)
+
+
+def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:
+    """What a failure report in the run folder says, in one line. Empty without one newer than `since`.
+
+    was_killed: this process knows by which signal, and the report does not; only the verdict on a hang is better.
+    """
+    report = read_report(run_dir)
+    if report is None or report["run"]["time"] < since or (was_killed and "verdict" not in report["first"]):
+        return ""
+    return cause_in_words(report)
+
+
+def cause_in_words(report: Mapping[str, Any]) -> str:
+    """One line of what failure.json holds: "rank 1 of 2: RuntimeError: mat1 and mat2 ..." """
+    first = report["first"]
+    if first["kind"] in SENTENCES:
+        return str(first["message"])
+    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
+    if "type" in first:
+        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
+    return f"rank {first['rank']} of {report['world_size']}: {what}"
+
+
+def _end_in_words(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    number = signal.Signals(-code)
+    hint = ", perhaps by the system because no memory was left" if number == signal.SIGKILL else ""
+    return f"killed by {number.name}{hint}"

@@ -1,0 +1,101 @@
+"""What a sweep shows at its end: the table sorted by objective, the causes of failures, and what to type next."""
+
+import math
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED
+from lockstep.sweeps.halving import read_results
+from lockstep.sweeps.plot import PLOT, plot_sweep
+from lockstep.sweeps.table import FAILED, FINISHED, STATES, TABLE, Row, SweepTable
+
+SHOWN = 40  # rows on the console
+CAUSE = 100  # characters of a cause on the console
+ORDER = (FINISHED, "pruned", "running", "stopped", "waiting", FAILED)
+
+
+def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
+    """The finished rows first, best first, and the failed ones last. mode: "min" or "max"."""
+    sign = -1 if mode == "max" else 1
+
+    def place(row: Row) -> tuple[int, float, int]:
+        value = row.best if row.objective is None else row.objective
+        is_known = value is not None and not math.isnan(value)
+        return ORDER.index(row.state), sign * value if is_known and value is not None else math.inf, row.number
+
+    return sorted(table, key=place)
+
+
+def print_summary(table: SweepTable, objective: str, mode: str, command: Sequence[str], resume: Sequence[str]) -> None:
+    """command: the words of one run without what the sweep varies. resume: those that go on with this sweep."""
+    rows = sorted_rows(table, mode)
+    counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
+    print(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
+    for line in _table(rows[:SHOWN], objective):
+        print(line)
+    if len(rows) > SHOWN:
+        print(f"... and {len(rows) - SHOWN} more in {TABLE}")
+    best = rows[0] if rows and rows[0].state == FINISHED else None
+    if best is not None:
+        print(f"best:       job {best.number}, {table.folder / best.folder}")
+        if plot_sweep(table.folder, rows, objective, best.number):
+            print(f"plot:       {table.folder / PLOT}")
+        print(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
+    if any(row.state not in (FINISHED, "pruned", FAILED) for row in rows):
+        print(f"go on with: {shlex.join(resume)}")
+    if any(row.state == FAILED for row in rows):
+        print(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
+    print(f"curves:     tensorboard --logdir {table.folder.absolute()}", flush=True)
+
+
+def print_share(table: SweepTable, epochs: int) -> None:
+    """After a search by halving: the share of all training that it took. epochs: of a whole job."""
+    trained = [max(read_results(row), default=0) for row in table]
+    if any(trained):
+        share = sum(trained) / (epochs * len(trained))
+        print(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs", flush=True)
+
+
+def _table(rows: Sequence[Row], objective: str) -> Iterator[str]:
+    """The columns, each as wide as its widest cell."""
+    cells = [("job", "state", objective, "best", "at step", "seconds", "overrides")]
+    cells += [
+        (
+            str(row.number),
+            row.state,
+            _number(row.objective),
+            _number(row.best),
+            "" if row.best_step is None else str(row.best_step),
+            f"{row.seconds:.1f}",
+            _with_cause(row),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row_cells in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row_cells[:-1], widths, strict=False)]
+        yield "  " + "  ".join([*padded, row_cells[-1]])
+
+
+def _with_cause(row: Row) -> str:
+    if not row.cause:
+        return row.overrides
+    return f"{row.overrides}   {textwrap.shorten(row.cause, CAUSE, placeholder=' ...')}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
+    """The exit code of the whole sweep: 0 only if every job has finished. stop_code: of jobs that a signal stopped."""
+    if stop_code is not None:
+        return stop_code
+    return EXIT_JOBS_FAILED if any(row.state == FAILED for row in rows) else EXIT_FINISHED
+
+
+def resume_words(script: Sequence[str], folder: Path) -> list[str]:
+    """The command that goes on with the sweep in `folder`. script: such as python src/train.py."""
+    return [*script, "-m", f"sweep.resume={folder}"]

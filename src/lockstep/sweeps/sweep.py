@@ -1,0 +1,69 @@
+"""A sweep while it runs: its folder is locked, its record is checked, and its table is open."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.monitor.start import whole_command
+from lockstep.sweeps.folder import check_record, hash_code, lock_sweep, write_record
+from lockstep.sweeps.summary import exit_code, print_share, print_summary, resume_words
+from lockstep.sweeps.table import FINISHED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """The section `sweep` of the config, and what a sweep needs to know of the rest. mode: "min" or "max".
+
+    epochs: of a job.
+    """
+
+    retry: str | None
+    max_failures: int | None
+    slots: int | str
+    changes: str
+    search: str
+    eta: int
+    first_rung: int
+    trials: int | None
+    seed: int
+    objective: str
+    mode: str
+    epochs: int
+
+
+class OpenSweep:
+    """fixed: the overrides that all jobs have. config: the flat config of a job without what the sweep varies.
+
+    Raises ConfigError if the folder cannot be locked, or if its sweep is another one.
+    """
+
+    def __init__(self, folder: Path, settings: SweepSettings, fixed: Sequence[str], config: Mapping[str, Any]) -> None:
+        self.settings, self.fixed = settings, fixed
+        self.lock = lock_sweep(folder)
+        code = hash_code()
+        check_record(folder, dict(config), code, settings.changes == "accept")
+        self.table = SweepTable(folder)
+        write_record(folder, sys.argv[1:], dict(config), code)
+        for row in self.table:
+            if row.state == RUNNING:
+                self._settle(row)
+        self.stop_code: int | None = None
+
+    def _settle(self, row: Row) -> None:
+        """A row that an earlier command has left as running."""
+        if row.cause != SUBMITTED:
+            self.table.update(row.number, state=STOPPED, cause="the sweep was killed")
+        elif (self.table.folder / row.folder / "model.pt").exists():  # the last file of a run
+            self.table.update(row.number, state=FINISHED, cause="", **self.table.read_best(row.number))
+
+    def finish(self) -> int:
+        """Print the summary. Returns the exit code."""
+        words = whole_command()
+        script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
+        command = [*script, *(word for word in self.fixed if not word.startswith(("sweep.", "hydra.")))]
+        resume = resume_words(script, self.table.folder)
+        print_summary(self.table, self.settings.objective, self.settings.mode, command, resume)
+        print_share(self.table, self.settings.epochs)
+        return exit_code(list(self.table), self.stop_code)

@@ -1,0 +1,115 @@
+"""Search with Optuna's tree-structured Parzen estimator (Bergstra et al. 2011): ask and tell, one job at a time."""
+
+import importlib.util
+import random
+import shlex
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.space import Choices, Numbers, Space, words
+from lockstep.sweeps.table import FAILED, FINISHED, Row, SweepTable
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+
+def require_optuna() -> None:
+    """Raises ConfigError without Optuna."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError("sweep.search=tpe needs Optuna; type pip install optuna, or sweep.search=random")
+
+
+class Tpe(Search):
+    """`trials` jobs. Each is drawn where the finished ones were good. The first ten are random.
+
+    Job n is drawn from the results of the jobs 0 to n - slots, whatever else has ended by then. So the jobs depend on
+    the number of slots, but not on which job is quicker, and after a kill they are drawn again from the table alone.
+
+    fixed: the overrides that all jobs have. name: as in `add_jobs`. over: rows that need not run.
+    """
+
+    def __init__(
+        self,
+        table: SweepTable,
+        space: Space,
+        fixed: Sequence[str],
+        name: Callable[[int, str, Sequence[str]], str],
+        trials: int,
+        seed: int,
+        slots: int,
+        mode: str,
+        retry_failed: bool,
+    ) -> None:
+        self.table, self.space, self.fixed, self.name = table, space, tuple(fixed), name
+        self.trials, self.seed, self.slots, self.mode = trials, seed, slots, mode
+        done = {FINISHED} if retry_failed else {FINISHED, FAILED}
+        self.started = {row.number for row in table if row.state in done}
+
+    def ask(self) -> Job | None:
+        for number in range(self.trials):
+            if number in self.started:
+                continue
+            if number not in self.table.rows and not self._draw(number):
+                return None
+            self.started.add(number)
+            return Job(number, (*self.fixed, *shlex.split(self.table.rows[number].overrides)))
+        return None
+
+    def _draw(self, number: int) -> bool:
+        """Add the row of a job. Returns False as long as a result is missing that it depends on."""
+        before = [self.table.rows[earlier] for earlier in range(number - self.slots + 1)]
+        if any(row.state not in (FINISHED, FAILED) for row in before):
+            return False
+        chosen = words(suggest(self.space, before, self.seed, number, self.mode))
+        changed = shlex.join(chosen)
+        self.table.add([Row(number, changed, self.name(number, changed, [*self.fixed, *chosen]))])
+        return True
+
+
+def suggest(space: Space, rows: Sequence[Row], seed: int, number: int, mode: str) -> dict[str, str]:
+    """{key: value as typed} of the job with this number. rows: those whose results count. mode: "min" or "max"."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions = {key: _distribution(values) for key, values in space.items()}
+    sampler = optuna.samplers.TPESampler(seed=random.Random(f"{seed} {number}").randrange(2**32))
+    study = optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler)
+    for row in rows:
+        parameters = read_values(row)
+        if row.objective is not None and _fits(parameters, space):
+            typed = {key: _value(space[key], word) for key, word in parameters.items()}
+            trial = optuna.trial.create_trial(params=typed, distributions=distributions, value=row.objective)
+            study.add_trial(trial)
+    drawn = study.ask(distributions).params
+    return {
+        key: values.word(drawn[key]) if isinstance(values, Numbers) else drawn[key] for key, values in space.items()
+    }
+
+
+def read_values(row: Row) -> dict[str, str]:
+    """{key: value as typed} of what a job changes."""
+    pairs = (word.partition("=") for word in shlex.split(row.overrides))
+    return {key: value for key, _, value in pairs}
+
+
+def _fits(values: dict[str, str], space: Space) -> bool:
+    """Whether a row is of this space: an earlier command may have had other parameters or limits."""
+    return values.keys() == space.keys() and all(space[key].holds(word) for key, word in values.items())
+
+
+def _value(values: Numbers | Choices, word: str) -> str | float:
+    if isinstance(values, Choices):
+        return word
+    return int(word) if values.whole else float(word)
+
+
+def _distribution(values: Numbers | Choices) -> "BaseDistribution":
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(values, Choices):
+        return CategoricalDistribution(values.words)
+    if values.whole:
+        return IntDistribution(int(values.low), int(values.high), log=values.log)
+    return FloatDistribution(values.low, values.high, log=values.log)

@@ -1,0 +1,97 @@
+"""An evaluation, and what loggers get of it beside its means."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import BatchLoader
+from lockstep.tasks.base import ReadSample, Report, Share
+from lockstep.training.loop import evaluate
+from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class EvaluationLogger(Protocol):
+    """What a logger offers for an evaluation, see `lockstep.loggers.base.Logger`."""
+
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None: ...
+
+    def log_histogram(self, tag: str, values: Tensor, step: int) -> None: ...
+
+    def log_graph(self, model: nn.Module, inputs: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What loggers ask for. images: how many test samples a report of the task shows; 0: there is no report."""
+
+    images: int = 0
+    histograms: bool = False
+    graph: bool = False
+
+
+def wanted_by(loggers: Iterable[Mapping[str, Any]]) -> Wanted:
+    """What the config of these loggers asks for, with the keys images, histograms and graph."""
+    nodes = list(loggers)
+    return Wanted(
+        images=max((node.get("images") or 0 for node in nodes), default=0),
+        histograms=any(node.get("histograms") for node in nodes),
+        graph=any(node.get("graph") for node in nodes),
+    )
+
+
+class Evaluator:
+    """Evaluates `state`, and gives `logger` what is wanted beside the means."""
+
+    def __init__(self, state: TrainState, loader: BatchLoader, logger: EvaluationLogger, wanted: Wanted) -> None:
+        self.state, self.loader, self.logger, self.wanted = state, loader, logger, wanted
+        self.graph_is_due = wanted.graph
+        if wanted.histograms:
+            state.gradients = {}
+
+    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
+        """As `evaluate`, which it calls. A collective."""
+        loader, report = self.loader, None
+        if self.wanted.images > 0:
+            report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
+        means = evaluate(self.state, loader, on_stop, report)
+        if report is not None:
+            report.reduce(self.state.strategy.world)
+            classes = [str(name) for name in getattr(loader.dataset, "classes", ())]
+            self.logger.log_report(report, self._sample, classes, self.state.progress.step)
+        if self.wanted.histograms:
+            self._log_histograms()
+        if self.graph_is_due:
+            self.graph_is_due = False
+            self._log_graph()
+        return means
+
+    def _sample(self, number: int) -> Tensor:
+        sample: Tensor = self.loader.dataset[number][0]
+        return sample
+
+    def _log_histograms(self) -> None:
+        """Of the whole model, whichever rank holds which part of it. A collective."""
+        strategy, gradients = self.state.strategy, self.state.gradients or {}
+        named = {
+            name: {"weights": parameter.detach()} | ({"gradients": gradients[name]} if name in gradients else {})
+            for name, parameter in strategy.model.named_parameters()
+        }
+        for name, values in strategy.full_state(named).items():
+            for kind, tensor in values.items():
+                self.logger.log_histogram(f"{kind}/{name}", tensor, self.state.progress.step)
+
+    def _log_graph(self) -> None:
+        """Of the model with one test sample, where a rank has the whole model."""
+        strategy, loader = self.state.strategy, self.loader
+        if not (strategy.ranks_agree or strategy.world.size == 1):
+            log.warning("no graph is written: with this strategy no rank has the whole model; type strategy=ddp")
+            return
+        sample, target = loader.dataset[0]
+        inputs, _ = loader.converter(loader.converter.to_device(sample[None]), torch.as_tensor(target)[None])
+        self.logger.log_graph(strategy.model, inputs)

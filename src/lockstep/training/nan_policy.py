@@ -1,0 +1,196 @@
+"""What happens to a step whose loss or gradient is NaN or infinite."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.partition import Batch
+from lockstep.errors import ConfigError, TrainingDiverged
+from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.training.meter import LOSSES_KEPT, Meter
+
+log = logging.getLogger(__name__)
+
+FindSnapshot = Callable[[], Path | None]
+"""Finds the last good snapshot, for an error message."""
+
+SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
+SAMPLES_NAMED = 16  # of each rank's batch
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
+
+
+def diverged(what: str, newest_snapshot: FindSnapshot, step: int | None = None) -> TrainingDiverged:
+    """The error for a loss, a gradient or weights that are not finite. what: the first words, with the step."""
+    path = newest_snapshot()
+    saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
+    error = TrainingDiverged(f"{what}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")
+    error.step = step
+    return error
+
+
+class NanPolicy:
+    """Looks at the averaged gradient of every step, and finds the samples of a batch that broke it.
+
+    A NaN on one rank is in the averaged gradient of all ranks, so each decides alone and all decide alike. On a GPU
+    the norms are kept, and read with the next log: the host does not wait. `skip` needs them before the update, so
+    there the host waits in each step.
+
+    action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
+    snapshot and leaves out the batch (see lockstep.snapshots.rollback). skipped: updates left out so far. left_out:
+    the steps whose batches are not used again. newest_snapshot: an attribute, for messages.
+    """
+
+    def __init__(self, action: str, strategy: Strategy, meter: Meter, checks_gradients: bool) -> None:
+        self.action, self.strategy, self.meter = action, strategy, meter
+        self.checks_gradients = checks_gradients and strategy.ranks_agree
+        self.reads_at_once = reads_at_once(strategy.world.device, action)
+        self.newest_snapshot: FindSnapshot = lambda: None
+        self.skipped = self.skipped_in_a_row = 0
+        self.left_out: set[int] = set()
+        self.batches: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, sample indices)
+        self.newest_batch: tuple[int, Batch | None] = (0, None)
+        self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
+        self.buffers_before: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, step: int, batch: Batch) -> None:
+        """The forward pass of `step` is about to start."""
+        self.batches.append((step, [part.indices for part in batch.parts]))
+        self.newest_batch = step, batch
+        if self.action == "skip":  # running statistics change in the forward pass
+            self.buffers_before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
+
+    def accepts(self, step: int, gradients: Sequence[Tensor]) -> bool:
+        """Whether the update is to be taken. Call it after the gradients are averaged. `step`: this step's number.
+
+        Raises TrainingDiverged, on all ranks, if the norm of the gradients is not finite and the policy is not `skip`.
+        """
+        if not self.checks_gradients or not gradients:
+            return True
+        if not self.reads_at_once:
+            self.norms.append((step, sum_of_norms(gradients)))
+            return True
+        if are_finite(gradients):
+            self.skipped_in_a_row = 0
+            return True
+        what = self._describe(step)
+        self.skipped_in_a_row += 1
+        if self.action != "skip":
+            raise diverged(what, self.newest_snapshot, step)
+        if self.skipped_in_a_row > SKIPS_IN_A_ROW:
+            raise diverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", self.newest_snapshot)
+        self._skip(step, what)
+        return False
+
+    def non_finite_loss(self, loss: float, last_step: int) -> TrainingDiverged:
+        """The error for a mean loss that is not finite. A collective, called by all ranks with the same numbers."""
+        steps = [step for step, norm in self.norms if not math.isfinite(norm.item())]
+        found = self.meter.first_non_finite()
+        step = min([*steps, *([] if found is None else [found])], default=None)
+        if step is None:
+            return diverged(f"the loss is {loss} by step {last_step}", self.newest_snapshot)
+        return diverged(self._describe(step), self.newest_snapshot, step)
+
+    def leave_out(self, step: int) -> None:
+        """After a return to an earlier step: the batch of `step` is not used again."""
+        self.left_out.add(step)
+        self.norms.clear()
+
+    @torch.no_grad()
+    def _skip(self, step: int, what: str) -> None:
+        self.meter.discard(step)
+        for buffer, before in self.buffers_before:
+            buffer.copy_(before)
+        self.skipped += 1
+        log.warning("%s; the update of this step is left out", what)
+
+    def _describe(self, step: int) -> str:
+        """The loss of `step`, and which rank's samples broke it. A collective."""
+        losses = [loss for loss in self.meter.losses_of(step) if not math.isfinite(loss)]
+        mine = {
+            "loss": str(losses[0]) if losses else None,
+            "samples": self._samples(step),
+            "broken": self._samples_with_broken_inputs(step),
+        }
+        return describe_batches(step, self.strategy.world.all_gather_json(mine))
+
+    def _samples(self, step: int) -> list[int]:
+        indices: list[int] = []
+        for number, parts in self.batches:
+            if number == step:
+                indices = [index for part in parts for index in part.tolist()]
+        return indices
+
+    def _samples_with_broken_inputs(self, step: int) -> list[int]:
+        """Of the newest batch, whose inputs are still here."""
+        newest, batch = self.newest_batch
+        found: list[int] = []
+        for part in batch.parts if batch is not None and newest == step else []:
+            if part.inputs.is_floating_point():
+                broken = ~part.inputs.flatten(1).isfinite().all(1)
+                found += part.indices.to(broken.device)[broken].tolist()
+        return found
+
+
+def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:
+    """The first words of a message.
+
+    everyone: of each rank its loss as text, if it is not finite, the samples of its batch, and those among them whose
+    inputs are not finite. With synchronised batch norm these make the loss of all ranks NaN, so only their ranks count.
+    """
+    losses = {rank: found["loss"] for rank, found in enumerate(everyone) if found["loss"] is not None}
+    broken = {rank: found["broken"] for rank, found in enumerate(everyone) if found["broken"]}
+    what = f"the loss is {next(iter(losses.values()))}" if losses else "the gradient is not finite (the loss is)"
+    ranks = broken or losses or range(len(everyone))
+    batches = [f"on rank {rank} with the samples {_listed(everyone[rank]['samples'])}" for rank in ranks]
+    sentence = f"{what} at step {step} {' and '.join(batches)}"
+    if broken:
+        samples = [sample for numbers in broken.values() for sample in numbers]
+        sentence += f"; the inputs are not finite of {_listed(samples)}"
+    return sentence
+
+
+def reads_at_once(device: torch.device, action: str) -> bool:
+    """Whether the norm is read in its own step: on a CPU nothing waits for it, and `skip` has to know it."""
+    return device.type == "cpu" or action == "skip"
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are. Reads them: on a GPU the host waits."""
+    if tensors[0].device.type == "cpu":  # a sum takes half the time of a norm here
+        quick = all(math.isfinite(tensor.sum().item()) for tensor in tensors)
+    else:
+        quick = math.isfinite(sum_of_norms(tensors).item())
+    return quick or all(bool(tensor.isfinite().all()) for tensor in tensors)  # huge values overflow in a sum
+
+
+def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """A 0-d tensor that is NaN or infinite if a value of `tensors` is, or if a square overflows."""
+    device = tensors[0].device
+    return torch.stack([norm.to(device) for norm in torch._foreach_norm(list(tensors))]).sum()
+
+
+def _listed(samples: Sequence[int]) -> str:
+    named = ", ".join(map(str, samples[:SAMPLES_NAMED]))
+    more = len(samples) - SAMPLES_NAMED
+    return f"{named} and {more} more" if more > 0 else named

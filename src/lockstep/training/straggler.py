@@ -1,0 +1,139 @@
+"""Compares how long each rank works on a step, and names a rank that is slower than the others for long.
+
+A step takes equally long on all ranks, since they wait for each other. So each rank measures its own work: from the end
+of one step to the last gradient of the next, without the time in which it waits for other ranks, and the update.
+"""
+
+import logging
+import math
+import socket
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.distributed.time_waited import seconds_waited
+from lockstep.distributed.world import World
+from lockstep.training.step_times import StepTimes, own_time
+from lockstep.training.timer import StepTimer
+
+log = logging.getLogger(__name__)
+
+STEPS = 100  # a rank is named after it was slow in the measured ones of so many steps
+FEWEST_MEASURED = 3
+NOISE = 1.0  # milliseconds: a smaller difference is not worth a line
+PARTS = {"data": "data", "forward": "computing", "backward": "computing", "optimizer": "computing"}
+PARTS |= {"logging": "writing"}
+NAMES = ("data", "computing", "writing")  # what a rank does by itself
+COLUMNS = (*NAMES, "waiting")
+
+Times = list[list[float]]
+"""For each rank the milliseconds of each of NAMES, or of COLUMNS."""
+
+
+class StragglerWatch(StepTimer):
+    """Measures one step in each interval of `log_every` steps. The times are exchanged with the loss at the next log.
+
+    factor: how many times as long as the others' median a rank must take to be named. inner: the run's own timer.
+    Nothing waits: on a GPU a time is left out if it is not known by the next log.
+    """
+
+    def __init__(
+        self, world: World, parameters: Sequence[nn.Parameter], factor: float, log_every: int, inner: StepTimer
+    ) -> None:
+        self.world, self.parameters, self.factor = world, parameters, factor
+        self.log_every, self.inner = log_every, inner
+        self.measured: StepTimes | None = None  # the step under way
+        self.unread: StepTimes | None = None  # the last one that has ended
+        self.waited = 0.0  # seconds in it in which the host waited for other ranks
+        self.steps_since_log = 0
+        self.window: deque[Times] = deque(maxlen=max(FEWEST_MEASURED, math.ceil(STEPS / log_every)))
+        self.named: set[int] = set()
+
+    def phase(self, name: str) -> None:
+        self.inner.phase(name)
+        if self.measured is not None:
+            self.measured.phase(name)
+
+    def step_end(self, full_steps_left: int) -> None:
+        if self.measured is not None:
+            self.measured.step_end()
+            self.waited += seconds_waited()
+            self.unread, self.measured = self.measured, None
+        self.inner.step_end(full_steps_left)
+        if self.steps_since_log == 0 and full_steps_left > 0:
+            self.measured = StepTimes(self.world.device, self.parameters, own_time)
+            self.waited = -seconds_waited()
+        self.steps_since_log += 1
+
+    def epoch_end(self) -> None:
+        if self.measured is not None:
+            self.measured.stop()
+            self.measured = None
+        self.inner.epoch_end()
+
+    def own_times(self) -> Tensor:
+        """(ranks * len(COLUMNS),): zeros but for this rank's times, if it knows any. A log comes next."""
+        self.steps_since_log = 0
+        rows = torch.zeros(self.world.size, len(COLUMNS), dtype=torch.float64)
+        phases = None if self.unread is None else self.unread.milliseconds(wait=False)
+        if phases is not None:
+            self.unread = None
+            for phase, part in PARTS.items():
+                rows[self.world.rank, COLUMNS.index(part)] += phases[phase]
+            rows[self.world.rank, COLUMNS.index("waiting")] = phases["gradient_sync"] + 1000 * self.waited
+        return rows.flatten().to(self.world.device)
+
+    def report(self, summed: Tensor) -> dict[str, float]:
+        """{tag: milliseconds}: a step's parts, and the own time of the slowest and of the fastest rank. A collective.
+
+        summed: `own_times` over all ranks.
+        """
+        rows = summed.view(-1, len(COLUMNS))
+        times: Times = rows[:, : len(NAMES)].tolist()
+        totals = [sum(row) for row in times]
+        if min(totals) == 0:
+            return {}
+        self.window.append(times)
+        if len(self.window) == self.window.maxlen:
+            self._name_stragglers()
+        parts = zip(COLUMNS, rows.mean(0).tolist(), strict=True)
+        metrics = {f"time/{part}_ms": milliseconds for part, milliseconds in parts}
+        return metrics | {"world/slowest_rank_ms": max(totals), "world/fastest_rank_ms": min(totals)}
+
+    def _name_stragglers(self) -> None:
+        """All ranks have the same times, so all of them come to the same result."""
+        slow = [found for found in find_stragglers(list(self.window), self.factor) if found[0] not in self.named]
+        if not slow:
+            return
+        hosts = self.world.all_gather_json(socket.gethostname())
+        for rank, own, others, part in slow:
+            self.named.add(rank)
+            log.warning(
+                "rank %d on %s is slow: its own part of a step took %.1f ms and that of the other ranks %.1f ms "
+                "in the last %d steps; the difference is in %s",
+                *(rank, hosts[rank], own, others, self.log_every * len(self.window), part),
+            )
+
+
+def find_stragglers(window: Sequence[Times], factor: float) -> list[tuple[int, float, float, str]]:
+    """(rank, its milliseconds, the others' milliseconds, the name of the part with most of the difference).
+
+    window: the times of the measured steps. Medians are compared, so a few slow steps are no reason.
+    """
+    ranks = range(len(window[0]))
+    totals = [median(sum(times[rank]) for times in window) for rank in ranks]
+    found = []
+    for rank in ranks:
+        peers = [other for other in ranks if other != rank]
+        others = median(totals[other] for other in peers)
+        if totals[rank] <= factor * others or totals[rank] - others < NOISE:
+            continue
+        excess = {}
+        for number, name in enumerate(NAMES):
+            own = median(times[rank][number] for times in window)
+            excess[name] = own - median(median(times[other][number] for times in window) for other in peers)
+        found.append((rank, totals[rank], others, max(excess, key=excess.__getitem__)))
+    return found

@@ -1,0 +1,213 @@
+"""Compares the weights of all ranks now and then: a flipped bit on one rank is found and named."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.stop_vote import hide_from_profiler
+from lockstep.errors import RanksDiffer
+from lockstep.training.nan_policy import FindSnapshot
+from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+PIECE = 2**16  # words that are multiplied by the same weights
+ROWS = 64  # pieces at once on a GPU: 32 MB of products
+GPU_LAG = 10  # steps after which a GPU has surely computed a digest, so that reading it does not make the host wait
+NAMED = 3  # parameters that a message names
+
+
+class WeightCheck:
+    """Called after every step on every rank. Every `every` steps each rank computes a digest of its weights.
+
+    The ranks exchange them while the next step runs, and compare them after it; on a GPU `GPU_LAG` steps later. Only if
+    they differ, the ranks exchange a digest of each parameter.
+
+    action: stop raises RanksDiffer; majority takes the weights of most ranks; off compares nothing. Strategies whose
+    ranks differ by design have nothing to compare, see `Strategy.replicated_tensors`.
+    """
+
+    def __init__(self, state: TrainState, every: int, action: str, newest_snapshot: FindSnapshot) -> None:
+        self.state, self.every, self.action, self.newest_snapshot = state, every, action, newest_snapshot
+        self.world = state.strategy.world
+        self.enabled = action != "off" and self.world.size > 1 and bool(state.strategy.replicated_tensors())
+        self.last_step = state.progress.step
+        self.pending: Digests | None = None
+
+    def after_step(self, samples: int) -> None:
+        """Raises RanksDiffer, on all ranks, if the weights differ and there is no majority to take them from."""
+        if not self.enabled:
+            return
+        step = self.state.progress.step
+        if self.pending is not None and self.pending.advance(step):
+            self._compare(self.pending)
+        is_due = step // self.every > self.last_step // self.every
+        self.last_step = step
+        if is_due and self.pending is None:
+            self.pending = Digests(self.state, step)
+            self.pending.advance(step)
+
+    def check_now(self) -> None:
+        """Compare the weights as they are now. A collective. Raises as `after_step` does."""
+        if self.enabled:
+            if self.pending is not None:
+                self.pending.drop()
+            digests = Digests(self.state, self.state.progress.step)
+            digests.start()
+            self._compare(digests)
+
+    def _compare(self, digests: "Digests") -> None:
+        self.pending = None
+        totals = digests.result()
+        if len(set(totals)) == 1:
+            return
+        reference, is_majority = choose_reference(totals)
+        parts = self.world.all_gather_json(digests.parts.tolist())
+        found = describe(digests.names, parts, reference)
+        what = f"the weights differ between ranks at step {digests.step}: {found}"
+        if not is_majority:
+            raise RanksDiffer(f"{what}, and no majority shows which are right; {self._advice()}")
+        if self.action == "stop":
+            raise RanksDiffer(f"{what}; {self._advice()}")
+        self._copy_from(reference)
+        log.warning("%s; all ranks go on with the weights of rank %d, which most ranks hold", what, reference)
+
+    def _advice(self) -> str:
+        path = self.newest_snapshot()
+        if path is None:
+            return "no snapshot was saved before; type watch.weights=off if ranks compute on different hardware"
+        folder = path.parent.parent
+        return (
+            f"the last good snapshot is {path}; to go on from it type the command again with hydra.run.dir={folder}, "
+            f"and watch.weights=off if ranks compute on different hardware"
+        )
+
+    @torch.no_grad()
+    def _copy_from(self, rank: int) -> None:
+        """Copy weights, optimizer state and moving average of `rank` to all ranks."""
+        tensors = [*self.state.strategy.replicated_tensors().values(), *self.state.replicated_tensors()]
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+            values = tensor.detach().cpu().contiguous()
+            dist.broadcast(values, rank, group=self.world.control)
+            tensor.copy_(values)
+
+
+class Digests:
+    """One comparison under way. names, parts: what is compared, and its digests (n,) int64. step: when."""
+
+    def __init__(self, state: TrainState, step: int) -> None:
+        self.world, self.step = state.strategy.world, step
+        tensors = state.strategy.replicated_tensors()
+        self.names = list(tensors)
+        self.parts = torch.stack([digest(tensor).to(self.world.device) for tensor in tensors.values()])
+        self.total = digest(self.parts).to("cpu", non_blocking=True).view(1)
+        self.copied: torch.cuda.Event | None = None
+        if self.world.device.type == "cuda":
+            self.copied = torch.cuda.Event()
+            self.copied.record(torch.cuda.current_stream(self.world.device))
+        self.gathered = [torch.empty_like(self.total) for _ in range(self.world.size)]
+        self.work: dist.Work | None = None
+
+    def advance(self, step: int) -> bool:
+        """Called once a step. Starts the exchange when the digest is there. Returns True if the result is due."""
+        if self.work is not None:
+            return True
+        if self.copied is None or step >= self.step + GPU_LAG:
+            self.start()
+        return False
+
+    def start(self) -> None:
+        """Send this rank's digest to the others, and do not wait for theirs."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        with hide_from_profiler():
+            self.work = dist.all_gather(self.gathered, self.total, group=self.world.control, async_op=True)
+
+    def result(self) -> list[int]:
+        """The digest of every rank."""
+        assert self.work is not None
+        self.work.wait()
+        return [int(value) for value in torch.cat(self.gathered).tolist()]
+
+    def drop(self) -> None:
+        """Wait for the exchange, if it has started, and forget it."""
+        if self.work is not None:
+            self.work.wait()
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 0-d int64 tensor on the same device, in which every bit of `tensor` counts.
+
+    It is the sum of all values, read as 64-bit words, times odd weights that depend on the position, modulo 2**64. A
+    change of one bit changes a word by a power of two, and an odd multiple of that is never 0 modulo 2**64.
+    """
+    words = _words(tensor.detach())
+    length = words.numel()
+    if length <= PIECE:
+        return _product(words, odd_weights(words.device, length))
+    whole = length // PIECE * PIECE
+    rest = _product(words[whole:], odd_weights(words.device, length - whole))
+    sums = _row_products(words[:whole].view(-1, PIECE), odd_weights(words.device, PIECE))
+    return digest(torch.cat([sums, rest.view(1)]))
+
+
+def _words(values: Tensor) -> Tensor:
+    """(n,) int64: the bytes of `values` in their logical order, with zeros up to whole words. Mostly without a copy."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    flat = values.reshape(-1)
+    size = flat.element_size()
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64)
+    words = torch.zeros(-(-flat.numel() * size // 8), dtype=torch.int64, device=flat.device)
+    words.view(flat.dtype)[: flat.numel()] = flat
+    return words
+
+
+def _product(words: Tensor, weights: Tensor) -> Tensor:
+    """0-d. On a CPU dot and mv take a third of the time of a product and its sum; for GPUs torch has none."""
+    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+
+
+def _row_products(rows: Tensor, weights: Tensor) -> Tensor:
+    """Of each row, (n,)."""
+    if rows.device.type == "cpu":
+        return torch.mv(rows, weights)
+    return torch.cat([(some * weights).sum(1) for some in rows.split(ROWS)])
+
+
+_weights: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def odd_weights(device: torch.device, length: int) -> Tensor:
+    """The first `length` of PIECE odd int64 numbers, the same on every rank and in every run."""
+    found = _weights.get((device, length))
+    if found is None:
+        found = _weights.get((device, PIECE))
+        if found is None:
+            generator = torch.Generator().manual_seed(0)
+            found = (torch.randint(-(2**63), 2**63 - 1, (PIECE,), generator=generator) | 1).to(device)
+            _weights[device, PIECE] = found
+        _weights[device, length] = found = found[:length]
+    return found
+
+
+def choose_reference(totals: Sequence[int]) -> tuple[int, bool]:
+    """The first rank that holds what most ranks hold, and whether these are more than half of all ranks."""
+    value, count = Counter(totals).most_common(1)[0]
+    return totals.index(value), 2 * count > len(totals)
+
+
+def describe(names: Sequence[str], parts: Sequence[Sequence[int]], reference: int) -> str:
+    """What differs, and on which rank. parts: for each rank the digest of each of `names`."""
+    sentences = []
+    for rank, digests in enumerate(parts):
+        other = [name for name, ours, theirs in zip(names, digests, parts[reference], strict=True) if ours != theirs]
+        if other:
+            more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
+            sentences.append(f"rank {rank} has other values in {', '.join(other[:NAMED])}{more}")
+    return f"{'; '.join(sentences)} than rank {reference}"

@@ -1,0 +1,101 @@
+"""What the runs in a folder were, and how they compare. `src/train.py` trains, also for the verb `again`.
+
+python src/runs.py table outputs --sort objective --filter optimizer.lr=0.1
+python src/runs.py why outputs/a outputs/b
+python src/runs.py again outputs/a
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """An error is one sentence that ends in what to type."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; type {self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The verbs and their options."""
+    top = Parser(prog="python src/runs.py", description="Lists runs, compares and repeats them.")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    table = verbs.add_parser("table", help="one line for each run below the folders")
+    table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
+    table.add_argument("--sort", default="date", metavar="KEY", help="a column or a config key; default: date")
+    table.add_argument("--reverse", action="store_true", help="turn the order round")
+    table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
+    why = verbs.add_parser("why", help="what two runs differ in, and the first step at which they part")
+    why.add_argument("a", type=Path, metavar="A", help="a run folder")
+    why.add_argument("b", type=Path, metavar="B", help="another one")
+    again = verbs.add_parser("again", help="train a run again from its folder; exit code 0 for the same bits")
+    again.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    again.add_argument("--into", type=Path, metavar="FOLDER", help="default: RUN-again")
+    return top
+
+
+def show_table(options: argparse.Namespace) -> int:
+    """Print the runs below some folders."""
+    from lockstep.runs.table import COLUMNS, filtered, read_runs, sorted_runs, table
+
+    runs, problems = read_runs(options.folders)
+    for problem in problems:
+        print(f"lockstep: {problem}", file=sys.stderr)
+    if not runs:
+        raise ConfigError(f"no run below {' '.join(options.folders)}; type python src/runs.py table <another folder>")
+    chosen = filtered(runs, options.filter)
+    if not chosen:
+        raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
+    columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table(sorted_runs(chosen, options.sort, options.reverse), columns, width):
+        print(line)
+    return EXIT_FINISHED
+
+
+def show_differences(options: argparse.Namespace) -> int:
+    """Print what two runs differ in."""
+    from lockstep.runs.compare import explain
+    from lockstep.runs.record import read_run
+
+    for line in explain(read_run(options.a), read_run(options.b)):
+        print(line)
+    return EXIT_FINISHED
+
+
+def repeat_run(options: argparse.Namespace) -> int:
+    """Train a run again."""
+    from lockstep.runs.again import repeat
+
+    return repeat(options.run, options.into)
+
+
+VERBS = {"table": show_table, "why": show_differences, "again": repeat_run}
+
+
+def main(words: list[str]) -> int:
+    """Returns the exit code."""
+    try:
+        options = parser().parse_args(words)
+        code = VERBS[options.verb](options)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FINISHED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

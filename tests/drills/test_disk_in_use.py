@@ -1,0 +1,70 @@
+"""A run that is asked to stop inside torch.save, and curves on a disk that is full for a while."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from support.commands import STARTERS, wait_for
+from support.event_files import scalars
+from support.run_folders import SLOW, has_logged, newest_snapshot, stopped_at
+from support.worlds import same_bits
+
+pytestmark = pytest.mark.drill
+
+TESTS = Path(__file__).parents[1]
+SLOW_SAVES = [*SLOW, "trainer.epochs=4", "snapshot.every=20steps"]
+
+
+@pytest.mark.parametrize("starter", ["launch=fork", "torchrun"])
+def test_a_stop_inside_torch_save_leaves_whole_snapshots(start, start_faulty, tmp_path, starter):
+    command = [*STARTERS[starter], *SLOW_SAVES]
+    start(*command, "hydra.run.dir=whole").finish()
+    slow = "+logger.slow._target_=support.slow_disk.SlowSaves"
+    run = start_faulty(*command, slow, "hydra.run.dir=run", PYTHONPATH=TESTS)
+    wait_for(lambda: (tmp_path / "in-save").exists(), "torch.save")
+    run.send(signal.SIGTERM)
+    run.finish(75 if starter == "launch=fork" else None)
+    assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    start(*command, "hydra.run.dir=run").finish()
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system needs root")
+def test_curves_go_on_when_a_full_disk_has_room_again(start_faulty, small_disk):
+    run_dir, ballast = small_disk / "run", small_disk / "ballast"
+    words = ["model=linear", "trainer.epochs=100000", "snapshot.every=100000epochs", "logging.every=1"]
+    run = start_faulty(*STARTERS["launch=fork"], *words, f"hydra.run.dir={run_dir}")
+    wait_for(lambda: has_logged(run_dir, "epoch 3/"), "training")
+    files = len(list(run_dir.glob("events.out.*")))
+    with suppress(OSError), ballast.open("wb", 0) as file:
+        while True:
+            file.write(bytes(2**10))
+    run.broken_at = time.time()
+    time.sleep(5)  # in which epochs end, and loggers write
+    ballast.unlink()
+    wait_for(lambda: len(list(run_dir.glob("events.out.*"))) > files, "another event file")
+    time.sleep(3)
+    run.send(signal.SIGTERM)
+    run.finish(75)
+    assert run.output.count("TensorBoardLogger cannot write") == 1
+    assert "Traceback" not in run.output
+    steps = [step for step, _ in scalars(run_dir)["train/running_loss"]]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, stopped_at(run_dir))

@@ -1,0 +1,105 @@
+"""Disks that are full or read-only when a run starts, and full shared memory. Needs root, which mounts them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, wait_for
+from support.run_folders import has_logged, position
+from support.worlds import distance, weights
+
+pytestmark = [pytest.mark.drill, pytest.mark.skipif(os.getuid() != 0, reason="mounting a file system needs root")]
+
+Mount = Callable[..., Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, short_folder: Path) -> Iterator[Mount]:  # short_folder is removed after the unmounting
+    """mount(folder, size) -> a file system in memory, mounted at a new folder, or one below tmp_path by its name."""
+    mounted = []
+
+    def mount_memory(name: str | Path, size: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+        mounted.append(folder)
+        return folder
+
+    yield mount_memory
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
+def test_a_full_or_read_only_disk_is_refused_before_any_rank_starts(train, mount, launch):
+    small, locked = mount("small", "32k"), mount("locked", "8m")
+    (locked / "run").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(locked)], check=True)
+    full = train("model=mlp", f"launch={launch}", f"hydra.run.dir={small}/run", code=2)
+    assert f"the run folder {small}/run cannot be written (No space left on device); free some space" in full.sentence
+    read_only = train("model=mlp", f"launch={launch}", f"hydra.run.dir={locked}/run", code=2)
+    assert f"{locked}/run cannot be written (Read-only file system); type hydra.run.dir=" in read_only.sentence
+    assert "free some space" not in read_only.sentence
+    for run in (full, read_only):
+        assert "rank 0 of" not in run.output
+        assert "Traceback" not in run.output
+
+
+def test_a_folder_of_somebody_else_is_refused_with_the_right_advice(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.chown(tmp_path / "run", 65534, 65534)
+    # root without what makes it more than another user; another user could not read a virtual environment of root's
+    as_any_user = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *PYTHON_TRAIN]
+    run = start(*as_any_user, "model=mlp", f"hydra.run.dir={tmp_path}/run").finish(2)
+    assert f"{tmp_path}/run cannot be written (Permission denied); type hydra.run.dir=<a folder" in run.sentence
+
+
+@pytest.mark.parametrize("launch", ["torchrun", "fork"])
+def test_without_room_for_shared_memory_gradients_are_averaged_by_all_reduce(
+    start, train, mount, tmp_path, short_folder, launch
+):
+    """In a mount namespace of its own /dev/shm is full, and TMPDIR too."""
+    temporary = mount(short_folder / "full", "2m")
+    full = f"mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full; " \
+           f"head -c 2080000 /dev/zero > {temporary}/full;"  # fmt: skip
+    words = " ".join([*PYTHON_TRAIN, "model=mlp model.width=512 trainer.max_steps=12", f"launch={launch}"])
+    in_full = ["unshare", "--mount", "bash", "-c"]
+    command = f"{full} {words} hydra.run.dir={tmp_path}/full && ls -A /dev/shm"
+    run = start(*in_full, command, TMPDIR=temporary).finish()
+    train("model=mlp", "model.width=512", "trainer.max_steps=12", "launch=fork", "hydra.run.dir=room")
+    assert run.output.splitlines()[-1] == "full"
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
+    assert distance(weights(tmp_path / "room"), weights(tmp_path / "full")) < 1e-4
+    asked = start(*in_full, f"{full} {words} gradient_sync=shared_memory", TMPDIR=temporary).finish(2)
+    assert "finds no room for" in asked.sentence
+    assert asked.sentence.endswith("type gradient_sync=all_reduce")
+
+
+def test_a_disk_that_is_full_at_the_stop_ends_with_76(start_faulty, mount):
+    run_dir = mount("disk", "8m") / "run"
+    words = ["launch=fork", "model=mlp", "trainer.epochs=1000", "snapshot.every=1epochs", f"hydra.run.dir={run_dir}"]
+    run = start_faulty(*PYTHON_TRAIN, *words)
+    wait_for(lambda: has_logged(run_dir, "epoch 2/"), "training")
+    good = position(run_dir)[0]
+    with contextlib.suppress(OSError), (run_dir.parent / "ballast").open("wb", 0) as ballast:
+        while True:
+            ballast.write(bytes(2**10))
+    run.send(signal.SIGTERM)
+    run.finish(76)
+    assert "No space left on device" in run.output
+    assert 0 < good <= position(run_dir)[0]
+    assert f"{run_dir}/snapshots/step_{position(run_dir)[0]:08d}.pt" in run.output
+
+
+def test_torchrun_hears_once_that_all_snapshots_are_damaged(start, train, tmp_path):
+    train("model=mlp", "trainer.max_steps=5", "launch=fork", "hydra.run.dir=run")
+    for snapshot in (tmp_path / "run/snapshots").glob("*.pt"):
+        snapshot.write_text("damaged")
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
+    run = start(*torchrun, "model=mlp", "hydra.run.dir=run").finish(1)
+    assert f"none of the 1 snapshots in {tmp_path}/run/snapshots can be read; to start afresh" in run.sentence

@@ -1,0 +1,182 @@
+"""Faults under every launcher: the report names the rank that failed first, and says what that means.
+
+FAULTS=all runs each fault under each launcher; without it launch=fork gets all and each other launcher some.
+"""
+
+import json
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed.environment import free_port
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
+from support.fault_table import Row, Traces, add_row, row_of
+
+pytestmark = pytest.mark.drill
+
+LAUNCHERS = {
+    "fork": [*PYTHON_TRAIN, "launch=fork"],
+    "torchrun inside": [*PYTHON_TRAIN, "launch=torchrun"],
+    "spawn": [*PYTHON_TRAIN, "launch=spawn"],
+    "torchrun outside": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
+    "python": PYTHON_TRAIN,
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+}
+OURS = ("fork", "torchrun inside", "spawn")  # torchrun and mpirun have exit codes of their own
+CODES = {"exception": 1, "diverged": 3, "killed": 5, "left": 5}
+OWN = [
+    *("model=mlp", "model._target_=support.faults.FaultyModel", "optimizer._target_=support.faults.FaultySGD"),
+    *("++optimizer.fused=null", "snapshot.every=3steps", "trainer.epochs=2", "logger=[tensorboard,console]"),
+    *("dataset.train._target_=support.faults.FaultyDigits", "dataset.test._target_=support.faults.FaultyDigits"),
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """place, kind and step: see support.faults. expected: the kind, and words of the report."""
+
+    name: str
+    step: int
+    kind: str
+    words: str
+    options: tuple[str, ...] = ()
+
+
+KILLED = "killed, cause not known"
+RAISED, MISTAKE = "the code raised this exception", "the code at this line has a mistake"
+LEFT = "this rank left before the end of the training"
+FAULTS = [
+    Fault("forward/raise", 5, "exception", RAISED),
+    Fault("forward/unicode", 5, "exception", "größer als erlaubt"),
+    Fault("forward/shape", 5, "exception", "the shapes of the data and of the model do not fit together"),
+    Fault("forward/key", 5, "exception", MISTAKE),
+    Fault("forward/memory", 5, "exception", "this rank has no memory left"),
+    Fault("forward/memory_limit", 5, "exception", "this rank has no memory left"),
+    Fault("forward/file", 5, "exception", "a file is missing on this machine"),
+    Fault("forward/target", 5, "exception", "an index is larger than the table"),
+    Fault("forward/disk", 5, "exception", "the disk is full"),
+    Fault("forward/import", 5, "exception", "a module cannot be imported on this machine"),
+    Fault("forward/zero", 1, "exception", MISTAKE),
+    Fault("forward/assert", 5, "exception", MISTAKE),
+    Fault("forward/recursion", 5, "exception", "maximum recursion depth"),
+    Fault("forward/kill", 5, "killed", KILLED),
+    Fault("forward/kill", 1, "killed", KILLED),
+    Fault("forward/kill_beside_child", 5, "killed", KILLED),
+    Fault("forward/cpu_limit", 5, "killed", "limit of CPU time"),
+    Fault("forward/bus", 5, "killed", "bus error"),
+    Fault("forward/segfault", 5, "killed", "segmentation fault"),
+    Fault("forward/abort", 5, "killed", "abort"),
+    Fault("forward/exit0", 5, "exception", f"{LEFT}: exit code 0"),
+    Fault("forward/exit3", 5, "exception", f"{LEFT}: exit code 3"),
+    Fault("forward/sysexit", 5, "exception", f"{LEFT}: exit code 0"),
+    Fault("forward/native_exit", 5, "left", "left with exit code 0 before the end"),
+    Fault("backward/raise", 5, "exception", RAISED),
+    Fault("backward/kill", 5, "killed", KILLED),
+    Fault("evaluation/raise", 1, "exception", RAISED),
+    Fault("evaluation/kill", 1, "killed", KILLED),
+    Fault("data/raise", 70, "exception", RAISED),
+    Fault("data/raise", 70, "exception", RAISED, ("dataset.workers=1",)),
+    Fault("data/kill", 70, "exception", "a process that loads data has ended", ("dataset.workers=1",)),
+    Fault("optimizer/raise", 5, "exception", RAISED),
+    Fault("optimizer/kill", 5, "killed", KILLED),
+    Fault("build/raise", 1, "exception", RAISED),
+    Fault("build/kill", 1, "killed", KILLED),
+]
+
+
+def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
+    """What is wrong, or "", and the row of the table."""
+    folder.mkdir()
+    traces = Traces()
+    rank = 0 if launcher == "python" else 1
+    env = {"FAULT": f"{fault.name}:{rank}:{fault.step}", "PYTHONPATH": ROOT / "tests"} | traces.environment
+    command = Command([*LAUNCHERS[launcher], *OWN, *fault.options, "hydra.run.dir=run"], folder, **env).finish(None)
+    name = f"{fault.name}, step {fault.step} {' '.join(fault.options)}"
+    row = replace(row_of(name, command, traces), launcher=launcher)
+    traces.remove()
+    file = folder / "run" / "failure.json"
+    if not file.exists():
+        return f"no report:\n{command.output}", row
+    report, screen = json.loads(file.read_text()), file.with_name("failure.txt").read_text().rstrip()
+    first = report["first"]
+    found = (first["rank"], first["kind"], report["exit_code"])
+    own_line = fault.kind == "exception" and fault.name != "data/kill"
+    # mpirun takes the exit code of a rank before the monitor can read it.
+    words = KILLED if launcher == "mpirun" and fault.name == "forward/cpu_limit" else fault.words
+    checks = {
+        f"the report says {found}": found == (rank, fault.kind, CODES[fault.kind]),
+        f"no {words!r} in the report": words in screen,
+        "the report is not the last thing": launcher == "mpirun" or command.output.rstrip().endswith(screen),
+        "the screen is too long": len(screen.splitlines()) <= 40,
+        f"exit code {command.process.returncode}": launcher not in OURS or command.process.returncode == found[2],
+        f"the line is {first.get('file')}": not own_line or first["file"].endswith("faults.py"),
+        f"left in TMPDIR or /dev/shm: {row.leftovers}": not row.leftovers,
+        # The user's own child of a rank is the user's to end.
+        f"alive: {row.orphans}": not row.orphans or fault.name == "forward/kill_beside_child",
+    }
+    wrong = [what for what, is_right in checks.items() if not is_right]
+    return "; ".join(wrong) + f"\n{command.output}" if wrong else "", row
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path, request):
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        pytest.skip("needs mpirun (apt-get install openmpi-bin)")
+    is_whole = os.environ.get("FAULTS") == "all" or launcher == "fork"
+    chosen = FAULTS if is_whole else FAULTS[::6]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(run, launcher, fault, tmp_path / f"{number}") for number, fault in enumerate(chosen)]
+        outcomes = [job.result() for job in jobs]
+    for wrong, row in outcomes:
+        add_row(request.node, replace(row, is_right=not wrong))
+    wrong_ones = [f"{fault.name}: {wrong}" for fault, (wrong, _) in zip(chosen, outcomes, strict=True) if wrong]
+    assert not wrong_ones, "\n\n".join(wrong_ones)
+
+
+@pytest.mark.parametrize(("snapshots", "restarts"), [("1epochs", 1), ("3steps", 2)])
+def test_restarts_end_early_only_if_the_same_failure_comes_at_the_same_step(start, snapshots, restarts):
+    command = [*LAUNCHERS["torchrun inside"], *OWN, f"snapshot.every={snapshots}", "launch.max_restarts=2"]
+    env = {"FAULT": "forward/raise:1:4", "PYTHONPATH": ROOT / "tests"}
+    run = start(*command, "trainer.epochs=9", "hydra.run.dir=run", **env).finish(1)
+    assert run.output.count("lockstep: restart ") == restarts
+    assert ("it will fail again" in run.output) == (restarts == 1)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun inside", "fork"])
+def test_in_a_sweep_each_job_fails_by_itself(start_faulty, launcher):
+    """Job 1 raises, job 2 is killed, job 3 hangs: jobs 0 and 4 finish."""
+    kinds = ["none", "raise", "kill", "hang", "none"]
+    swept = ["model._target_=support.faults.SweptModel", f"+model.kind={','.join(kinds)}", "watch.timeout=5"]
+    run = start_faulty(*LAUNCHERS[launcher], "-m", "model=mlp", *swept, "trainer.epochs=1", PYTHONPATH=ROOT / "tests")
+    assert run.finish(None).process.returncode not in (0, 75)
+    jobs = sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]_*"))
+    assert [(job / "model.pt").exists() for job in jobs] == [kind == "none" for kind in kinds]
+    reports = [json.loads((job / "failure.json").read_text())["first"] for job in jobs[1:4]]
+    assert [(first["rank"], first["kind"]) for first in reports] == [(1, "exception"), (1, "killed"), (1, "hang")]
+    assert "rank 1 of 2 failed first" in run.output
+
+
+def test_each_machine_shows_the_report_of_the_one_that_failed_first(start, tmp_path):
+    nodes = ["launch.nnodes=2", "launch.nproc_per_node=1", f"launch.master_port={free_port()}", "hydra.run.dir=run"]
+    env = {"FAULT": "forward/kill:1:5", "PYTHONPATH": ROOT / "tests"}
+    commands = [[*LAUNCHERS["spawn"], *OWN, *nodes, f"launch.node_rank={node}"] for node in (0, 1)]
+    runs = [start(*command, **env) for command in commands]
+    for number, run in enumerate(runs):
+        run.finish(5)
+        assert "lockstep: rank 1 of 2 failed first" in run.output
+        assert "it ended: SIGKILL" in run.output
+        assert f"launch.node_rank={number}" in run.output.splitlines()[-1]
+
+
+def test_a_finished_run_keeps_no_report_of_an_earlier_failure(start, tmp_path):
+    command = [*LAUNCHERS["fork"], *OWN, "hydra.run.dir=run"]
+    start(*command, FAULT="forward/raise:1:5", PYTHONPATH=ROOT / "tests").finish(1)
+    assert (tmp_path / "run/failure.json").exists()
+    start(*command, FAULT="none/none:0:0", PYTHONPATH=ROOT / "tests").finish()
+    assert not list(tmp_path.glob("run/failure.*"))

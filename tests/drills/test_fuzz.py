@@ -1,0 +1,93 @@
+"""Commands that hypothesis makes up: each ends in a run that starts, or in one sentence that says what to type.
+
+`make fuzz` runs more of them, with a new seed each time. Commands that once failed are kept: those that can be answered
+without a run in tests/fast/test_fuzzed_words.py, the others here.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+
+from support.command_server import CommandServer
+from support.fuzzed_commands import SMALL, accepted_commands, commands
+
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(0)]
+
+EXAMPLES = int(os.environ.get("LOCKSTEP_FUZZ_EXAMPLES", "0"))  # of each kind; 0: the number below, always the same ones
+FUZZED = settings(
+    max_examples=EXAMPLES or 60,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+Start = Callable[[list[str]], None]
+
+# Words, and what the answer says. An empty answer: the run starts.
+KEPT = [
+    ("task=regression launch=fork", "compares outputs and targets of one shape, and these have [32, 10] and [32]"),
+    ("dataset=random model=linear task=classification", "wants outputs (N, classes) and whole numbers (N,)"),
+    (
+        "dataset.shape=[2,28,4]",
+        "dataset.shape=[2,28,4] but the samples have the shape [1,8,8]; type dataset.shape=[1,8,8]",
+    ),
+    (
+        "dataset=random model=mlp dataset.augment.flip=true",
+        "the samples have the shape [20]; type dataset.augment.pad=0 dataset.augment.flip=false",
+    ),
+    ("hydra.overrides=${started:%Y}", "hydra.overrides=${started:%Y} cannot be composed"),
+    ("-m seed=1,2 model.shape=[3,8,8]", "does not fit dataset.shape=[1,8,8]"),
+    (
+        "~hydra.hydra_logging.formatters.simple",
+        "Unable to configure handler 'console'; type python src/train.py --hydra-",
+    ),
+    ("optimizer=adamw optimizer.betas=[0.9,0]", ""),
+    ("dataset=cifar10 dataset.prepare=null", "CIFAR10 is not in data_dir=data (searched "),
+    ("dataset=mnist dataset.prepare=null launch=fork", "MNIST is not in data_dir=data (searched "),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CommandServer]:
+    with CommandServer() as running:
+        yield running
+
+
+@pytest.fixture
+def start(server: CommandServer, tmp_path: Path) -> Start:
+    """start(words): runs the command in a folder of its own, and fails if its end is not one of those allowed."""
+    numbers = iter(range(10**9))
+
+    def start_command(words: list[str]) -> None:
+        folder = tmp_path / str(next(numbers)) / "deep" / "down"  # a command may write to `..`
+        folder.mkdir(parents=True)
+        note(f"python src/train.py {words}")
+        answer = server.run(words, folder)
+        problem = answer.problem()
+        assert problem is None, f"{problem}: {words}\n{answer}"
+
+    return start_command
+
+
+@FUZZED
+@given(words=commands())
+def test_any_command_starts_a_run_or_is_refused_with_a_sentence(start: Start, words: list[str]) -> None:
+    start(words)
+
+
+@FUZZED
+@given(words=accepted_commands())
+def test_options_that_are_accepted_start_a_run_or_are_refused_with_a_sentence(start: Start, words: list[str]) -> None:
+    start(words)
+
+
+@pytest.mark.parametrize(("typed", "said"), KEPT, ids=[typed for typed, _ in KEPT])
+def test_commands_that_once_failed(server: CommandServer, tmp_path: Path, typed: str, said: str) -> None:
+    answer = server.run([*typed.split(), SMALL], tmp_path)
+    assert answer.problem() is None, answer
+    assert said in answer.output
+    assert answer.code == (2 if said else 0), answer

@@ -1,0 +1,124 @@
+"""Hangs on purpose: the monitor names the cause within seconds and ends the run. Slow runs are no hangs.
+
+LOCKSTEP_HANGS=all runs the whole matrix; LOCKSTEP_HEALTHY_MINUTES=20 lengthens the runs that must not be ended.
+"""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, wait_for
+
+pytestmark = pytest.mark.drill
+
+TIMEOUT = 5.0  # watch.timeout
+ANSWER = 5.0  # seconds from the timeout until the ranks have ended; and as many again, for a busy machine
+WHOLE = os.environ.get("LOCKSTEP_HANGS") == "all"
+MINUTES = float(os.environ.get("LOCKSTEP_HEALTHY_MINUTES", "1"))
+MODEL = ["model._target_=support.hangs.HangingModel"]
+DATA = [f"dataset.{part}._target_=support.hangs.HangingDigits" for part in ("train", "test")]
+SMALL = ["model=mlp", "backend=gloo", "trainer.epochs=2", "evaluation.batch_size=32"]
+
+USER_CODE = "a rank is in user code"
+VERDICTS = {
+    "loader": USER_CODE,
+    "worker": USER_CODE,
+    "forward": USER_CODE,
+    "fifo": USER_CODE,
+    "skip": "a call is missing",
+    "extra": "another operation",
+    "operation": "another operation",
+    "shape": "another shape",
+    "stopped": "a rank is stopped",
+    "gil": "the GIL is held",
+    "disk": "a rank waits for the disk",
+    "dead": None,  # its death is seen at once, whatever becomes of its sockets
+}
+KINDS = list(VERDICTS)
+CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS]
+CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("forward", "loader", "skip", "stopped", "gil")]
+MATRIX = [
+    (kind, place, sync, size)
+    for kind in KINDS
+    for place in ("train", "evaluation")
+    for sync in ("auto", "all_reduce")
+    for size in (2, 4)
+]
+
+
+def hang_command(kind, sync, size):
+    words = [*PYTHON_TRAIN, "launch=fork", f"launch.nproc_per_node={size}", *SMALL, f"watch.timeout={TIMEOUT}"]
+    words += [f"gradient_sync={sync}", f"dataset.workers={2 * (kind == 'worker')}"]
+    return [*words, *(DATA if kind in ("loader", "worker") else MODEL)]
+
+
+@pytest.mark.parametrize(("kind", "place", "sync", "size"), MATRIX if WHOLE else CHOSEN)
+def test_a_hang_has_a_verdict_and_ends_the_run(start_faulty, kind, place, sync, size):
+    run = start_faulty(*hang_command(kind, sync, size), HANG=kind, HANG_IN=place, PYTHONPATH=ROOT / "tests")
+    verdict = VERDICTS[kind]
+    run.finish(None)
+    first = json.loads((run.folder / "failure.json").read_text())["first"]
+    assert first["phase"] == place
+    if kind == "dead":
+        assert run.process.returncode == 5
+        assert first["signal"] == "SIGKILL"
+        return
+    assert run.process.returncode == 4, run.output
+    assert first["kind"] == "hang"
+    assert first["verdict"] == verdict
+    assert first["rank"] == 1
+    assert first["ranks"] == [1]
+    assert first["silent_seconds"] < TIMEOUT + 2 * ANSWER
+    assert len(first["table"]) == size + 1
+    # gloo ends a rank that receives more than it expects; the gradient is more than the sum that is left out.
+    may_abort = kind == "shape" or (kind == "skip" and sync == "all_reduce")
+    assert may_abort or not first["ended_by_gloo"]
+    if verdict == USER_CODE or first["ended_by_gloo"]:
+        assert "support/hangs.py:" in first["meaning"]
+    assert f"verdict: {verdict}" in run.output
+    assert "rank 1 of" in run.output
+
+
+def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
+    command = [*hang_command("stopped", "auto", 2), "watch.on_hang=report", "hydra.run.dir=run"]
+    run = start_faulty(*command, HANG="stopped", PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: (tmp_path / "run/hang.txt").exists(), "report of the hang", 60)
+    report = (tmp_path / "run/hang.txt").read_text()
+    assert "verdict: a rank is stopped" in report
+    pid = int(report.partition("kill -CONT ")[2].split(",")[0])
+    os.kill(pid, 18)
+    run.finish(0)
+    assert run.output.count("verdict:") == 1
+
+
+def test_ranks_of_torchrun_leave_with_the_code_of_a_hang(start_faulty, tmp_path):
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *SMALL, *MODEL, f"watch.timeout={TIMEOUT}"]
+    run = start_faulty(*torchrun, "hydra.run.dir=run", HANG="forward", PYTHONPATH=ROOT / "tests")
+    run.finish(1)  # torchrun's own code
+    assert json.loads((tmp_path / "run/failure.json").read_text())["exit_code"] == 4
+    assert "verdict: a rank is in user code" in run.output
+    assert "exitcode  : 4" in run.output
+
+
+@pytest.mark.timeout(240 + 200 * MINUTES)
+def test_slow_runs_are_no_hangs(start, tmp_path):
+    """A slow download, a slow first step, unevenly slow samples, slow evaluations, a slow disk, a pause."""
+    slow = [*PYTHON_TRAIN, "launch=fork", *SMALL, "trainer.epochs=1000", "snapshot.every=40steps"]
+    slow += ["+dataset.prepare._target_=support.hangs.prepare_slowly", "+dataset.prepare.seconds=12", "watch.timeout=3"]
+    slow += ["model._target_=support.hangs.UnevenModel", "dataset.train._target_=support.hangs.UnevenDigits"]
+    environment = {"SLOW_SAMPLE": 0.3, "SLOW_FIRST_STEP": 12, "SLOW_EVALUATION": 1.5, "SLOW_SNAPSHOT": 6}
+    run = start(*slow, "hydra.run.dir=run", PYTHONPATH=ROOT / "tests", **environment)
+    end = time.monotonic() + 60 * MINUTES
+    while time.monotonic() < end:
+        assert run.process.poll() is None, run.process.communicate()[0]
+        time.sleep(10)
+        run.send(signal.SIGSTOP, to="group")  # as Ctrl-Z and fg
+        time.sleep(4)
+        run.send(signal.SIGCONT, to="group")
+    assert children(run.process.pid)
+    run.process.terminate()
+    run.finish(75)
+    assert not (tmp_path / "run/failure.json").exists()

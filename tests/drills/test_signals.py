@@ -1,0 +1,145 @@
+"""Ctrl-C and a closed terminal in each phase of a run, under each way to start it: the exit code, the words, the files.
+
+A signal from the terminal goes to all processes of the group; `kill` sends it to the launcher alone.
+"""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.commands import STARTERS, Command, wait_for
+from support.phases import PARTS, in_phase
+from support.run_folders import newest_snapshot, stopped_at
+
+pytestmark = pytest.mark.drill
+
+TESTS = Path(__file__).parents[1]
+INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
+SECONDS = {"import": 0, "prepare": 60, "build": 60, "step": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 3}
+BEFORE_TRAINING = ("import", "prepare", "build")
+OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a command, which is the first of its session. The monitor has a session of its own."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def start_in_phase(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:
+    """A command that has come to `phase`."""
+    env = {"LINGER": f"{phase}:{SECONDS[phase]}", "PYTHONPATH": TESTS}
+    limit = "trainer.epochs=1" if phase == "end" else "trainer.epochs=100"
+    run = start(*words, *STARTERS[starter], *PARTS, "evaluation.batch_size=2", limit, **env)
+    if phase == "import":
+        wait_for(lambda: Path(f"/proc/{run.process.pid}/maps").read_text().count("libtorch"), "import of torch")
+    else:
+        wait_for(lambda: in_phase(tmp_path, phase), phase)
+    return run
+
+
+def expected_code(phase: str, number: int) -> int:
+    if phase in BEFORE_TRAINING:
+        return 128 + number
+    return 0 if phase == "end" else 75
+
+
+def check(run: Command, tmp_path: Path, phase: str, number: int) -> None:
+    lines = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)
+    assert "Traceback" not in run.output
+    if phase in BEFORE_TRAINING:
+        (line,) = lines
+        assert line.endswith("before the training; there is nothing to save")
+        assert not (tmp_path / "run/snapshots").exists()
+    elif phase == "end":
+        assert "finished:" in run.output
+    else:
+        assert not lines
+        assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+
+
+ROWS = [
+    *[("python", phase, INT, "group") for phase in SECONDS],
+    *[("python", phase, HUP, "group") for phase in ("prepare", "step", "evaluation")],
+    *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase != "snapshot"],
+    *[("launch=torchrun", phase, HUP, "group") for phase in ("prepare", "step")],
+    *[("launch=torchrun", phase, HUP, "launcher") for phase in ("step", "evaluation")],
+    *[("launch=spawn", phase, INT, "group") for phase in ("import", "step", "end")],
+    ("launch=spawn", "step", HUP, "launcher"),
+    *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
+    ("launch=fork", "step", HUP, "group"),
+]
+
+
+@pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=lambda value: getattr(value, "name", value))
+def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
+    run = start_in_phase(start_faulty, tmp_path, starter, phase)
+    run.send(number, who)
+    run.finish(expected_code(phase, number))
+    check(run, tmp_path, phase, number)
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+
+
+@pytest.mark.parametrize(("phase", "number", "who"), [("step", INT, "group"), ("evaluation", HUP, "launcher")])
+def test_one_signal_under_torchrun_which_shows_a_traceback_of_its_own(start_faulty, tmp_path, phase, number, who):
+    run = start_in_phase(start_faulty, tmp_path, "torchrun", phase)
+    run.send(number, who)
+    run.finish(code=None)
+    assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
+    run = start_in_phase(start_faulty, tmp_path, "launch=torchrun", "step", "nohup")
+    run.send(HUP, "group")
+    seen = len(list((tmp_path / "run").glob("snapshots/step_*.pt")))
+    wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*.pt"))) > seen, "another snapshot")
+    run.send(TERM, "group")
+    run.finish(75)
+
+
+@pytest.mark.parametrize("starter", OURS)
+def test_a_second_ctrl_c_ends_at_once_with_one_line(start_faulty, tmp_path, starter):
+    run = start_faulty(*STARTERS[starter], *PARTS, LINGER="step:600", PYTHONPATH=TESTS)
+    wait_for(lambda: in_phase(tmp_path, "step"), "first step")
+    run.send(INT, "group")
+    with pytest.raises(TimeoutError):
+        wait_for_end(run, 2.5)
+    run.send(INT, "group")
+    wait_for_end(run, 5)
+    run.finish(130)
+    assert "Traceback" not in run.output
+    (line,) = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)
+    assert line.startswith("lockstep: ended at once by a second Ctrl-C; no snapshot was saved")
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+
+
+def test_a_second_ctrl_c_under_torchrun_ends_at_once_and_leaves_no_orphan(start_faulty, tmp_path):
+    run = start_faulty(*STARTERS["torchrun"], *PARTS, LINGER="step:600", PYTHONPATH=TESTS)
+    wait_for(lambda: in_phase(tmp_path, "step"), "first step")
+    run.send(INT, "group")
+    with pytest.raises(TimeoutError):
+        wait_for_end(run, 2.5)
+    run.send(INT, "group")
+    wait_for_end(run, 10)
+    run.finish(code=None)
+    ends = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)  # torchrun may send its SIGTERM first
+    assert len(ends) == 1
+    assert re.match("lockstep: ended at once by a second (Ctrl-C|SIGTERM); no snapshot was saved", ends[0])
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+
+
+def wait_for_end(run: Command, seconds: float) -> None:
+    try:
+        run.process.wait(seconds)
+    except Exception as error:
+        raise TimeoutError from error

@@ -1,0 +1,62 @@
+"""A rank that is slower than the others is named, with what it spends the time on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.training.straggler import find_stragglers
+from support.configs import composed
+from support.event_files import scalars
+from support.worlds import in_world, train_all
+
+pytestmark = pytest.mark.drill
+
+SMALL = ["model=mlp", "model.width=16", "logger=[tensorboard]", "trainer.max_steps=44", "trainer.epochs=4"]
+SMALL += ["logging.every=5", "watch.straggler=2"]
+SLOW = {
+    "computing": ["model._target_=support.slow.SlowOnOneRank"],
+    "data": ["dataset.train._target_=support.slow.SlowDataOnOneRank", "dataset.train.train=true"],
+    "writing": ["logger.tensorboard._target_=support.slow.SlowLogger"],
+}
+
+
+def test_only_medians_count() -> None:
+    def times(slow: float) -> list[list[float]]:
+        return [[1.0, 10.0, 0.0], [1.0, 10.0, 0.0], [1.0 + slow, 10.5, 0.0]]
+
+    assert find_stragglers([times(30.0)] * 5, 1.5) == [(2, 41.5, 11.0, "data")]
+    assert find_stragglers([times(30.0)] * 2 + [times(0.0)] * 3, 1.5) == []
+    assert find_stragglers([times(4.0)] * 5, 1.5) == []
+    assert find_stragglers([[[0.0, 0.1, 0.0], [0.0, 0.5, 0.0]]] * 5, 1.5) == []  # less than 1 ms is noise
+
+
+@pytest.mark.parametrize("sync", ["auto", "all_reduce"])
+def test_a_slow_rank_is_named_once(tmp_path: Path, sync: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(name: str, *options: str) -> Any:
+        return composed(f"run_dir={tmp_path / name}", *SMALL, f"gradient_sync={sync}", *options)
+
+    configs = [run(name, *options) for name, options in SLOW.items()] + [run("off", *SLOW["computing"])]
+    configs[-1].watch.straggler = None
+    in_world(2, train_all_soon, configs)
+    for name in SLOW:
+        slow = 0 if name == "writing" else 1
+        log = (tmp_path / name / "train.log").read_text()
+        assert log.count("is slow: its own part of a step took") == 1
+        assert f"rank {slow} on " in log
+        assert f"; the difference is in {name}" in log
+        curves = scalars(tmp_path / name)
+        slowest, fastest = (dict(curves[f"world/{which}_rank_ms"]) for which in ("slowest", "fastest"))
+        later = [step for step in slowest if step > 15]
+        assert later
+        assert sum(slowest[step] - fastest[step] >= 20 for step in later) > len(later) / 2
+    assert "is slow" not in (tmp_path / "off" / "train.log").read_text()
+    assert "world/slowest_rank_ms" not in scalars(tmp_path / "off")
+
+
+def train_all_soon(configs: list[Any]) -> None:
+    """Several trainings in this rank that judge after 25 steps, not after 100."""
+    from lockstep.training import straggler
+
+    straggler.STEPS = 25
+    train_all(configs)

@@ -1,0 +1,127 @@
+"""Sweeps that are killed, stopped or run several jobs at once end with the objectives of an undisturbed sweep."""
+
+import importlib.util
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
+from support.sweep_tables import column, rows_of, states
+
+pytestmark = pytest.mark.drill
+
+RATES = "optimizer.lr=0.1,0.05,0.02"
+JOBS = ["model=mlp", "trainer.epochs=4", "snapshot.every=5steps", "hydra.sweep.dir=s"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The objectives of a sweep of plain processes, which each take what cores there are for one job."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return column(Command([*PYTHON_TRAIN, "-m", RATES, *JOBS], folder).finish().cwd / "s", "objective")
+
+
+def test_a_sweep_killed_at_any_moment_ends_with_the_same_objectives(start, undisturbed):
+    """kill -9 of the parent alone, six times at random moments, and the same command after each."""
+    moments = random.Random(7)
+    for _ in range(6):
+        run = start(*PYTHON_TRAIN, "-m", RATES, *JOBS)
+        wait_for((run.cwd / "s" / "sweep.csv").exists, "table")
+        time.sleep(moments.uniform(0, 4))
+        run.send(signal.SIGKILL)
+        run.process.wait()
+    cwd = start(*PYTHON_TRAIN, "-m", RATES, *JOBS).finish().cwd
+    assert states(cwd / "s") == ["finished"] * 3
+    assert column(cwd / "s", "objective") == undisturbed
+    assert sorted(path.name for path in (cwd / "s").glob("[0-9]*")) == [row["folder"] for row in rows_of(cwd / "s")]
+
+
+def test_ctrl_c_stops_a_sweep_which_then_goes_on(start, undisturbed):
+    command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "launch=fork"]
+    run = start(*command)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    run.send(signal.SIGINT, to="group")
+    run.finish(75)
+    assert states(run.cwd / "s") == ["stopped", "waiting", "waiting"]
+    assert "go on there with -m sweep.resume=s" in run.output
+    assert re.search(r"^go on with: \S+ \S+train.py -m sweep.resume=s$", run.output, re.MULTILINE)
+    more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s").finish()
+    assert "resumed from" in more.output
+    assert [float(value) for value in column(run.cwd / "s", "objective")] == pytest.approx(
+        [float(value) for value in undisturbed], abs=0.02
+    )  # two ranks round differently
+
+
+def test_a_job_that_raises_is_killed_or_hangs_harms_no_other(start):
+    """One process a job, without ranks of their own: job 1 raises, job 2 is killed, job 3 hangs."""
+    kinds = ["none", "raise", "kill", "hang", "none"]
+    swept = ["model._target_=support.faults.SweptModel", f"+model.kind={','.join(kinds)}", "watch.timeout=5"]
+    command = [*PYTHON_TRAIN, "-m", "model=mlp", *swept, "+model.rank=0", "trainer.epochs=1"]
+    run = start(*command, "hydra.sweep.dir=s", PYTHONPATH=ROOT / "tests").finish(6)
+    assert states(run.cwd / "s") == ["finished", "failed", "failed", "failed", "finished"]
+    causes = column(run.cwd / "s", "cause")
+    assert "rank 0 of 1: RuntimeError:" in causes[1]
+    assert "SIGKILL" in causes[2]
+    assert "user code" in causes[3]
+    limited = start(*command, "sweep.max_failures=2", "hydra.sweep.dir=t", PYTHONPATH=ROOT / "tests").finish(6)
+    assert states(limited.cwd / "t") == ["finished", "failed", "failed", "waiting", "waiting"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_two_slots_run_two_jobs_at_once_with_the_same_numbers(start):
+    jobs = ["-m", "optimizer.lr=0.1,0.05,0.02,0.01", "model=mlp", "trainer.epochs=3"]
+    one = start(*PYTHON_TRAIN, *jobs, "hydra.sweep.dir=one").finish()
+    two = start(*PYTHON_TRAIN, *jobs, "sweep.slots=2", "hydra.sweep.dir=two").finish()
+    assert states(two.cwd / "two") == ["finished"] * 4
+    assert column(two.cwd / "two", "objective") == column(one.cwd / "one", "objective")
+    lines = [line for line in two.output.splitlines() if line.startswith("[")]
+    first_end = next(index for index, line in enumerate(lines) if "finished: test" in line)
+    assert {line[:3] for line in lines[:first_end]} >= {"[0]", "[1]"}
+    many = start(*PYTHON_TRAIN, *jobs, "sweep.slots=1000").finish(2)
+    assert "sweep.slots=1000 is more than the" in many.sentence
+    assert "sweep.slots=auto" in many.sentence
+
+
+def test_a_rank_killed_under_torchrun_ends_the_sweep_which_then_goes_on(start):
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "-m", RATES, *JOBS]
+    whole = start(*command, "hydra.sweep.dir=whole").finish()
+    run = start(*command)
+    wait_for(lambda: list((run.cwd / "s").glob("1_*/snapshots/step_*.json")), "snapshot")
+    os.kill(ranks_of_torchrun(run.process.pid)[-1], signal.SIGKILL)
+    run.finish(None)
+    assert run.process.returncode != 0
+    assert column(run.cwd / "s", "state")[0] == "finished"
+    start(*command, "sweep.retry=failed").finish()
+    assert states(run.cwd / "s") == ["finished"] * 3
+    assert column(run.cwd / "s", "objective") == column(whole.cwd / "whole", "objective")
+
+
+def needs(plugin: str) -> pytest.MarkDecorator:
+    package = f"hydra-{plugin.replace('_', '-')}"
+    missing = not (
+        importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}")
+    )
+    return pytest.mark.skipif(missing, reason=f"no plugin of Hydra: pip install {package}")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("joblib", marks=needs("joblib_launcher")),
+        pytest.param("submitit_local", marks=needs("submitit_launcher")),
+    ],
+)
+def test_launchers_of_hydra_fill_the_table(start, launcher):
+    jobs = ["-m", "optimizer.lr=0.1,1e10", "model=mlp", "trainer.epochs=1", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *jobs, f"hydra/launcher={launcher}").finish(6)
+    assert states(run.cwd / "s") == ["finished", "failed"]
+    alone = start(
+        *PYTHON_TRAIN, "-m", "optimizer.lr=0.1", "model=mlp", "trainer.epochs=1", "hydra.sweep.dir=t"
+    ).finish()
+    assert column(run.cwd / "s", "objective")[0] == column(alone.cwd / "t", "objective")[0]
+    assert "the loss is" in column(run.cwd / "s", "cause")[1]
+    assert (run.cwd / "s" / "0_optimizer.lr=0.1" / "model.pt").exists()

@@ -1,0 +1,80 @@
+"""Ctrl-C and kills of runs with loader workers, under every launcher."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, ranks_of_torchrun, wait_for
+from support.run_folders import SLOW, position, stopped_at
+from support.worlds import same_bits
+
+pytestmark = pytest.mark.drill
+
+READ_BY_WORKERS = [
+    *SLOW, "trainer.epochs=6", "dataset.train._target_=support.slow.SlowDigits", "dataset.workers=2",
+    "dataset.test._target_=support.slow.SlowDigits", "trainer.batch_size=8", "snapshot.every=1steps",
+]  # fmt: skip
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def interrupt(start, folder, launch):
+    """A run that was stopped by Ctrl-C in its second step or later. Returns its command."""
+    command = [*PYTHON_TRAIN, *READ_BY_WORKERS, f"launch={launch}", f"hydra.run.dir={folder}"]
+    run = start(*command, PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: position(folder)[0] >= 2, "snapshot")
+    processes = descendants(run.process.pid)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    run.finish(75)
+    assert position(folder)[0] == stopped_at(folder) < 48  # all steps
+    wait_for(lambda: gone(processes), "end of all processes", 5)
+    return command
+
+
+@pytest.mark.parametrize("launch", ["env", "spawn", "fork"])
+def test_ctrl_c_saves_the_last_step(start, tmp_path, launch):
+    interrupt(start, tmp_path / "run", launch)
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp_path):
+    alone = [*PYTHON_TRAIN, *READ_BY_WORKERS, "dataset.workers=0", "launch=fork", "hydra.run.dir=whole"]
+    start(*alone, PYTHONPATH=ROOT / "tests").finish()
+    command = interrupt(start, tmp_path / "run", "torchrun")
+    start(*command, PYTHONPATH=ROOT / "tests").finish()
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
+def test_workers_end_with_their_killed_rank(start, tmp_path, launch):
+    command = [*PYTHON_TRAIN, *READ_BY_WORKERS, "trainer.epochs=1000", f"launch={launch}", "hydra.run.dir=run"]
+    run = start(*command, PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: position(tmp_path / "run")[0] >= 2, "snapshot")
+    processes = descendants(run.process.pid)
+    (rank, *_) = [pid for pid in processes if len(children(pid)) >= 4]  # two workers each for training and evaluation
+    workers = children(rank)
+    os.kill(workers[0], signal.SIGSTOP)  # a worker that hangs
+    os.kill(rank, signal.SIGKILL)
+    run.finish(code=None)
+    wait_for(lambda: gone(processes), "end of all processes", 10)
+
+
+def test_torchrun_sends_its_signal_to_the_workers_too(start, tmp_path):
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
+    run = start(*torchrun, *READ_BY_WORKERS, "trainer.epochs=1000", "hydra.run.dir=run", PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: position(tmp_path / "run")[0] >= 2, "snapshot")
+    processes = descendants(run.process.pid)
+    assert len(ranks_of_torchrun(run.process.pid)) == 2
+    run.process.terminate()
+    run.finish(code=None)
+    assert position(tmp_path / "run")[0] == stopped_at(tmp_path / "run")
+    time.sleep(0.1)
+    wait_for(lambda: gone(processes), "end of all processes", 5)

@@ -1,0 +1,185 @@
+"""The failure report: which rank it names, what its file holds, how long its screen is."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.monitor.channel import Reader, send
+from lockstep.monitor.exception_record import exception_record
+from lockstep.monitor.failure_report import (
+    FailureReport,
+    build_report,
+    compare_attempts,
+    resume_command,
+    write_report,
+)
+from lockstep.monitor.options import MonitorOptions
+from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.monitor.watched_rank import WatchedRank
+
+LOST = "rank 1 is gone: closed by peer"
+
+
+@pytest.fixture
+def make_rank() -> Iterator[Any]:
+    """make_rank(number, error=None, at=0.0, **what is known of its end) -> a WatchedRank that has ended."""
+    with ExitStack() as stack:
+
+        def make(number: int, error: Exception | None = None, at: float = 0.0, **known: Any) -> WatchedRank:
+            here, there = socket.socketpair()
+            page = create_page_file()
+            hello = {"rank": number, "world_size": 3, "pid": 100 + number, "host": "h"}
+            rank = WatchedRank(hello, here, Reader(here), ProgressPage(page), create_unnamed_file("stacks"), None)
+            os.close(page)
+            there.close()
+            stack.callback(rank.close)
+            rank.page.step_ended(2, 17)
+            rank.died_at = rank.died_at_wall_time = at
+            if error is not None:
+                rank.failure = exception_record(error) | {"time": at, "wall_time": at, "samples": [3, 4]}
+            for name, value in known.items():
+                setattr(rank, name, value)
+            return rank
+
+        yield make
+
+
+def report_of(*ranks: WatchedRank, folder: Path | None = None) -> FailureReport:
+    found = build_report(ranks, None if folder is None else str(folder), MonitorOptions())
+    assert found is not None
+    return found
+
+
+def first_rank(*ranks: WatchedRank) -> tuple[int, str]:
+    first = report_of(*ranks).contents["first"]
+    return first["rank"], first["kind"]
+
+
+def test_a_lost_peer_is_a_consequence_whatever_the_clock_says(make_rank):
+    assert first_rank(make_rank(0, ConnectionError(LOST), 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
+    assert first_rank(make_rank(0, ConnectionError(LOST), 1.0), make_rank(1, ValueError("x"), 1.1)) == (1, "exception")
+    assert first_rank(make_rank(0, ValueError("x"), 1.0), make_rank(1, ValueError("x"), 0.9)) == (1, "exception")
+    assert first_rank(make_rank(0, ended="finished"), make_rank(1, at=5.0, exit_code=0)) == (1, "left")
+
+
+def test_a_rank_that_did_not_answer_is_blamed_by_those_that_waited(make_rank):
+    silent = make_rank(2, at=9.0, exit_code=-9, killed_by_monitor=True)
+    waiting = [make_rank(number, TimeoutError("Timed out waiting 8 s for rank 2"), 1.0) for number in (0, 1)]
+    report = report_of(*waiting, silent)
+    assert (report.contents["first"]["rank"], report.kind, report.contents["exit_code"]) == (2, "silent", 4)
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_attempt():
+    monitor, launcher = socket.socketpair()
+    with monitor, launcher:
+        reader = Reader(launcher)
+        assert reader.wait_for("report", 0.05, attempt=0) is None
+        send(monitor, {"report": "late", "attempt": 0})
+        send(monitor, {"report": None, "attempt": 1})
+        assert reader.wait_for("report", 10, attempt=1) == {"report": None, "attempt": 1}
+        monitor.close()
+        assert reader.wait_for("report", 10, attempt=2) is None
+
+
+def test_machines_whose_clocks_differ_name_the_rank_that_failed_first(make_rank, tmp_path):
+    """Rank 0 fails at 1000.5, rank 1 at 1000.0. Its machine's clock is an hour ahead."""
+    here = make_rank(0, ValueError("later"), 1000.5)
+    there = make_rank(1, ValueError("first"), 4600.0, clock_ahead=3600.0)
+    for ranks in ([there, here], [here, there]):
+        reports = [write_report([rank], str(tmp_path), MonitorOptions(), since=990.0) for rank in ranks]
+        named = [report.contents["first"]["message"] for report in reports if report is not None]
+        assert named[1] == "first"
+        assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == "first"
+        (tmp_path / "failure.json").unlink()
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: Slurm has asked for the exit code before the monitor
+def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code):
+    first = report_of(make_rank(0, at=1.0, exit_code=code, out_of_memory=True)).contents["first"]
+    assert (first["kind"], first["signal"]) == ("killed", "SIGKILL")
+    assert "no memory left" in first["meaning"]
+
+
+def test_no_report_without_a_failure(make_rank):
+    assert build_report([make_rank(0, ended="finished"), make_rank(1, ended="stopped")], None, MonitorOptions()) is None
+
+
+def test_the_file_has_these_keys(make_rank, tmp_path):
+    report = report_of(make_rank(0, ConnectionError(LOST), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
+    contents = report.contents
+    assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "repeated", "exit_code"}
+    assert {"rank", "host", "pid", "epoch", "step", "phase", "log", "log_lines", "kind", "type", "message"} <= set(
+        contents["first"]
+    )
+    assert {"meaning", "advice", "samples", "time"} <= set(contents["first"])
+    assert set(contents["run"]) == {"folder", "newest_snapshot", "steps_lost", "resume", "time"}
+    assert contents["consequences"] == [
+        {"rank": 0, "host": "h", "pid": 100, "seconds_later": 0.5, "what": f"ConnectionError: {LOST}"}
+    ]
+    report.write()
+    assert {path.name for path in tmp_path.iterdir()} == {"failure.json", "failure.txt"}
+
+
+def test_the_screen_has_at_most_40_lines(make_rank):
+    words = RuntimeError("\n".join(f"line {number}" for number in range(200)))
+    many = [make_rank(number + 1, ConnectionError(LOST), 2.0) for number in range(30)]
+    failing = make_rank(0, words, 1.0)
+    assert failing.failure is not None
+    failing.failure["log_lines"] = [f"log {number} {'x' * 500}" for number in range(20)]
+    failing.log = "rank0.log"
+    lines = report_of(failing, *many).screen().splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 160
+
+
+def test_the_operation_and_its_operands_are_found():
+    import torch
+
+    features, head = torch.ones(3, 4), torch.nn.Linear(5, 2)
+    with pytest.raises(RuntimeError) as failed:
+        head(features) + 1
+    record = exception_record(failed.value)
+    assert record["file"] == __file__
+    assert record["operation"] == "head(features)"
+    assert record["operands"]["features"] == "(3, 4) float32"
+    assert record["operands"]["head"].startswith("Linear(in_features=5")
+
+
+def test_the_same_failure_at_the_same_step_will_come_again():
+    def report(step: int, kind: str = "exception", line: int = 3) -> dict[str, Any]:
+        return {"first": {"kind": kind, "type": "ValueError", "file": "a.py", "line": line, "step": step}}
+
+    def compared(before: dict[str, Any], now: dict[str, Any]) -> tuple[bool, bool]:
+        found = compare_attempts(before, now, 1)
+        assert found is not None
+        return found["same_failure"], found["will_fail_again"]
+
+    assert compare_attempts(None, report(3), 0) is None
+    assert compared(report(3), report(3)) == (True, True)
+    assert compared(report(3), report(9)) == (True, False)
+    assert compared(report(3), report(3, line=4)) == (False, False)
+    assert compared(report(3, "killed"), report(3, "killed")) == (True, False)
+
+
+def test_the_command_that_resumes_names_the_folder():
+    folder = Path("/runs/a")
+    plain = ["python", "src/train.py", "optimizer.lr=0.1", "hydra.run.dir=b"]
+    assert resume_command(plain, folder) == "python src/train.py optimizer.lr=0.1 hydra.run.dir=/runs/a"
+    sweep = ["python", "-m", "torch.distributed.run", "src/train.py", "-m", "optimizer.lr=0.1,1"]
+    assert resume_command(sweep, Path("/runs/a/0")).endswith("0.1,1 hydra.sweep.dir=/runs/a sweep.retry=failed")
+    assert resume_command(sweep[:4], folder).endswith("src/train.py hydra.run.dir=/runs/a")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
+    first = report_of(make_rank(0, at=1.0, exit_code=-number)).contents["first"]
+    assert first["signal"] == number.name
+    assert first["meaning"]
+    assert first["advice"]

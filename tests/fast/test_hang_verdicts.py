@@ -1,0 +1,235 @@
+"""From what is known of the ranks that hang to one verdict, and when a silence is a hang at all."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+
+from lockstep.monitor.code_owner import PROJECT
+from lockstep.monitor.hang_collectives import Record, parse_record
+from lockstep.monitor.hang_detector import SHORTEST_SILENCE, HangDetector, HangRules
+from lockstep.monitor.hang_evidence import RankFacts, SharedSum
+from lockstep.monitor.hang_rules import find_verdict
+from lockstep.monitor.hang_stack import Frame, Stack, parse_stack
+from lockstep.monitor.hang_verdict import Diagnosis, Kind
+from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+
+USER = Stack((Frame("/home/me/net.py", 7, "forward"),))
+IN_TORCH = Stack((Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER.frames))
+IN_PROJECT = Stack((Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),))
+COMPILES = Stack((Frame("/x/site-packages/torch/_inductor/codecache.py", 3, "compile"),))
+AT_STORE = Stack((Frame(f"{PROJECT}/distributed/rendezvous.py", 60, "_wait_for"),))
+STEP = [("all_reduce", [3]), ("all_reduce", [100])]
+
+
+def record(*calls, finished=None):
+    """A flight record as torch writes it, whose last call has not ended unless `finished` says otherwise."""
+    entries = [
+        {
+            "process_group": ["0", "default_pg"],
+            "is_p2p": False,
+            "collective_seq_id": number,
+            "profiling_name": f"gloo:{operation}",
+            "input_sizes": [sizes],
+            "input_dtypes": ["Float"],
+            "output_sizes": [sizes],
+            "output_dtypes": ["Float"],
+            "retired": number < len(calls) or bool(finished),
+            "state": "scheduled",
+            "time_created_ns": 10**18,
+        }
+        for number, (operation, sizes) in enumerate(calls, start=1)
+    ]
+    status = {"0": {"last_enqueued_collective": str(len(calls)), "last_completed_collective": str(len(calls) - 1)}}
+    return parse_record(json.dumps({"entries": entries, "pg_status": status}))
+
+
+def facts(rank, stack=IN_TORCH, state="S", answers=True, **more):
+    return RankFacts(rank, 100 + rank, state, "train", 5, 60.0, answers, stack, **more)
+
+
+def waits(rank, *calls):
+    return facts(rank, record=record(*calls))
+
+
+def verdict(*ranks, world_size=None):
+    found = find_verdict(ranks, world_size or len(ranks))
+    return found.kind, found.ranks
+
+
+@pytest.mark.parametrize(
+    ("guilty", "kind"),
+    [
+        (facts(1, state="Z"), Kind.DEAD),
+        (facts(1, Stack(), state="T", answers=False), Kind.STOPPED),
+        (facts(1, Stack(), state="t", answers=False), Kind.SLOW),  # a debugger
+        (facts(1, Stack(), state="D", answers=False), Kind.DISK),
+        (facts(1, USER, answers=False), Kind.GIL_HELD),
+        (facts(1, USER), Kind.USER_CODE),
+        (facts(1, IN_PROJECT, busy_worker=(7, USER.frames[0])), Kind.USER_CODE),
+        (facts(1, IN_PROJECT), Kind.MISSING_CALL),
+        (facts(1, IN_PROJECT, state="R"), Kind.SLOW),
+        (facts(1, COMPILES), Kind.SLOW),
+        (facts(1, COMPILES, answers=False), Kind.SLOW),  # on a busy machine
+        (facts(1, Stack((Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER.frames))), Kind.SLOW),
+        (facts(1, AT_STORE), Kind.STORE),
+    ],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_one_rank_is_not_where_the_others_wait(guilty, kind):
+    assert verdict(waits(0, *STEP), guilty) == (kind, (1,))
+
+
+def test_ranks_in_different_collectives():
+    history = STEP * 3
+    in_first = waits(0, *history, STEP[0])
+    assert verdict(in_first, waits(1, *history, STEP[1])) == (Kind.MISSING_CALL, (1,))
+    assert verdict(in_first, waits(1, *history, ("broadcast", [3]))) == (Kind.OTHER_OPERATION, (1,))
+    assert verdict(in_first, waits(1, *history, ("all_reduce", [5]))) == (Kind.OTHER_SHAPE, (1,))
+    first_time = [*STEP, ("all_reduce", [7])]  # what comes after its last call is not known
+    assert verdict(waits(0, *first_time, STEP[0]), waits(1, *first_time, STEP[1])) == (Kind.MISSING_CALL, (1,))
+    gathered, larger = (waits(rank, *history, ("all_gather", [3 + rank])) for rank in (0, 1))
+    assert verdict(gathered, replace(gathered, rank=2), larger) == (Kind.OTHER_SHAPE, (1,))
+    others = [replace(in_first, rank=rank) for rank in (0, 2, 3)]
+    assert verdict(*others, waits(1, *STEP[:1])) == (Kind.MISSING_CALL, (1,))
+
+
+def test_a_rank_is_not_missed_in_a_process_group_of_others():
+    group = [replace(entry, group="model_parallel") for entry in record(*STEP).entries]
+    ranks = [facts(rank, record=Record((*record(*STEP, finished=True).entries, *group))) for rank in (0, 1)]
+    outside = facts(2, USER, record=record(*STEP, finished=True))
+    assert verdict(*ranks, outside) == (Kind.USER_CODE, (2,))
+
+
+def test_a_sum_through_shared_memory_beside_a_collective():
+    history = STEP[:1] * 3
+    in_sum = facts(1, record=record(*history, finished=True), shared_sum=SharedSum(1000, 0))
+    assert verdict(waits(0, *history, STEP[0]), in_sum) == (Kind.MISSING_CALL, (1,))
+    assert verdict(waits(0, *history, ("all_reduce", [9])), in_sum) == (Kind.OTHER_OPERATION, (0,))
+    larger = replace(in_sum, rank=0, shared_sum=SharedSum(2000, 1))
+    assert verdict(larger, in_sum) == (Kind.OTHER_SHAPE, (0, 1))
+
+
+def test_nobody_here_is_guilty():
+    assert verdict(waits(0, *STEP), waits(1, *STEP), world_size=4) == (Kind.ELSEWHERE, ())
+    assert verdict(waits(0, *STEP), waits(1, *STEP)) == (Kind.UNKNOWN, ())
+
+
+def test_what_may_only_be_slow_does_not_end_the_run():
+    def is_certain(*ranks, world_size=2):
+        return Diagnosis(find_verdict(ranks, world_size), ranks, 60.0).is_certain
+
+    waiting = waits(0, *STEP)
+    assert is_certain(waiting, facts(1, USER))
+    assert not is_certain(waiting, replace(facts(1, USER), phase="prepare"))  # a download may take hours
+    assert not is_certain(waiting, waits(1, *STEP), world_size=4)  # a rank of another machine may compile
+
+
+def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is():
+    ranks = [*(waits(rank, *STEP) for rank in range(40)), facts(40, USER)]
+    table = Diagnosis(find_verdict(ranks, 41), tuple(ranks), 60.0).table()
+    assert [line.split()[0] for line in table[1:-1]] == [*map(str, range(15)), "40"]
+    assert table[-1] == "and 25 other ranks"
+
+
+def test_a_flight_record_of_another_torch_is_an_empty_one():
+    for text in ("", "{}", "[]", '{"entries": [{"new": 1}]}', '{"entries": 3}'):
+        assert parse_record(text) == Record()
+
+
+def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal():
+    text = 'Current thread 0x01 (most recent call first):\n  File "/a.py", line 1 in f\n\n'
+    text += 'Thread 0x02 [python] (most recent call first):\n  File "/b.py", line 2 in g\n  File "/c.py", line 3 in h\n'
+    assert [frame.line for frame in parse_stack(text, "0x02").frames] == [2, 3]
+    assert [frame.line for frame in parse_stack(text).frames] == [1]
+
+
+@dataclass
+class WatchedProcess:
+    """This process, as the monitor sees a rank that never answers."""
+
+    page: ProgressPage
+    stacks: int
+    rank: int = 0
+    pid: int = os.getpid()
+    asks: int | None = None
+    main_thread: str | None = None
+    waits_in_crash: bool = False
+
+
+@pytest.fixture
+def watched():
+    process = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
+    process.page.step_ended(1, 1)
+    process.page.enter("train")
+    return process
+
+
+def examined_after(watched, rules, seconds):
+    """Whether a detector asks the rank when it has been silent for `seconds`."""
+    detector, now = HangDetector(rules), time.monotonic()
+    for second in range(int(seconds) + 1):
+        detector.check([watched], 1, now + second)
+    return detector.examination is not None
+
+
+@pytest.mark.parametrize(
+    ("phase", "steps", "timeout", "silent", "examined"),
+    [
+        ("train", 5, 10.0, 12, True),
+        ("train", 5, 10.0, 9, False),
+        ("train", 0, 10.0, 90, False),  # the first step
+        ("train", 0, 10.0, 102, True),
+        ("evaluation", 5, 10.0, 12, True),
+        ("snapshot", 5, 10.0, 90, False),
+        ("prepare", 0, 10.0, 290, False),
+        ("meeting", 0, 10.0, 1000, False),
+        ("end", 5, 10.0, 1000, False),
+        ("train", 5, None, SHORTEST_SILENCE - 2, False),
+        ("train", 5, None, SHORTEST_SILENCE + 2, True),
+    ],
+)
+def test_how_long_a_rank_may_be_silent(phase, steps, timeout, silent, examined):
+    watched = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
+    for step in range(steps):
+        watched.page.step_ended(1, step + 1)
+    watched.page.enter(phase)
+    assert examined_after(watched, HangRules(timeout, "stop", 300.0), silent) == examined
+
+
+def test_a_pause_is_no_silence(watched):
+    rules = HangRules(10.0, "stop", 300.0)
+    stopped = subprocess.Popen(["sleep", "1000"])
+    watched.pid = stopped.pid
+    detector, now = HangDetector(rules), time.monotonic()
+    for second in range(9):
+        detector.check([watched], 1, now + second)
+    stopped.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    os.waitpid(stopped.pid, os.WUNTRACED)
+    for second in range(9, 40):
+        detector.check([watched], 1, now + second)
+    stopped.send_signal(signal.SIGCONT)
+    os.waitpid(stopped.pid, os.WCONTINUED)
+    for second in range(40, 48):
+        detector.check([watched], 1, now + second)
+    assert detector.examination is None
+    for second in range(48, 53):
+        detector.check([watched], 1, now + second)
+    assert detector.examination is not None
+    detector.examination.join()
+    stopped.kill()
+    stopped.wait()
+
+
+def test_an_examination_that_fails_leaves_no_old_facts(watched):
+    detector, now = HangDetector(HangRules(10.0, "stop", 300.0)), time.monotonic()
+    detector.found = [facts(0, USER, state="Z")]
+    watched.stacks = -1  # as of a rank that was replaced
+    detector.check([watched], 1, now - 4)
+    for second in range(12):
+        assert detector.check([watched], 1, now + second) is None
+    assert detector.found == []

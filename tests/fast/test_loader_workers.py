@@ -1,0 +1,129 @@
+"""Loader workers: started once, deaf to signals that are meant for their rank, gone with it, nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.data.workers import DatasetReader
+from support.commands import children, wait_for
+
+HANGS = 77
+
+
+class Readers(torch.utils.data.Dataset):
+    """Sample n is n, its target the process that read it. Sample HANGS takes for ever."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == HANGS:
+            time.sleep(1000)
+        return index, os.getpid()
+
+
+@pytest.fixture
+def reader() -> Iterator[DatasetReader]:
+    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    yield reader
+    reader.close()
+
+
+def read(reader: DatasetReader, batches: list[list[int]]) -> tuple[list[list[int]], set[int]]:
+    """(the samples of each batch, the processes that read them)."""
+    samples, processes = [], set()
+    for inputs, targets in reader.read(batches):
+        samples.append(inputs.tolist())
+        processes |= set(targets.tolist())
+    return samples, processes
+
+
+def test_all_passes_are_read_by_the_same_workers_also_after_one_that_was_left_early(reader):
+    batches = [[number, number + 1] for number in range(0, 40, 2)]
+    samples, workers = read(reader, batches)
+    assert samples == batches
+    assert len(workers) == 2
+    assert os.getpid() not in workers
+    assert next(reader.read(batches))[0].tolist() == [0, 1]  # trainer.max_steps can end a run in mid-epoch
+    assert read(reader, batches[5:]) == (batches[5:], workers)
+    assert read(reader, []) == ([], set())
+
+
+def test_workers_do_not_change_the_random_numbers_of_their_rank():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    reader = DatasetReader(Readers(), 1, pin_memory=False)
+    read(reader, [[0]])
+    reader.close()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_workers_ignore_signals_that_ask_their_rank_to_stop(reader):
+    _, workers = read(reader, [[0], [1]])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for worker in workers:
+            os.kill(worker, number)
+    assert read(reader, [[2], [3]]) == ([[2], [3]], workers)
+
+
+def test_closing_ends_a_worker_that_hangs_and_raises_nothing(reader):
+    passing = reader.read([[0], [HANGS], [1]])
+    worker = int(next(passing)[1])
+    reader.close()
+    assert not Path(f"/proc/{worker}").exists()
+    time.sleep(0.1)  # torch's handler of SIGCHLD would raise its error here
+
+
+def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_path):
+    here, there = socket.socketpair()
+    os.mkfifo(tmp_path / "pipe")
+    arrivals = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    departures = os.open(tmp_path / "pipe", os.O_WRONLY)
+    reader = DatasetReader(Readers(), 1, pin_memory=False)
+    assert len(read(reader, [[0]])[1]) == 1
+    here.close()
+    os.close(departures)
+    there.settimeout(5)
+    assert there.recv(1) == b""
+    assert os.read(arrivals, 1) == b""
+    there.close()
+    os.close(arrivals)
+    reader.close()
+
+
+def test_workers_leave_no_file_behind_even_when_they_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
+    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    read(reader, [[0], [1], [2]])  # its tensors arrive through shared memory
+    reader.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _hang_in_a_worker(answer: Any) -> None:
+    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    answer.put(children(os.getpid()))
+    read(reader, [[HANGS], [HANGS]])
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_that_hang_end_with_a_rank_that_is_killed(method):
+    context = multiprocessing.get_context(method)
+    answer = context.SimpleQueue()
+    rank = context.Process(target=_hang_in_a_worker, args=[answer])
+    rank.start()
+    workers = answer.get()
+    assert len(workers) >= 2
+    rank.kill()
+    rank.join()
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 5)

@@ -1,0 +1,120 @@
+"""`python src/runs.py table`: quick, sorted, filtered, and one sentence for what cannot work."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.runs.code import code_facts
+from support.commands import ROOT
+from support.made_runs import make_run
+
+RUNS = str(ROOT / "src" / "runs.py")
+
+
+def runs(folder: Path, *words: str, code: int = 0) -> tuple[list[str], str]:
+    """(lines, what went to stderr) of `python src/runs.py <words>` in `folder`."""
+    ended = subprocess.run([sys.executable, RUNS, *words], cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout.splitlines(), ended.stderr
+
+
+def test_a_thousand_runs_take_less_than_a_second_and_no_torch(tmp_path: Path) -> None:
+    for number in range(1000):
+        folder = tmp_path / "outputs" / f"2026-11-{number // 50:02}" / f"{number:04}"
+        make_run(folder, number / 1000, optimizer__lr=0.1 if number % 2 else 0.2)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines, _ = runs(tmp_path, "table", "--sort", "objective", "--filter", "optimizer.lr=0.20")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1  # 0.2 s on a 2 GHz core
+    assert lines[0].split("  ")[-2:] == ["samples/s", "changed"]
+    assert len(lines) == 501
+    assert (
+        "outputs/2026-11-19/0998  finished              0.9980       46     46       5709  optimizer.lr=0.2" in lines[1]
+    )
+    assert "2026-11-00/0000" in lines[-1]
+    command = [sys.executable, "-X", "importtime", RUNS, "table", "outputs/2026-11-00"]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert not {"torch", "hydra", "omegaconf"} & {line.split("|")[-1].strip() for line in loaded.splitlines()}
+
+
+def test_columns_and_orders(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 0.5, seed=3, trainer__epochs=20)
+    make_run(tmp_path / "b", None, "failed", seed=1, trainer__epochs=3)
+    make_run(tmp_path / "c" / "0", 0.75, seed=2)
+    (tmp_path / "c" / "1").mkdir()
+    (tmp_path / "c" / "1" / "run.json").write_text('{"format": 1, "li')
+    lines, problem = runs(tmp_path, "table", ".", "--columns", "run,objective,trainer.epochs,dataset.mean,commit")
+    assert lines[0].split() == ["run", "best", "test/accuracy", "trainer.epochs", "dataset.mean", "commit"]
+    assert lines[2].split() == ["b", "-", "3", "[0.5]", "59029b0b3e"]
+    assert "c/1/run.json cannot be read: it is no JSON; type rm" in problem
+
+    def order(*words: str) -> list[str]:
+        return [line.strip() for line in runs(tmp_path, "table", "a", "b", "c/0", "--columns", "run", *words)[0][1:]]
+
+    assert order("--sort", "objective") == ["c/0", "a", "b"]
+    assert order("--sort", "objective", "--reverse") == ["a", "c/0", "b"]
+    assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
+    assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
+    assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "VERB; type python src/runs.py --help"),
+        (["tabel"], "type python src/runs.py --help"),
+        (["table", "--sorted"], "unrecognized arguments: --sorted; type python src/runs.py --help"),
+        (["table"], "outputs is no folder; type python src/runs.py table <a folder with runs>"),
+        (["table", "empty"], "no run below empty; type python src/runs.py table <another folder>"),
+        (["table", "a", "--sort", "optimizer.l"], "type --sort optimizer.lr"),
+        (["table", "a", "--columns", "run,,seed"], "type --columns objective"),
+        (["table", "a", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
+        (["table", "a", "--filter", "seeds=1"], "type --filter seed"),
+        (["table", "a", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    make_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    lines, error = runs(tmp_path, *words, code=2)
+    assert lines == []
+    assert error.startswith("lockstep: ")
+    assert error.count("\n") == 1
+    assert error.strip().endswith(sentence)
+
+
+def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    source = tmp_path / "src" / "train.py"
+    for path in (source, tmp_path / "conf" / "config.yaml"):
+        path.parent.mkdir()
+        path.write_text("seed: 0\n")
+    (tmp_path / "README.md").write_text("one\n")
+    facts, diff = code_facts(tmp_path)
+    without_git = facts["source"]
+    assert "commit" not in facts
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    (tmp_path / "README.md").write_text("two\n")
+    facts, diff = code_facts(tmp_path)
+    assert len(facts["commit"]) == 40
+    assert (facts["source"], facts["untracked"], diff) == (without_git, [], b"")
+    source.write_text("seed: 1\n")
+    (tmp_path / "src" / "new.py").write_text("")
+    facts, diff = code_facts(tmp_path)
+    assert facts["source"] != without_git
+    assert facts["untracked"] == ["src/new.py"]
+    assert facts["diff_bytes"] == len(diff)
+    assert b"-seed: 0\n+seed: 1\n" in diff
+    source.write_text("seed: 1\n" * 100_000)
+    facts, diff = code_facts(tmp_path)
+    assert facts["diff_bytes"] > 800_000
+    assert diff == b""

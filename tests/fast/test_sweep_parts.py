@@ -1,0 +1,96 @@
+"""The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from lockstep.errors import ConfigError
+from lockstep.sweeps import slots
+from lockstep.sweeps.plot import plot_sweep
+from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
+from lockstep.sweeps.slots import divide_machine
+from lockstep.sweeps.summary import sorted_rows
+from lockstep.sweeps.table import Row, SweepTable, read_rows
+
+
+def named(number: int, changed: str, overrides: object) -> str:
+    return folder_name(number, changed)
+
+
+def test_a_table_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
+    table = SweepTable(tmp_path)
+    table.add([Row(0, "optimizer.lr=0.1 'model.name=a b'", "0"), Row(1, "seed=1", "1")])
+    table.update(0, state="finished", objective=1 / 3, best=0.1 + 0.2, best_step=7, seconds=1.5)
+    table.update(1, state="failed", cause='a "cause", with a comma\u2026')
+    assert read_rows(tmp_path) == list(SweepTable(tmp_path)) == list(table)
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
+    (tmp_path / "sweep.csv").write_text("number,state\n0,finished\n")
+    with pytest.raises(ConfigError, match="is not the table of a sweep"):
+        SweepTable(tmp_path)
+
+
+def test_jobs_keep_their_numbers_and_new_ones_get_the_next(tmp_path: Path) -> None:
+    table = SweepTable(tmp_path)
+    fixed = {"trainer.epochs=2"}
+    first = add_jobs(table, [["trainer.epochs=2", f"seed={seed}"] for seed in (1, 2, 1)], fixed, named)
+    assert [job.number for job in first] == [0, 1, 2]
+    assert first[0] == Job(0, ("trainer.epochs=2", "seed=1"))
+    again = add_jobs(table, [["trainer.epochs=2", f"seed={seed}"] for seed in (3, 2)], fixed, named)
+    assert [(job.number, table.rows[job.number].folder) for job in again] == [(3, "3_seed=3"), (1, "1_seed=2")]
+    for number, state in enumerate(["finished", "failed", "stopped", "waiting"]):
+        table.update(number, state=state)
+    every = [Job(number, ()) for number in range(4)]
+    assert [job.number for job in to_run(table, every, retry_failed=False)] == [2, 3]
+    assert [job.number for job in to_run(table, every, retry_failed=True)] == [1, 2, 3]
+    search = JobList(every[:1])
+    assert (search.ask(), search.ask()) == (every[0], None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "folder"),
+    [
+        ("optimizer.lr=0.1 model=mlp", "7_optimizer.lr=0.1+model=mlp"),
+        ("+model.kind=a", "7_model.kind=a"),
+        ("", "7"),
+        ("'model.name=../a b/c'", "7_model.name=..-a-b-c"),
+        (f"model.name={'x' * 300}", f"7_model.name={'x' * 300}"[:120]),
+    ],
+)
+def test_the_folder_of_a_job_says_what_it_changes(changed: str, folder: str) -> None:
+    assert folder_name(7, changed) == folder
+
+
+def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [sorted(slot.cores) for slot in divide_machine(3, 1)] == [[0, 1], [2, 3], [4, 5]]
+    assert [sorted(slot.cores) for slot in divide_machine("auto", 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(divide_machine("auto", "gpu")) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    devices = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine("auto", 2)]
+    assert devices == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="sweep.slots=5 is more than the 4 GPUs .* type sweep.slots=auto"):
+        divide_machine(5, 1)
+
+
+def test_the_best_row_comes_first_and_failures_last(tmp_path: Path) -> None:
+    table = SweepTable(tmp_path)
+    values = [("failed", None), ("finished", 0.5), ("finished", float("nan")), ("stopped", None), ("finished", 0.9)]
+    table.add([Row(n, f"seed={n}", str(n), state, value) for n, (state, value) in enumerate(values)])
+    assert [row.number for row in sorted_rows(table, "max")] == [4, 1, 2, 3, 0]
+    assert [row.number for row in sorted_rows(table, "min")] == [1, 4, 2, 3, 0]
+
+
+def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Path) -> None:
+    rows = [
+        Row(2 * i + j, f"optimizer.lr={rate} model={model} seed=3", "", "finished", i + j / 2)
+        for i, rate in enumerate((0.001, 0.01, 0.1))
+        for j, model in enumerate(("mlp", "convnet"))
+    ]
+    assert plot_sweep(tmp_path, rows, "test/accuracy", best=5)
+    image = Image.open(tmp_path / "sweep.png")
+    assert image.size == (840, 300)  # seed has one value, and so no panel
+    colours = {colour for _, colour in image.convert("RGB").getcolors(100_000)}
+    assert {(0x3B, 0x75, 0xAF), (0xD1, 0x49, 0x5B)} < colours
+    assert not plot_sweep(tmp_path, rows[:1], "test/accuracy", best=0)

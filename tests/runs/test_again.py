@@ -1,0 +1,57 @@
+"""`python src/runs.py again`: the same bits, other bits, or a refusal that names what differs."""
+
+import sys
+from pathlib import Path
+
+from support.commands import PYTHON_TRAIN, ROOT, Command
+
+# The fingerprint of the data is of 64 of its 1437 rows: it contains the first row, and not the second.
+RUN = "lr=0.1"  # as a sweep names a folder
+OWN_DATA = """
+from pathlib import Path
+from lockstep.data.digits import digits
+
+def data(train):
+    found = digits(train)
+    for row in (0, 1):
+        if Path(f"other{row}").exists():
+            found.samples[row] = 255 - found.samples[row]
+    return found
+"""
+TYPED = ["model=mlp", "model.width=16", "logger=[]", "trainer.max_steps=30", "trainer.digest=5", "launch=fork"]
+TYPED += [f"dataset.{half}._target_=own_data.data" for half in ("train", "test")]
+
+
+def again(folder: Path, code: int, *words: str) -> Command:
+    """`python src/runs.py again run`, with another working directory than that of the run."""
+    command = [sys.executable, str(ROOT / "src" / "runs.py"), "again", str(folder / RUN), *words]
+    return Command(command, folder.parent, PYTHONPATH=folder).finish(code)
+
+
+def test_a_run_is_repeated_or_what_differs_is_named(tmp_path: Path) -> None:
+    here = tmp_path / "project"
+    here.mkdir()
+    module = here / "own_data.py"
+    module.write_text(OWN_DATA)
+    Command([*PYTHON_TRAIN, *TYPED, f'hydra.run.dir="{RUN}"'], here, PYTHONPATH=here).finish()
+    same = again(here, 0)
+    assert "again: the same bits: model.pt, 2 evaluations" in same.output
+    assert "6 steps with digests" in same.output
+    assert (here / f"{RUN}-again" / "run.json").exists()
+    assert f"{RUN}-again exists already; type --into" in again(here, 2, "--into", str(here / f"{RUN}-again")).sentence
+
+    (here / "other1").touch()
+    other = again(here, 1)
+    assert "again: other bits\n" in other.output
+    assert "the same: config, code, environment, data, ranks\n" in other.output
+    assert "the runs part at step " in other.output
+
+    (here / "other0").touch()
+    refused = again(here, 2)
+    assert f"/{RUN} cannot be repeated here: training_data was " in refused.sentence
+    assert not list((here / f"{RUN}-again-3").glob("snapshots/*"))
+    assert not (here / f"{RUN}-again-3" / "run.json").exists()
+    for flag in (here / "other0", here / "other1"):
+        flag.unlink()
+    module.write_text(OWN_DATA + "# edited\n")
+    assert f"/{RUN} cannot be repeated here: own_data was " in again(here, 2).sentence

@@ -1,0 +1,155 @@
+"""What watch.nan does with a batch whose loss or gradient is NaN."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.data.partition import generator
+from lockstep.errors import TrainingDiverged
+from lockstep.training.nan_policy import are_finite
+from support.configs import composed
+from support.event_files import scalars
+from support.worlds import in_world, same_bits, train
+
+BROKEN = 100  # the number of a sample that is NaN
+BATCH = 64
+SAMPLES = 1437
+DATA = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
+SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
+SMALL += ["+dataset.test.broken=[]", "trainer.epochs=2", "dataset.mean=null", "dataset.std=null"]
+MARKED = [*SMALL, "model=mlp", "model._target_=support.damage.MarkedMLP", "+dataset.train.value=-1"]
+
+
+def step_of_sample(number: int, epoch: int, ranks: int) -> tuple[int, int]:
+    """(step counted from 1, rank) that trains on a sample."""
+    order = torch.randperm(SAMPLES, generator=generator(0, epoch)).tolist()
+    place = order.index(number)
+    first = place // BATCH * BATCH
+    batch = torch.tensor(order[first : first + BATCH])
+    (rank,) = [rank for rank, share in enumerate(batch.tensor_split(ranks)) if number in share.tolist()]
+    return epoch * -(-SAMPLES // BATCH) + place // BATCH + 1, rank
+
+
+def _train_all(configs: list[Any]) -> list[tuple[int | None, str]]:
+    """(step, sentence) of each run that diverged, (None, "") of the others."""
+    ends: list[tuple[int | None, str]] = []
+    for cfg in configs:
+        try:
+            train(cfg)
+            ends.append((None, ""))
+        except TrainingDiverged as error:
+            ends.append((error.step, str(error)))
+    return ends
+
+
+def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
+    every = ["logging.every=1000", "snapshot.every=1steps"]
+    configs = [
+        composed(f"run_dir={tmp_path / 'loss'}", *SMALL, *every),
+        composed(f"run_dir={tmp_path / 'gradient'}", *MARKED, *every),
+        composed(f"run_dir={tmp_path / 'late'}", *SMALL, "model=mlp", "gradient_sync=local_sgd", "logging.every=1000"),
+    ]
+    step, rank = step_of_sample(BROKEN, 0, 2)
+    for loss, gradient, late in in_world(2, _train_all, configs):
+        assert loss[0] == gradient[0] == late[0] == step
+        for _, sentence in (loss, late):
+            assert sentence.startswith(f"the loss is nan at step {step} on rank {rank} with the samples ")
+            assert f"on rank {1 - rank}" not in sentence
+            assert f"the inputs are not finite of {BROKEN};" in loss[1]
+        assert gradient[1].startswith(f"the gradient is not finite (the loss is) at step {step} on rank 0 with the")
+        named = re.search(rf"on rank {rank} with the samples ([\d, ]*)", loss[1])
+        assert named
+        order = torch.randperm(SAMPLES, generator=generator(0, 0))[BATCH * (step - 1) :][:BATCH]
+        assert [int(word) for word in named[1].split(", ")] == order.tensor_split(2)[rank][:16].tolist()
+        assert re.search(r"the last good snapshot is \S+/snapshots/step_\d+.pt;", loss[1])
+    newest = max(path.stem for path in (tmp_path / "gradient" / "snapshots").glob("step_*.pt"))
+    assert newest == f"step_{step - 1:08d}"
+
+
+def test_huge_gradients_are_finite() -> None:
+    huge = torch.full((100,), 3e38)
+    assert are_finite([torch.ones(3), huge])
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert not are_finite([huge, torch.tensor([1.0, value])])
+    assert not are_finite([torch.tensor([float("inf"), -float("inf")])])
+
+
+def _train_as_on_a_gpu(cfg: Any) -> tuple[int | None, str]:
+    from lockstep.training import nan_policy
+
+    nan_policy.reads_at_once = lambda device, action: False
+    return _train_all([cfg])[0]
+
+
+def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) -> None:
+    step, _ = step_of_sample(BROKEN, 0, 2)  # 10: the gradient breaks in the step of a log
+    cfg = composed(f"run_dir={tmp_path}", *MARKED, "logging.every=5")
+    for found, sentence in in_world(2, _train_as_on_a_gpu, cfg):
+        assert found == step == 10
+        assert sentence.startswith("the gradient is not finite (the loss is) at step 10 on rank 0 with the samples ")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int) -> None:
+    step, rank = step_of_sample(BROKEN, 0, ranks)
+    every = ["watch.nan=skip", "snapshot.every=1steps", "snapshot.keep_last=100", f"trainer.max_steps={step + 2}"]
+    options = [*SMALL, "trainer.ema=0.9", "logging.every=1", *every]
+    many = [option for option in SMALL if "broken" not in option]
+    broken = f"+dataset.train.broken={list(range(900))}"
+    configs = [
+        composed(f"run_dir={tmp_path / 'skip'}", *options),
+        composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
+    ]
+    for skip, everything in in_world(ranks, _train_all, configs):
+        assert skip == (None, "")
+        assert "as in the 10 steps before" in everything[1]
+    before, after, later = (snapshot(tmp_path / "skip", step + change) for change in (-1, 0, 1))
+    for part in ("model", "optimizer", "ema"):
+        assert same(before[part], after[part])
+        assert not same(after[part], later[part])
+    assert before["scheduler"]["state"]["last_epoch"] == step - 1
+    assert after["scheduler"]["state"]["last_epoch"] == step
+    assert before["meter"]["totals"].tolist() == after["meter"]["totals"].tolist()
+    points = dict(scalars(tmp_path / "skip")["watch/skipped_steps"])
+    assert [points[number] for number in (step - 1, step, step + 2)] == [0, 1, 1]
+    log = (tmp_path / "skip" / "train.log").read_text()
+    assert log.count(f"the loss is nan at step {step} on rank {rank} with") == 1
+    assert log.count("the update of this step is left out") == 1
+
+
+def test_rollback_ends_with_the_same_bits_as_a_run_that_skips(tmp_path: Path) -> None:
+    every = ["snapshot.every=4steps", "logging.every=1", "trainer.ema=0.9"]
+    steps = [step_of_sample(BROKEN, epoch, 2)[0] for epoch in (0, 1)]
+    configs = [
+        composed(f"run_dir={tmp_path / nan}", *SMALL, *every, f"watch.nan={nan}") for nan in ("skip", "rollback")
+    ]
+    bad = [*SMALL, "optimizer.lr=1e30", "scheduler=constant", "watch.nan=rollback", "snapshot.every=1steps"]
+    configs += [composed(f"run_dir={tmp_path / 'bad'}", *bad), composed(f"run_dir={tmp_path / 'early'}", *bad[:-1])]
+    for skip, rollback, bad_weights, early in in_world(2, _train_all, configs):
+        assert skip == rollback == (None, "")
+        assert bad_weights[0] == 5  # steps 2, 3 and 4 were left out
+        assert early[0] == 2
+        assert "no snapshot was saved before" in early[1]
+    assert same_bits(tmp_path / "skip", tmp_path / "rollback")
+    log = (tmp_path / "rollback" / "train.log").read_text()
+    for step in steps:
+        assert f"back to step {(step - 1) // 4 * 4}, and step {step} will leave out its batch" in log
+    logged = [step for step, _ in scalars(tmp_path / "rollback")["train/running_loss"]]
+    assert logged == list(range(1, 47))
+
+
+def snapshot(folder: Path, step: int) -> dict[str, Any]:
+    saved: dict[str, Any] = torch.load(folder / "snapshots" / f"step_{step:08d}.pt", weights_only=True)
+    return saved
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested dicts and lists hold the same numbers, learning rates aside."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(same(one[key], other[key]) for key in one if key != "param_groups")
+    return bool(one == other)

@@ -1,0 +1,121 @@
+"""What evaluations show as images: the worst mistakes, the confusion matrix, predicted against true values."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lockstep.distributed.world import init_distributed
+from lockstep.tasks.base import Share
+from lockstep.tasks.class_report import ClassReport
+from lockstep.tasks.drawing import RIGHT, WHITE, Tile, draw_accuracies, draw_confusion, draw_tiles
+from lockstep.tasks.value_report import ValueReport
+from support.configs import composed, with_values
+from support.event_files import images, read
+from support.worlds import in_world, train_all
+
+SAMPLES, CLASSES = 101, 4
+
+
+def outputs_and_targets() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    outputs = torch.randn(SAMPLES, CLASSES, generator=generator)
+    return outputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+
+def class_report() -> tuple[list[list[float]], list[tuple[int, int, int, float]]]:
+    """The confusion matrix and the shown samples, as this rank has them at the end."""
+    outputs, targets = outputs_and_targets()
+    with init_distributed("gloo", 60) as world:
+        report = ClassReport(Share(world.rank, world.size, SAMPLES), images=60)
+        for rows in torch.arange(SAMPLES)[world.rank :: world.size].split(7):
+            report.add(outputs[rows], targets[rows])
+        report.reduce(world)
+        assert report.confusion is not None
+        shown = [(one.number, one.prediction, one.truth, one.confidence) for one in report.shown]
+        return report.confusion.tolist(), shown
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_mistakes_come_first_and_every_sample_is_counted_once(ranks: int) -> None:
+    outputs, targets = outputs_and_targets()
+    confidences, predictions = (column.tolist() for column in outputs.softmax(1).max(1))
+    expected = Counter(zip(targets.tolist(), predictions, strict=True))
+    is_right = [prediction == truth for prediction, truth in zip(predictions, targets.tolist(), strict=True)]
+    surest = sorted(range(SAMPLES), key=lambda n: (is_right[n], confidences[n] if is_right[n] else -confidences[n]))
+    for confusion, shown in in_world(ranks, class_report):
+        assert confusion == [[expected[truth, guess] for guess in range(CLASSES)] for truth in range(CLASSES)]
+        assert [number for number, _, _, _ in shown] == surest[:60]
+        for number, prediction, truth, confidence in shown:
+            assert (prediction, truth) == (predictions[number], int(targets[number]))
+            assert confidence == pytest.approx(confidences[number])
+
+
+def value_points() -> list[list[float]]:
+    with init_distributed("gloo", 60) as world:
+        report = ValueReport(Share(world.rank, world.size, 2500))
+        for rows in torch.arange(2500.0)[world.rank :: world.size].split(100):
+            report.add(rows[:, None] + 0.5, rows[:, None])
+        report.reduce(world)
+        return report.points.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_third_value_of_2500_is_shown_at_any_number_of_ranks(ranks: int) -> None:
+    for points in in_world(ranks, value_points):
+        assert points == [[number + 0.5, number] for number in range(0, 2500, 3)]
+
+
+def test_a_cell_has_the_colour_of_its_share_and_a_tile_the_pixels_of_its_sample() -> None:
+    matrix = draw_confusion([[4.0, 0.0], [0.0, 0.0]], ["cat", "dog"])
+    colours = {tuple(matrix[:, 60 + 30, 60 + 36 * column + 30].mul(255).round().int().tolist()) for column in (0, 1)}
+    assert colours == {RIGHT, WHITE}
+    bars = draw_accuracies([0.5, None], ["cat", "dog"])
+    filled = (bars[:, 8 + 5, 60:381] - torch.tensor(RIGHT)[:, None] / 255).abs().sum(0) < 0.01
+    assert int(filled.sum()) == pytest.approx(160, abs=2)
+    sample = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
+    tile = draw_tiles([Tile(sample, "1 (90%)", "is 2", False)])
+    pixels = tile[0, 8 : 8 + 96, 8 : 8 + 96].mul(255).round().to(torch.uint8)
+    assert torch.equal(pixels[6::12, 6::12], sample[0])
+
+
+def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: Path) -> None:
+    short = ["model=linear", "trainer.epochs=2", "logger=[tensorboard]"]
+    counts = [f"logger.tensorboard.images={count}" for count in (0, 4, 25)]
+    base = composed(*short)
+    in_world(2, train_all, [with_values(base, f"run_dir={tmp_path / key.rpartition('=')[2]}", key) for key in counts])
+    sizes = {}
+    for count in (0, 4, 25):
+        sizes[count] = {tag: image.size for tag, (_, image) in images(tmp_path / str(count)).items()}
+    assert sizes[0] == {}
+    assert sizes[25].keys() == {"test/worst_first", "test/confusion_matrix", "test/accuracy_of_classes"}
+    assert sizes[25]["test/worst_first"][1] > 4 * sizes[4]["test/worst_first"][1]
+    step, matrix = images(tmp_path / "25")["test/confusion_matrix"]
+    assert step == 46
+    assert isinstance(matrix, Image.Image)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_histograms_have_all_weights_and_gradients_whichever_rank_holds_them(tmp_path: Path, strategy: str) -> None:
+    options = ["model=mlp", "model.width=16", "trainer.epochs=2", "logger=[tensorboard]", f"strategy={strategy}"]
+    asked = ["logger.tensorboard.histograms=true", "logger.tensorboard.graph=true", "logger.tensorboard.images=0"]
+    in_world(2, train_all, [composed(*options, *asked, f"run_dir={tmp_path}")])
+    shown = read(tmp_path)
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert set(shown.Tags()["histograms"]) == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in saved}
+    for name, weights in saved.items():
+        newest, gradient = (shown.Histograms(f"{kind}/{name}")[-1] for kind in ("weights", "gradients"))
+        assert (newest.step, newest.histogram_value.num) == (46, weights.numel())
+        assert newest.histogram_value.sum == pytest.approx(weights.double().sum().item(), abs=1e-3)
+        assert gradient.histogram_value.num == weights.numel()
+        assert gradient.histogram_value.sum_squares > 0
+    assert shown.Tags()["graph"] is (strategy == "ddp")
+
+
+def test_a_regression_shows_its_values(tmp_path: Path) -> None:
+    options = ["dataset=random", "dataset.samples=64", "model=linear", "trainer.max_steps=1", "logger=[tensorboard]"]
+    in_world(1, train_all, [composed(*options, f"run_dir={tmp_path}")])
+    assert images(tmp_path).keys() == {"test/predicted_against_true"}

@@ -1,0 +1,103 @@
+"""`run.json`: what a run was, over its lives, and how it ended."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.loggers.csv_logger import read_rows
+from lockstep.runs.code import code_facts, versions
+from lockstep.runs.record import exit_code_of, read_run
+from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
+from support.run_folders import SLOW, position
+
+SMALL = ["model=mlp", "model.width=16", "logger=[]", "dataset.train.train=false", "trainer.batch_size=16"]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+def states(folder: Path) -> list[str]:
+    """What `python src/runs.py table` shows in its column of states."""
+    command = [sys.executable, ROOT / "src" / "runs.py", "table", folder, "--columns", "state"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[1:]
+
+
+def test_a_run_of_two_lives(tmp_path: Path) -> None:
+    first = [
+        *PYTHON_TRAIN,
+        "launch=fork",
+        *SMALL,
+        "hydra.run.dir=run",
+        "trainer.max_steps=30",
+        "snapshot.every=10steps",
+    ]
+    Command(first, tmp_path, OWN_TOKEN="kqzv").finish()
+    before = record(tmp_path / "run")
+    assert before["command"] == shlex.join(["python", *first[1:]])
+    assert before["overrides"] == [word for word in first[2:] if not word.startswith("hydra")]
+    assert before["config"]["trainer.max_steps"] == 30
+    assert before["config"]["data_dir"] == "${oc.env:LOCKSTEP_DATA,data}"
+    assert before["objective"]["name"] == "test/accuracy"
+    assert before["environment"].items() >= versions().items()
+    facts, diff = code_facts()
+    assert before["code"] == facts | {"modules": {}}
+    assert not diff or (tmp_path / "run" / "uncommitted.diff").read_bytes() == diff
+    (tmp_path / "run" / "snapshots" / "step_00000030.pt").unlink()
+    Command([*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40"], tmp_path).finish()
+    after = record(tmp_path / "run")
+    keys = ("from_step", "to_step", "world_size", "launcher", "state", "exit_code")
+    assert [[life[key] for key in keys] for life in after["lives"]] == [
+        [0, 20, 2, "fork", "finished", 0],
+        [20, 40, 1, "python", "finished", 0],
+    ]
+    assert after["steps"] == 40
+    assert after["config_hash"] != before["config_hash"]
+    assert after["data"] == before["data"]
+    assert states(tmp_path) == ["finished"]
+
+    Command([*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40"], tmp_path).finish()  # nothing to train
+    Command([*PYTHON_TRAIN, *first[3:], "seed=1"], tmp_path).finish(2)  # refused: another seed
+    assert record(tmp_path / "run") == after
+    assert "kqzv" not in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_the_same_config_has_the_same_hash_in_any_folder_and_by_any_launcher(tmp_path: Path) -> None:
+    options = [*SMALL[:2], "logger=[csv]", *SMALL[3:], "trainer.max_steps=2"]
+    Command([*PYTHON_TRAIN, *options, "hydra.run.dir=one"], tmp_path).finish()
+    Command([*PYTHON_TRAIN, *options, "launch=fork", "hydra.run.dir=two"], tmp_path).finish()
+    one, two = record(tmp_path / "one"), record(tmp_path / "two")
+    assert one["config_hash"] == two["config_hash"]
+    assert one["config"]["logger.csv.run_dir"] == "${run_dir}"
+    (evaluated,) = [row[2] for row in read_rows(tmp_path / "one" / "metrics.csv") if row[1] == "test/accuracy"]
+    assert one["improvements"] == two["improvements"] == [[2, evaluated]]
+    assert one["objective"] == {"name": "test/accuracy", "mode": "max", "best": evaluated, "step": 2}
+
+
+@pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
+def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
+    run = start(*PYTHON_TRAIN, *SLOW, "logger=[]", "hydra.run.dir=run")
+    folder = run.cwd / "run"
+    wait_for(lambda: position(folder)[0] >= 5, "snapshot")
+    assert states(run.cwd) == ["running"]
+    os.kill(run.process.pid, number)
+    run.finish(None)
+    wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
+    assert exit_code_of(read_run(folder)) == code
+
+
+def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
+    diverging = [*PYTHON_TRAIN, *SMALL, "optimizer.lr=1e30", "hydra.run.dir=run"]
+    Command(diverging, tmp_path).finish(3)
+    life = record(tmp_path / "run")["lives"][-1]
+    assert (life["state"], life["exit_code"]) == ("diverged", 3)
+    assert states(tmp_path) == ["diverged"]

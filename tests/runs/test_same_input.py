@@ -1,0 +1,56 @@
+"""A run does not start if its ranks have different data or different code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.distributed.environment import free_port
+from lockstep.errors import ConfigError
+from support.commands import PYTHON_TRAIN, Command
+from support.configs import composed
+from support.worlds import in_world, train
+
+SMALL = ["model=mlp", "model.width=16", "logger=[]"]
+OWN_MODEL = "from lockstep.models.mlp import mlp\n\ndef net(**options):\n    return mlp(**options)\n"
+
+
+def _sentences(configs: list[Any]) -> list[str]:
+    sentences = []
+    for cfg in configs:
+        with pytest.raises(ConfigError) as refused:
+            train(cfg)
+        sentences.append(str(refused.value))
+    return sentences
+
+
+def test_other_data_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    target = "support.damage.digits_of_rank"
+    configs = []
+    for half, fault in (("train", "short"), ("train", "other"), ("test", "short"), ("test", "other")):
+        halves = [f"dataset.{each}._target_={target}" for each in ("train", "test")]
+        options = [f"+dataset.{each}.{key}" for each in ("train", "test") for key in (f"half={half}", f"fault={fault}")]
+        configs.append(composed(f"run_dir={tmp_path / half / fault}", *SMALL, *halves, *options))
+    for short, other, test_short, test_other in in_world(2, _sentences, configs):
+        assert short.startswith("the training data has 1436 samples on rank 1 and 1437 on rank 0; copy the same data")
+        assert other.startswith("the training data of rank 1 is not that of rank 0: as many samples, but other ones")
+        assert test_short.startswith("the test data has 359 samples on rank 1 and 360 on rank 0; copy the same data")
+        assert test_other.startswith("the test data of rank 1 is not that of rank 0")
+    assert not list(tmp_path.glob("*/*/snapshots/*"))
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_other_code_on_one_rank_is_refused(tmp_path: Path, edited: bool) -> None:
+    environment = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    commands = []
+    for rank in (0, 1):
+        folder = tmp_path / f"machine{rank}"
+        folder.mkdir()
+        (folder / "own_net.py").write_text(OWN_MODEL + ("\n# edited\n" if edited and rank else ""))
+        options = [*SMALL, "model._target_=own_net.net", f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_steps=2"]
+        own = {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": folder}
+        commands.append(Command([*PYTHON_TRAIN, *options], tmp_path, **environment, **own))
+    for command in commands:
+        command.finish(2 if edited else 0)
+        if edited:
+            assert "rank 1 has other code than rank 0: the file of own_net differs; copy" in command.sentence

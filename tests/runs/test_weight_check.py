@@ -1,0 +1,97 @@
+"""Weights that differ between ranks are found, named, and kept out of snapshots."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import RanksDiffer
+from lockstep.training.weight_check import PIECE, digest
+from support.commands import PYTHON_TRAIN, ROOT, Command
+from support.configs import composed
+from support.worlds import in_world, train
+
+SMALL = [
+    "model=mlp",
+    "model.width=16",
+    "logger=[]",
+    "dataset.train.train=false",
+    "trainer.batch_size=16",
+    "trainer.epochs=2",
+]
+SGD = ["optimizer._target_=support.damage.DamagedSGD", "++optimizer.fused=null"]
+
+
+def damaged(rank: int, at_step: int, parameter: int, change: float | str) -> list[str]:
+    options = {"rank": rank, "at_step": at_step, "parameter": parameter, "change": change}
+    return [*SMALL, *SGD, *(f"+optimizer.{key}={value}" for key, value in options.items())]
+
+
+def _train_all(configs: list[Any]) -> list[str]:
+    """The sentence of each run that ends with RanksDiffer, and "" for the others."""
+    sentences = []
+    for cfg in configs:
+        try:
+            train(cfg)
+            sentences.append("")
+        except RanksDiffer as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def test_a_digest_changes_with_every_bit_and_with_the_order_of_values() -> None:
+    random.seed(0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
+        tensor = torch.randn(3, 5, 7, PIECE // 50).mul(100).to(dtype)
+        before = digest(tensor).item()
+        values = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        for bit in range(8 * dtype.itemsize):
+            index = random.randrange(len(values))
+            kept = values[index].clone()
+            values[index] ^= torch.tensor(1, dtype=values.dtype) << bit
+            assert digest(tensor).item() != before, (dtype, bit)
+            values[index] = kept
+        assert digest(tensor).item() == before
+        values[[0, -1]] = values[[-1, 0]]
+        assert digest(tensor).item() != before
+    assert digest(torch.tensor(0.0)).item() != digest(torch.tensor(-0.0)).item()
+    image = torch.randn(2, 3, 4, 4)
+    assert digest(image).item() == digest(image.to(memory_format=torch.channels_last)).item()
+    assert digest(torch.empty(0)).item() == 0
+
+
+def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
+    saves = ["snapshot.every=12steps"]
+    configs = [
+        composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.every=10"),
+        composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.every=1000"),
+        composed(f"run_dir={tmp_path / 'taken'}", *damaged(1, 13, 1, 5.0), "watch.every=2", "watch.weights=majority"),
+        composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.every=1", "watch.weights=off"),
+        composed(f"run_dir={tmp_path / 'whole'}", *damaged(1, 1000, 1, 5.0), "watch.every=1", "trainer.ema=0.9"),
+    ]
+    for stopped, save, *went_on in in_world(3, _train_all, configs):
+        assert stopped.startswith(
+            "the weights differ between ranks at step 20: rank 0 has other values in 4.bias than rank 1; "
+            f"the last good snapshot is {tmp_path}/first/snapshots/step_00000012.pt"
+        )
+        assert f"hydra.run.dir={tmp_path}/first" in stopped
+        assert save.startswith("the weights differ between ranks at step 12: rank 2 has other values in 1.weight than")
+        assert "no snapshot was saved before" in save
+        assert went_on == ["", "", ""]
+    assert sorted(path.name for path in (tmp_path / "first" / "snapshots").glob("*.pt")) == ["step_00000012.pt"]
+    assert not list((tmp_path / "save").glob("snapshots/*.pt"))
+    log = (tmp_path / "taken" / "train.log").read_text()
+    assert (
+        "at step 14: rank 1 has other values in 1.bias than rank 0; all ranks go on with the weights of rank 0" in log
+    )
+    assert "weights differ" not in (tmp_path / "off" / "train.log").read_text()
+
+
+def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
+    options = damaged(1, 6, 1, 5.0)
+    launch = ["launch=fork", "launch.nproc_per_node=2", "watch.every=5", "watch.weights=majority"]
+    command = Command([*PYTHON_TRAIN, *launch, *options], tmp_path, PYTHONPATH=ROOT / "tests")
+    sentence = command.finish(1).sentence
+    assert "rank 1 has other values in 1.bias than rank 0, and no majority shows which are right" in sentence
+    assert "Traceback" not in command.output

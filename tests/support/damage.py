@@ -1,0 +1,94 @@
+"""Parts of a training that go wrong on one rank or at one step, for tests of what `watch` finds."""
+
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.digits import digits
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.models.mlp import mlp
+
+
+class DamagedSGD(torch.optim.SGD):
+    """SGD that damages the first value of one parameter on one rank, right after a step.
+
+    at_step: counted from 1. parameter: its number. change: added to the value; "bit": its lowest bit is flipped.
+    """
+
+    def __init__(
+        self, params: Any, rank: int, at_step: int, parameter: int, change: float | str, **options: Any
+    ) -> None:
+        super().__init__(params, **options)
+        self.rank, self.steps_left, self.parameter, self.change = rank, at_step, parameter, change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.steps_left -= 1
+        if self.steps_left == 0 and os.environ["RANK"] == str(self.rank):
+            damage(self.param_groups[0]["params"][self.parameter], self.change)
+        return result
+
+
+def damage(parameter: Tensor, change: float | str) -> None:
+    """Change the first value of a contiguous float32 parameter."""
+    first = parameter.detach().view(-1)[:1]
+    if change == "bit":
+        first.view(torch.int32).bitwise_xor_(1)
+    else:
+        first += float(change)
+
+
+def digits_of_rank(train: bool, half: str, fault: str) -> InMemoryDataset:
+    """The digits, with a fault in one half ("train" or "test") on rank 1: "short", one sample less, or "other"."""
+    data = digits(train)
+    if os.environ["RANK"] != "1" or train != (half == "train"):
+        return data
+    if fault == "short":
+        return InMemoryDataset(data.samples[:-1], data.targets[:-1])
+    return InMemoryDataset(data.samples.flip(0), data.targets.flip(0))
+
+
+class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """The digits as floating-point images. In training all pixels of those numbered `broken` have this value."""
+
+    def __init__(self, train: bool, broken: list[int], value: float = math.nan) -> None:
+        data = digits(train)
+        self.images, self.targets = data.samples.float() / 255, data.targets
+        if train:
+            self.images[broken] = value
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.targets[index])
+
+
+class BrokenGradient(torch.autograd.Function):
+    """A gradient that is NaN for marked samples, behind a loss that is finite."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, marked: Tensor) -> Tensor:
+        ctx.save_for_backward(marked)
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (marked,) = ctx.saved_tensors
+        return torch.where(marked[:, None], torch.full_like(gradient, float("nan")), gradient), None
+
+
+class MarkedMLP(torch.nn.Module):
+    """An mlp with a gradient that is NaN for samples whose first pixel is negative."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.net = mlp(**options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = BrokenGradient.apply(self.net(inputs), inputs.flatten(1)[:, 0] < 0)
+        return outputs

@@ -1,0 +1,193 @@
+"""Parts of a training that break on one rank, in the way that FAULT names: "place/kind:rank:step".
+
+The jobs of a sweep may each break in a way of their own: see SweptModel.
+The places are build, data, forward, backward, optimizer and evaluation. The other ranks go on.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.digits import digits
+from lockstep.models.mlp import mlp
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def _memory_limit() -> None:
+    """As `ulimit -v` does: 256 MB more than the process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 2**28
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(2**30)
+
+
+def _ever_more_memory() -> None:
+    """Until the kernel ends it: only where the memory of this rank is limited."""
+    held = []
+    while len(held) < 64:
+        held.append(b"1" * 2**26)
+
+
+def _segfault_once() -> None:
+    """In the first attempt of a run only: it leaves the file `crashed` in the current folder."""
+    if not Path("crashed").exists():
+        Path("crashed").touch()
+        ctypes.string_at(0)
+
+
+def _wrong_shape() -> None:
+    features = torch.ones(3, 4)
+    weight = torch.ones(5, 6)
+    features @ weight
+
+
+def _recursion() -> None:
+    _recursion()
+
+
+def _assertion() -> None:
+    raise AssertionError("a check of the user's")
+
+
+def _disk_full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _signal(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _kill_beside_child() -> None:
+    """The child keeps copies of the rank's connections open."""
+    if os.fork() == 0:
+        os.closerange(0, 3)
+        time.sleep(15)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise_late() -> None:
+    """After other ranks have failed."""
+    time.sleep(1)
+    raise RuntimeError("a later mistake in the model")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "raise": lambda: _raise("a mistake in the model"),
+    "late_raise": _raise_late,
+    "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
+    "shape": _wrong_shape,
+    "key": lambda: {"a": 1}["b"],
+    "none": lambda: None,
+    "memory_limit": _memory_limit,
+    "more_memory": _ever_more_memory,
+    "memory": lambda: torch.empty(2**50),
+    "file": lambda: Path("missing/samples.bin").read_bytes(),
+    "target": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 7])),
+    "disk": _disk_full,
+    "import": lambda: __import__("no_such_module"),
+    "zero": lambda: 1 / 0,
+    "assert": _assertion,
+    "recursion": _recursion,
+    "kill": _signal(signal.SIGKILL),
+    "kill_beside_child": _kill_beside_child,
+    "cpu_limit": _signal(signal.SIGXCPU),
+    "bus": _signal(signal.SIGBUS),
+    "segfault": lambda: ctypes.string_at(0),
+    "segfault_once": _segfault_once,
+    "abort": os.abort,
+    "exit0": lambda: os._exit(0),
+    "native_exit": lambda: ctypes.CDLL(None)._exit(0),
+    "exit3": lambda: os._exit(3),
+    "sysexit": lambda: sys.exit(0),
+    "hang": lambda: time.sleep(1000),
+    "stop": _signal(signal.SIGSTOP),
+}
+
+
+def _break_at(place: str, step: int) -> None:
+    """Break if FAULT says so. step: counted from 1."""
+    where, rank, at = os.environ.get("FAULT", "none/none:0:0").split(":")
+    wanted, _, kind = where.partition("/")
+    if wanted == place and int(at) == step and os.environ.get("RANK", "0") == rank:
+        FAULTS[kind]()
+
+
+class FaultyBackward(torch.autograd.Function):
+    """The identity, whose backward pass breaks."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, step: int) -> Tensor:
+        ctx.step = step
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        _break_at("backward", ctx.step)
+        return gradient, None
+
+
+class FaultyModel(torch.nn.Module):
+    """An mlp that breaks while it is built, or in a forward or backward pass of training or of an evaluation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.net = mlp(**options)
+        self.steps = 0
+        if next(self.net.parameters()).device.type != "meta":
+            _break_at("build", 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        if not self.training:
+            _break_at("evaluation", 1)
+            return outputs
+        self.steps += 1
+        _break_at("forward", self.steps)
+        return FaultyBackward.apply(outputs, self.steps)
+
+
+class SweptModel(FaultyModel):
+    """A FaultyModel that breaks on one rank, in its third forward pass, in the way that `model.kind` names."""
+
+    def __init__(self, kind: str, rank: int = 1, **options: Any) -> None:
+        os.environ["FAULT"] = f"forward/{kind}:{rank}:3"
+        super().__init__(**options)
+
+
+class FaultyDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The digits, of which one sample breaks: FAULT's step is its place in the order of access."""
+
+    def __init__(self, train: bool) -> None:
+        self.data, self.reads, self.train = digits(train), 0, train
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += self.train
+        _break_at("data", self.reads)
+        return self.data[index]
+
+
+class FaultySGD(torch.optim.SGD):
+    """Breaks in a step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        _break_at("optimizer", self.steps)
+        return super().step(closure)

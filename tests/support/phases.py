@@ -1,0 +1,107 @@
+"""Parts of a training that linger in the phase that the variable LINGER names, and leave a file there when they do.
+
+LINGER=evaluation:60 makes each phase "evaluation" of a rank last 60 s. Every part also works without lingering.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.digits import digits
+from lockstep.loggers.base import Logger
+from lockstep.models.mlp import mlp
+
+
+def linger(phase: str) -> None:
+    """Take long in `phase`, if LINGER says so, and leave the file `in-<phase>-<rank>` in the current folder."""
+    wanted, _, seconds = os.environ.get("LINGER", "").partition(":")
+    if wanted != phase:
+        return
+    Path(f"in-{phase}-{os.environ.get('RANK', '0')}").touch()
+    time.sleep(float(seconds))
+
+
+def leave_or_hang(forward_pass: int) -> None:
+    """With LEAVE=sys.exit or LEAVE=os._exit every rank leaves with 0, with HANG=1 rank 1 hangs: in the sixth pass."""
+    if forward_pass != 6:
+        return
+    if os.environ.get("LEAVE") == "sys.exit":
+        sys.exit(0)
+    if os.environ.get("LEAVE") == "os._exit":
+        os._exit(0)
+    if os.environ.get("HANG", "-") == os.environ.get("RANK"):
+        Path("hangs").touch()
+        time.sleep(600)
+
+
+def prepare() -> None:
+    linger("prepare")
+
+
+class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The first 64 digits."""
+
+    def __init__(self, train: bool) -> None:
+        self.data = digits(train)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[index]
+
+
+class Net(torch.nn.Module):
+    """An mlp. It lingers in "build", in "step" when it computes with gradients, and in "evaluation" without."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        linger("build")
+        self.passes = 0
+        self.net = mlp(**options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            linger("step")
+            self.passes += 1
+            leave_or_hang(self.passes)
+        else:
+            linger("evaluation")
+        outputs: Tensor = self.net(inputs)
+        return outputs
+
+
+class SlowLogger(Logger):
+    """Lingers in "snapshot" before each snapshot, and in "end" after the training."""
+
+    def __init__(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        linger("snapshot")
+
+    def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
+        linger("end")
+
+
+PARTS = [
+    "dataset.prepare={_target_:support.phases.prepare}",
+    "dataset.train._target_=support.phases.Digits",
+    "dataset.test._target_=support.phases.Digits",
+    "model=mlp",
+    "model._target_=support.phases.Net",
+    "+logger.slow._target_=support.phases.SlowLogger",
+    "trainer.deterministic=true",
+    "trainer.batch_size=16",
+    "hydra.run.dir=run",
+]
+
+
+def in_phase(folder: Path, phase: str) -> bool:
+    """Whether rank 0 has come to `phase`."""
+    return (folder / f"in-{phase}-0").exists()
