@@ -75,12 +75,13 @@ def test_a_job_that_raises_is_killed_or_hangs_harms_no_other(start):
 def test_two_slots_run_two_jobs_at_once_with_the_same_numbers(start):
     jobs = ["-m", "optimizer.lr=0.1,0.05,0.02,0.01", "model=mlp", "trainer.epochs=3"]
     one = start(*PYTHON_TRAIN, *jobs, "hydra.sweep.dir=one").finish()
-    two = start(*PYTHON_TRAIN, *jobs, "sweep.slots=2", "hydra.sweep.dir=two").finish()
+    two = start(*PYTHON_TRAIN, *jobs, "sweep.slots=2", "hydra.sweep.dir=two")
+    table = two.cwd / "two" / "sweep.csv"
+    wait_for(lambda: table.exists() and states(table.parent).count("running") == 2, "second running job")
+    two.finish()
     assert states(two.cwd / "two") == ["finished"] * 4
     assert column(two.cwd / "two", "objective") == column(one.cwd / "one", "objective")
-    lines = [line for line in two.output.splitlines() if line.startswith("[")]
-    first_end = next(index for index, line in enumerate(lines) if "finished: test" in line)
-    assert {line[:3] for line in lines[:first_end]} >= {"[0]", "[1]"}
+    assert {line[:3] for line in two.output.splitlines() if line.startswith("[")} == {f"[{job}]" for job in range(4)}
     many = start(*PYTHON_TRAIN, *jobs, "sweep.slots=1000").finish(2)
     assert "sweep.slots=1000 is more than the" in many.sentence
     assert "sweep.slots=auto" in many.sentence

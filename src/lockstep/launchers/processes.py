@@ -91,10 +91,12 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
     The fork server does it in the background.
     """
     modules = [*PRELOADED_MODULES, *modules]
+    if start_method != "fork":
+        # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
+        multiprocessing.resource_tracker.ensure_running()
     if start_method == "forkserver":
         # The server skips a module that it cannot import.
         multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *modules])
-        multiprocessing.resource_tracker.ensure_running()  # otherwise it is started next, and unblocks signals
         try:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
                 multiprocessing.forkserver.ensure_running()
