@@ -31,6 +31,7 @@ from lockstep.config.instantiate import hydra_record, instantiate, instantiate_a
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.launchers.base import Launcher
+from lockstep.modes.base import Mode, TrainedRun
 from lockstep.monitor import rank as monitor
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms import
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
-    """Check the config, then train in every rank. Returns the objective, for a sweeper."""
+    """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     record, written = hydra_record(cfg, HydraConfig.get()), values_as_written(cfg)
     cfg = cli.check_input(cfg)
     signals.set_run_folder(cfg.run_dir)
@@ -60,6 +61,8 @@ def main(cfg: DictConfig) -> Any:
 
     preflight(cfg, launcher)
     cli.collect_garbage()
+    if not instantiate_as(Mode, cfg.mode, "mode").trains:
+        return launcher.launch(mode_worker, cfg, written)
     if launcher.recovers_live:
         return launcher.launch(train_live, cfg, record, written)
     return launcher.launch(train_worker, cfg, record, written)
@@ -112,6 +115,33 @@ def train_worker(cfg: DictConfig, record: Texts, written: Texts, live: "LiveRun 
             loggers.on_fit_start(info)
             with signals.stop_after_saving():
                 return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
+
+
+def mode_worker(cfg: DictConfig, written: Texts) -> Any:
+    """What one rank does in any mode but train: bring the trained net back, and hand it to the mode."""
+    from lockstep import build
+    from lockstep.distributed.lazy_dynamo import postpone_dynamo
+    from lockstep.distributed.world import init_distributed
+    from lockstep.loggers.rank_logs import rank_logs
+    from lockstep.snapshots.trained import restore_trained, snapshots_to_try
+    from lockstep.training.setup import set_determinism
+
+    signals.listen(cfg.run_dir)
+    postpone_dynamo()
+    mode, strategy = instantiate_as(Mode, cfg.mode, "mode"), instantiate(cfg.strategy)
+    with (
+        rank_logs() as logs,
+        exits_are_failures(),
+        monitor.failures(),
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+    ):
+        begin_run(cfg, written, world, logs)
+        set_determinism(cfg.seed, cfg.trainer.deterministic)
+        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+        state = build.train_state(cfg, strategy, len(train_loader))
+        paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+        snapshot, saved = restore_trained(state, paths, build.model_config(cfg, written))
+        return mode.run(TrainedRun(state, train_loader, eval_loader, snapshot, saved))
 
 
 def begin_run(cfg: DictConfig, written: Texts, world: "World", logs: "RankLogs") -> None:

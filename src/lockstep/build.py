@@ -133,7 +133,7 @@ def snapshots(
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
     samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
     require_same_data(state.strategy.world, "training data", samples, data)
-    fingerprint = as_written(flatten(cfg.model, "model"), written) | {
+    fingerprint = model_config(cfg, written) | {
         "optimizer": cfg.optimizer._target_,
         "training samples": samples,
         "training data": data,
@@ -149,6 +149,11 @@ def snapshots(
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
     )
+
+
+def model_config(cfg: DictConfig, written: Mapping[str, str]) -> dict[str, Any]:
+    """{key: value} of the model, without values from environment variables."""
+    return as_written(flatten(cfg.model, "model"), written)
 
 
 def epoch_trainer(

@@ -10,6 +10,7 @@ from lockstep.config.check import flatten
 from lockstep.config.environment_values import as_written
 from lockstep.config.instantiate import instantiate_as
 from lockstep.config.run_columns import run_columns
+from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.launchers.slurm import config_flags
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
@@ -57,6 +58,7 @@ def run_info(
         world, state.progress.step, config, computed, data, record, [*config_flags(sys.argv[1:]), *searched]
     )
     require_repetition(world, facts)
+    facts["classes"] = class_names(train_loader.dataset)
     columns = {key: value for key, value in config.items() if not key.startswith("launch.")}
     return RunInfo(
         run_dir=Path(cfg.run_dir),

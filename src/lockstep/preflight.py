@@ -14,8 +14,10 @@ from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
+from lockstep.modes.base import Mode
 from lockstep.snapshots.files import find_snapshots
 from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.tasks.base import Task
@@ -33,8 +35,8 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     task.mode(cfg.objective)
     if not launcher.runs_elsewhere:
         check_run_folder(cfg.run_dir)
-    find_snapshots(cfg.resume, Path(cfg.run_dir))
     job = job_spec(cfg, launcher)
+    check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
     gradient_sync.validate(job, strategy)
@@ -49,6 +51,18 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     if launcher.starts_processes:
         instantiate(cfg.dataset.prepare)
         check_model(cfg, strategy, job.world_size)
+
+
+def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
+    """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
+    mode = instantiate_as(Mode, cfg.mode, "mode")
+    if mode.trains:
+        find_snapshots(cfg.resume, Path(cfg.run_dir))
+        return
+    snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+    if launcher.recovers_live:
+        raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
+    mode.validate(job)
 
 
 def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:

@@ -19,7 +19,18 @@ from lockstep.config.suggest import closest
 from lockstep.config.targets import ForeignName, require_own_name
 from lockstep.errors import ConfigError
 
-CHECKED = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "logger")
+CHECKED = (
+    "model",
+    "dataset",
+    "optimizer",
+    "scheduler",
+    "strategy",
+    "gradient_sync",
+    "task",
+    "launch",
+    "logger",
+    "mode",
+)
 # What build.py passes: the first argument by position, the others by name to those that have a parameter of that name.
 PASSED_FIRST = {"optimizer": "the parameters of the model", "scheduler": "the optimizer"}
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}

@@ -15,7 +15,7 @@ from lockstep.config.suggest import removed_key, unknown_key
 from lockstep.errors import ConfigError
 
 Node = dict[str, Any]
-NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch")
+NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 
 

@@ -8,8 +8,8 @@ import yaml  # type: ignore[import-untyped]
 from lockstep.config.fields import show
 
 # Where a run is, and how it was started: not what it computes.
-LEFT_OUT = {"run_dir", "data_dir", "resume", "local"}
-LEFT_OUT_BELOW = ("launch", "logger")
+LEFT_OUT = {"run_dir", "data_dir", "resume", "local", "mode"}
+LEFT_OUT_BELOW = ("launch", "logger", "mode.")
 LEFT_OUT_NAMES = ("._target_", "._partial_", "backend.name", "sync_bn.mode")  # the option's name says it
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time

@@ -23,7 +23,7 @@ class Run:
         "Seed of the weights, the order of the samples and the augmentations.", example=0, min=0, max=LARGEST_SEED
     )
     data_dir: str = value("Folder of the data sets.", example="data")
-    resume: str | None = value("A run folder or a snapshot to start from.", example="null")
+    resume: str | None = value("A run folder or a snapshot to start from, or to evaluate.", example="null")
     objective: str = value("What a run returns to a sweeper: test/<metric of the task>.", example="test/loss")
     run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
 

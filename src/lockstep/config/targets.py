@@ -25,7 +25,7 @@ from lockstep.config.check import as_dict, join, nodes_with_target
 from lockstep.errors import ConfigError
 
 OPEN = (
-    *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers")),
+    *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers", "modes")),
     "lockstep.training.schedulers.",
     *("torch.nn.", "torch.optim.", "torch.utils.data."),
     *(f"torchvision.{name}." for name in ("datasets", "models", "ops", "transforms")),

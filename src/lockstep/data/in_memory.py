@@ -36,6 +36,11 @@ def check_classes(dataset: object, classes: int) -> None:
         )
 
 
+def class_names(dataset: object) -> list[str]:
+    """The names of the classes, if the data set has an attribute `classes`, as torchvision's have."""
+    return [str(name) for name in getattr(dataset, "classes", ())]
+
+
 def check_shape(dataset: object, shape: Sequence[int] | None) -> None:
     """Raise ConfigError if the samples of a data set in memory have another shape than the config says."""
     if shape is None or not isinstance(dataset, InMemoryDataset):

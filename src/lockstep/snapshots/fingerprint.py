@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 TENSOR_ROWS = 64  # sampled of a data set in memory
 ITEMS = 16  # sampled of any other data set, where loading an item may take a while
-NOT_COMPARED = ("launch.", "hydra.", "sweep.")  # parts of the config that say where a run computes, not what
+NOT_COMPARED = ("launch.", "hydra.", "sweep.", "mode.")  # parts of the config that say where a run computes, not what
 NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
 
 
@@ -41,6 +41,17 @@ def check_fingerprint(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -
         raise ConfigError(
             f"{path} does not fit this run: {'; '.join(differences)}; type the overrides that it was made with, "
             f"or to start afresh leave resume= out and type hydra.run.dir=<a new folder>"
+        )
+
+
+def require_same_model(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise ConfigError if the snapshot `path` is of another model than `ours`, the keys of a model's config."""
+    of_model = {key: value for key, value in saved.items() if key.startswith("model.")}
+    differences = _differences(of_model, plain_values(ours), "here")
+    if differences:
+        raise ConfigError(
+            f"{path} is of another model: {'; '.join(differences)}; type a data set with the shape and the classes "
+            f"of the trained one's, and no model="
         )
 
 

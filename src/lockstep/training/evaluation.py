@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.tasks.base import ReadSample, Report, Share
 from lockstep.training.loop import evaluate
@@ -62,8 +63,7 @@ class Evaluator:
         means = evaluate(self.state, loader, on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
-            classes = [str(name) for name in getattr(loader.dataset, "classes", ())]
-            self.logger.log_report(report, self._sample, classes, self.state.progress.step)
+            self.logger.log_report(report, self._sample, class_names(loader.dataset), self.state.progress.step)
         if self.wanted.histograms:
             self._log_histograms()
         if self.graph_is_due:

@@ -1,0 +1,22 @@
+"""The options of the group mode: the keys of their YAML. As `options.py`."""
+
+from dataclasses import dataclass
+
+from lockstep.config.fields import choice, value
+from lockstep.config.options import NoKeys, describes
+
+describes("lockstep.modes.train.Train", "mode/train")(NoKeys)
+
+
+@dataclass
+class Trained:
+    """A mode that uses the weights of a run."""
+
+    snapshot: str = value("The weights to use: last, best, or a snapshot's file.", example="best")
+
+
+@describes("lockstep.modes.evaluate.Evaluate", "mode/evaluate")
+@dataclass
+class Evaluate(Trained):
+    split: str = choice("test", "train", help="The data to evaluate; training data is not augmented.")
+    file: str | None = value("Where the numbers go; null: evaluation.json in the run folder.", example="numbers.json")
