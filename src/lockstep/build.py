@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 
 from lockstep.config.arguments import matching_arguments
@@ -13,8 +13,9 @@ from lockstep.config.check import as_dict, flatten, nodes_with_target
 from lockstep.config.environment_values import as_written
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
-from lockstep.data.in_memory import check_classes, check_shape
+from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
 from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.samples import Samples
 from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
@@ -72,11 +73,29 @@ def model_and_data(
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     check_classes(train_data, data.classes)
     check_shape(train_data, cfg.model.get("shape"))
-    train_loader = BatchLoader(train_data, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
-    eval_loader = BatchLoader(test_data, converter, *shard, cfg.seed, workers=data.workers)
+    train_samples = samples(cfg, train_data, "training data", data.transforms)
+    test_samples = samples(cfg, test_data, "test data", data.test_transforms)
+    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
+    eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return train_loader, eval_loader
+
+
+def samples(cfg: DictConfig, dataset: Any, name: str, transforms: ListConfig) -> InMemoryDataset | Samples:
+    """`dataset` as a loader reads it. name: for messages."""
+    data = cfg.dataset
+    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
+        return dataset
+    return Samples(
+        dataset,
+        name,
+        cfg.seed,
+        instantiate(transforms),
+        data.on_error,
+        instantiate(data.collate_fn),
+        data.get("classes"),
+    )
 
 
 def import_targets(cfg: DictConfig) -> None:

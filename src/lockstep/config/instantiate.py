@@ -5,15 +5,18 @@ from typing import Any, TypeVar
 import hydra.utils
 from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.errors import ConfigError
 
 Kind = TypeVar("Kind")
 
 
-def instantiate(node: DictConfig | None) -> Any:
-    """The object that a node with `_target_` describes, None for no node. Raises ConfigError if the target does."""
+def instantiate(node: DictConfig | ListConfig | None) -> Any:
+    """The object that a node with `_target_` describes, a list for a list of nodes, None for no node.
+
+    Raises ConfigError if the target does.
+    """
     try:
         return None if node is None else hydra.utils.instantiate(node, _convert_="all")
     except InstantiationException as error:

@@ -130,6 +130,14 @@ class SyncBN:
     mode: str = choice("auto", "on", "off", help="Batch norm over the global batch; auto: where the strategy can.")
 
 
+def _transforms(of: str) -> Any:
+    return value(
+        f"Transforms {of}, in this order: nodes with a `_target_`.",
+        wants="a list of nodes with a _target_",
+        example=[{"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}],
+    )
+
+
 @dataclass
 class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
@@ -140,6 +148,14 @@ class Dataset:
     mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
     std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)
+    transforms: list[dict[str, Any]] = _transforms("of training samples")
+    test_transforms: list[dict[str, Any]] = _transforms("of test samples")
+    collate_fn: dict[str, Any] | None = value(
+        "The function that makes (inputs, targets) of a list of samples; null: torch's default.", example="null"
+    )
+    on_error: str = choice(
+        "fail", "skip", help="A sample that cannot be read; skip: the next one is trained on, and it is not evaluated."
+    )
 
 
 @dataclass

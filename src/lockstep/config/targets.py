@@ -31,6 +31,7 @@ OPEN = (
     *(f"torchvision.{name}." for name in ("datasets", "models", "ops", "transforms")),
 )
 BUILT_IN = ("torch", "torch._C._nn")  # where torch's functions in C say that they are from
+TARGET = r"_target_[\"']?:\s*[\"']?([\w.]+(?:\$\{[^}]*\}|[\w.])*)"  # as written in YAML, on a line or in braces
 RECORD = ".hydra"
 RECORD_FILES = ("hydra.yaml", "overrides.yaml")
 
@@ -116,7 +117,7 @@ def _names(folder: Path) -> Iterator[str]:
     """A pattern for every `_target_` in the files of `folder`. An interpolation stands for any name."""
     for path in folder.rglob("*.yaml"):
         if RECORD not in path.relative_to(folder).parts:
-            for written in re.findall(r"_target_:\s*[\"']?([\w.]+[^\s\"'#]*)", path.read_text(errors="replace")):
+            for written in re.findall(TARGET, path.read_text(errors="replace")):
                 yield r"\w+(\.\w+)*".join(map(re.escape, re.split(r"\$\{[^}]*\}", written)))
 
 

@@ -8,22 +8,24 @@ from torch import Tensor
 
 from lockstep.data.augment import Augment
 from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.nested import count_samples, map_tensors
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
+from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.workers import DatasetReader
 
 # Values of samples that are looked up and converted together. Step by step, the calls cost more than their work.
 VALUES_AT_ONCE = 2**20
 
-RawGroup = tuple[Tensor, Tensor, list[int]]
-"""Raw samples, targets, and how many of them belong to each share."""
+RawGroup = tuple[Any, Any, list[int]]
+"""Raw inputs, targets, and how many of them belong to each share. Only single tensors are of several shares."""
 
 
 class Converter:
     """Brings raw samples and targets to the device, type and memory layout that a model computes in.
 
     uint8 samples are scaled to 0..1. With `mean` and `std`, one number for each channel (the second dimension) or one
-    for all, samples are normalised. Integer samples of another type stay as they are. Floating-point targets take the
-    model's type.
+    for all, samples are normalised. Integer samples of another type stay as they are. Targets that are whole numbers
+    become int64, others take the model's type.
     """
 
     def __init__(
@@ -42,25 +44,39 @@ class Converter:
     def _per_channel(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(list(values), dtype=self.dtype, device=self.device)
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device. A GPU copies from pinned memory while the host goes on."""
+    def to_device(self, value: Any) -> Any:
+        """The tensors in `value` on the device. A GPU copies from pinned memory while the host goes on."""
+        return map_tensors(self._to_device, value)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def __call__(self, samples: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw samples (N, ...) and targets (N, ...), on the device -> what the model and the task take."""
+    def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Raw inputs and targets, on the device, (N, ...) or tuples or dicts of such -> what model and task take."""
+        if isinstance(inputs, Tensor):
+            return self._input(inputs, normalised=True), map_tensors(self._target, targets)
+        # Among several inputs only images are known to have channels.
+        converted = map_tensors(lambda tensor: self._input(tensor, normalised=tensor.dim() == 4), inputs)
+        return converted, map_tensors(self._target, targets)
+
+    def _input(self, samples: Tensor, normalised: bool) -> Tensor:
         if samples.dtype == torch.uint8:
-            samples = self._shifted(samples.to(self.dtype).mul_(_beside(self.image_scale, samples)))
+            samples = samples.to(self.dtype)
+            samples = self._shifted(samples.mul_(_beside(self.image_scale, samples))) if normalised else samples / 255
         elif samples.is_floating_point():
             samples = samples.to(self.dtype)
-            if self.shift is not None:
+            if self.shift is not None and normalised:
                 samples = self._shifted(samples * _beside(self.float_scale, samples))
-        if targets.is_floating_point():
-            targets = targets.to(self.dtype)
         if samples.dim() == 4:
             samples = samples.contiguous(memory_format=self.memory_format)
-        return samples, targets
+        return samples
+
+    def _target(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            return targets.to(self.dtype)
+        return targets.long()
 
     def _shifted(self, scaled: Tensor) -> Tensor:
         return scaled if self.shift is None else scaled.add_(_beside(self.shift, scaled))
@@ -74,8 +90,8 @@ def _beside(values: Tensor, samples: Tensor) -> Tensor:
 class BatchLoader:
     """Loads one rank's samples: `epoch` for training, `eval_batches` for evaluation.
 
-    rank, size: this rank's share, and how many shares there are. parts: cuts a global batch into this rank's parts.
-    workers: processes that read a data set which is not in memory. They start here.
+    dataset: tensors in memory, or `Samples`, or any other map-style data set. rank, size: this rank's share, and how
+    many shares there are. workers: processes that read a data set which is not in memory. They start here.
     """
 
     def __init__(
@@ -96,8 +112,10 @@ class BatchLoader:
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
             self.dataset = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
-        else:
-            self.reader = DatasetReader(dataset, workers, pin_memory=converter.device.type == "cuda")
+            return
+        samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
+        self.dataset = samples.dataset
+        self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -125,7 +143,7 @@ class BatchLoader:
         batches = [order[start : start + batch_size] for start in starts]
         mine = [parts(batch) for batch in batches]
         plans = self._plans(epoch, starts, batches, parts) if self.augment.enabled else None
-        loaded = self._load([part.indices for batch_parts in mine for part in batch_parts], plans)
+        loaded = self._load([part.indices for batch_parts in mine for part in batch_parts], epoch, plans)
         for batch, batch_parts in zip(batches, mine, strict=True):
             yield Batch(len(batch), [LoadedPart(part.number, *next(loaded), part.indices) for part in batch_parts])
 
@@ -145,18 +163,28 @@ class BatchLoader:
         """
         mine = torch.arange(len(self), device=self.index_device)[self.rank :: self.size]
         rounds = -(-len(self) // (self.size * batch_size))
-        yield from self._load([mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)])
+        shares = [mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)]
+        yield from self._load(shares, EVALUATION)
 
-    def _load(self, shares: list[Tensor], plans: Iterator[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def first_sample(self) -> tuple[Any, Any]:
+        """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
+        return next(self._load([torch.zeros(1, dtype=torch.int64, device=self.index_device)], EVALUATION))
+
+    def _load(
+        self, shares: list[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
         """The inputs and targets of each share of indices, in order, augmented by its plan."""
-        raw = read_memory(self.dataset, shares) if self.reader is None else read_dataset(self.reader, shares)
+        raw = read_memory(self.dataset, shares) if self.reader is None else read_samples(self.reader, shares, epoch)
         for samples, targets, sizes in raw:
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans is not None:
                 plan = torch.cat([next(plans) for _ in sizes])
                 samples = self.augment(samples, self.converter.to_device(plan))
             samples, targets = self.converter(samples, targets)
-            yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
+            if len(sizes) == 1:
+                yield samples, targets
+            else:
+                yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
 
 def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawGroup]:
@@ -172,9 +200,7 @@ def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawG
         yield samples, targets, [len(share) for share in group]
 
 
-def read_dataset(reader: DatasetReader, shares: list[Tensor]) -> Iterator[RawGroup]:
+def read_samples(reader: DatasetReader, shares: list[Tensor], epoch: int) -> Iterator[RawGroup]:
     """Share by share, from a data set that loads its samples one by one."""
-    # An empty share has nothing to collate. Sample 0 stands in, to give the shape, and none of it is kept.
-    batches = [share.tolist() or [0] for share in shares]
-    for share, (samples, targets) in zip(shares, reader.read(batches), strict=True):
-        yield samples[: len(share)], targets[: len(share)], [len(share)]
+    for inputs, targets in reader.read([share.tolist() for share in shares], epoch):
+        yield inputs, targets, [count_samples(targets)]

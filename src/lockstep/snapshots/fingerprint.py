@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.random_numbers import random_states_kept
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -124,12 +124,8 @@ def _evenly_spaced(length: int, count: int) -> list[int]:
 
 def _numeric_targets(dataset: Any) -> list[float | None]:
     """The targets of a few items; None for a target that is not a number."""
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):  # a transform may draw random numbers; the run's must not change
-            return [_numeric_target(dataset, index) for index in _evenly_spaced(len(dataset), ITEMS)]
-    finally:
-        random.setstate(state)
+    with random_states_kept():  # the data set may draw random numbers; the run's must not change
+        return [_numeric_target(dataset, index) for index in _evenly_spaced(len(dataset), ITEMS)]
 
 
 def _numeric_target(dataset: Any, index: int) -> float | None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.data.in_memory import class_names
@@ -92,6 +91,5 @@ class Evaluator:
         if not (strategy.ranks_agree or strategy.world.size == 1):
             log.warning("no graph is written: with this strategy no rank has the whole model; type strategy=ddp")
             return
-        sample, target = loader.dataset[0]
-        inputs, _ = loader.converter(loader.converter.to_device(sample[None]), torch.as_tensor(target)[None])
+        inputs, _ = loader.first_sample()
         self.logger.log_graph(strategy.model, inputs)
