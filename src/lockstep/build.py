@@ -131,7 +131,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
     length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
-    meter = Meter(list(task.metrics), world)
+    meter = Meter(task, world)
     return TrainState(
         settings=settings,
         task=task,

@@ -75,7 +75,7 @@ class LiveRun:
         where: as for SnapshotManager.resume.
         """
         world = state.strategy.world
-        meter = PagedMeter(state.meter.names, world, open_pages(os.environ[PAGES]))
+        meter = PagedMeter(state.task, world, open_pages(os.environ[PAGES]))
         state.meter = meter
         if not self._take_over(world, state, meter, snapshots):
             snapshots.resume(where)

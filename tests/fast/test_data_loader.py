@@ -126,7 +126,7 @@ def accuracies() -> list[float]:
         strategy.setup(linear_net(), world, GradientSync())
         for count in range(1, 41):
             part = InMemoryDataset(data.samples[:count], data.targets[:count])
-            meter = Meter(list(task.metrics), world)
+            meter = Meter(task, world)
             for inputs, targets in loader(part, world.rank, world.size).eval_batches(7):
                 meter.add(task(strategy.module(inputs), targets)[1], len(targets))
             measured.append(meter.means()["accuracy"])

@@ -98,6 +98,12 @@ def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
     assert numbers(command) != numbers(reference)
 
 
+def test_a_metric_that_is_no_mean(run: Callable[[str], Command], reference: Command) -> None:
+    command = run("A metric that is no mean")
+    assert re.search(r"test loss \d\.\d+ balanced 0\.9\d+", command.output)
+    assert numbers(command)[0] == pytest.approx(numbers(reference)[0], abs=2e-3)
+
+
 def test_an_optimizer(run: Callable[[str], Command], reference: Command) -> None:
     command = run("An optimizer")
     assert trained_config(command)["optimizer"]["_target_"] == "my_work.optimizer.SGDW"

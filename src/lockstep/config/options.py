@@ -142,6 +142,19 @@ class Task:
     monitor: str = value("The metric that decides which weights are the best.", example="loss")
 
 
+@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
+@describes("lockstep.tasks.multi_label.MultiLabel", "task/multi_label")
+@dataclass
+class TaskWithCounts(Task):
+    classes: int = number("Classes, or labels, that are counted.", min=1, example=10)
+
+
+@describes("lockstep.tasks.segmentation.Segmentation", "task/segmentation")
+@dataclass
+class Segmentation(TaskWithCounts):
+    ignored_label: int = number("Pixels with this class number count nowhere.", example=255)
+
+
 @describes("torch.optim.SGD", "optimizer/sgd")
 @dataclass
 class SGD:

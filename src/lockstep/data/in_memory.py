@@ -26,8 +26,13 @@ class InMemoryDataset:
 
 
 def check_classes(dataset: object, classes: int) -> None:
-    """Raise ConfigError if a data set in memory has a class number that a model of `classes` outputs does not know."""
+    """Raise ConfigError if a data set in memory has a class number that a model of `classes` outputs does not know.
+
+    Only for one number a sample: the pixels of a mask may have a label that is ignored.
+    """
     if not isinstance(dataset, InMemoryDataset) or dataset.targets.is_floating_point() or not len(dataset.targets):
+        return
+    if dataset.targets.dim() > 1:
         return
     largest = int(dataset.targets.max())
     if largest >= classes:

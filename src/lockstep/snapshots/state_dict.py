@@ -128,7 +128,7 @@ def _resumed_groups(state: TrainState, saved: dict[str, Any], built: list[dict[s
 
 def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
     """Go on with the epoch's sums and the best evaluation, unless the task now measures something else."""
-    if saved["meter"]["names"] == state.meter.names:
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
         state.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", state.progress.step)

@@ -1,4 +1,6 @@
-"""Classification: cross entropy and accuracy."""
+"""Classification: cross entropy, accuracy and top-k accuracy."""
+
+import re
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,7 +11,14 @@ from lockstep.tasks.class_report import ClassReport
 
 
 class Classification(Task):
-    """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions."""
+    """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions.
+
+    A metric top<k>, such as top5, is the share of samples whose class is among the k best.
+    """
+
+    def __init__(self, metrics: dict[str, str], monitor: str) -> None:
+        super().__init__(metrics, monitor)
+        self.tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top[1-9]\d*", name)}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if targets.is_floating_point() or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
@@ -19,7 +28,11 @@ class Classification(Task):
                 f"type task=regression for targets that are numbers"
             )
         loss = F.cross_entropy(at_least_float32(outputs), targets, reduction="sum")
-        return loss, {"loss": loss, "accuracy": (outputs.argmax(dim=1) == targets).sum()}
+        sums = {"loss": loss, "accuracy": (outputs.argmax(dim=1) == targets).sum()}
+        for name, k in self.tops.items():
+            best = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
+            sums[name] = (best == targets.unsqueeze(1)).sum()
+        return loss, sums
 
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)

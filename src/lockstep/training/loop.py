@@ -80,7 +80,7 @@ def evaluate(
     monitor.enter("evaluation")
     state.average_replicas()
     state.strategy.sync_buffers()
-    meter = Meter(list(state.task.metrics), state.strategy.world)
+    meter = Meter(state.task, state.strategy.world)
     context = autocast(state.strategy.world.device, state.settings.precision)
 
     def count(outputs: Tensor, targets: Tensor) -> None:

@@ -11,6 +11,7 @@ from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.monitor import rank as monitor
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
+from lockstep.training.sums_check import require_sums
 from lockstep.training.timer import StepTimer
 
 
@@ -81,6 +82,9 @@ class TrainStepRunner:
     def _weighted_loss(self, step: int, weight: float, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss as it is minimised: summed, times `weight`, scaled for fp16. Its sums go to the meter."""
         loss, sums = self.state.task(outputs, targets)
+        if not self.state.sums_are_checked:
+            self.state.sums_are_checked = True
+            require_sums(self.state.task, outputs, targets)
         self.state.meter.add(sums, len(targets), step)
         weighted = loss * weight
         if self.scales_loss:
