@@ -17,10 +17,10 @@ def require_sums(task: Task, outputs: Tensor, targets: Tensor) -> None:
     """Compare what `task` gives for these samples with what it gives for their halves.
 
     Raises ConfigError for a mean. Logs a warning for what is no sum either, such as a loss that compares the samples
-    of a batch with each other.
+    of a batch with each other. The tasks of this project have tests for it: no step of theirs waits for a GPU.
     """
     count, half = len(targets), len(targets) // 2
-    if half == 0:
+    if half == 0 or type(task).__module__.startswith("lockstep."):
         return
     with torch.no_grad():
         whole, first, second = (
