@@ -16,8 +16,9 @@ from lockstep.errors import ConfigError
 from lockstep.launchers.slurm import config_flags
 
 TRAIN = "train"
-# Where a run computed, and what it wrote: another command says that itself.
-NOT_TAKEN = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
+# Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
+NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
+NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compile")
 NORMALISATION = ("mean", "std")
 
 

@@ -1,6 +1,8 @@
 """What a trained run is used for: mode=evaluate and its like, as whole commands."""
 
+import csv
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.data.digits import digits
 from support.commands import PYTHON_TRAIN, ROOT, Command
 
 Start = Callable[..., Command]
@@ -68,3 +71,28 @@ def test_a_mode_of_the_users_own(run: Path, start: Start, tmp_path: Path) -> Non
     output = start(*words, PYTHONPATH=path).finish().output
     (counts,) = re.findall(r"confused: \[(.*)\]", output)
     assert 0 < sum(map(int, counts.split(", "))) < 36
+
+
+def predicted(start: Start, run: Path, folder: Path, *words: str) -> list[list[str]]:
+    """The rows of the file, the header first."""
+    start(*PYTHON_TRAIN, "mode=predict", f'resume="{run}"', "mode.file=rows.csv", *words).finish()
+    with open(folder / "rows.csv") as file:
+        return list(csv.reader(file))
+
+
+def test_predictions_are_in_the_data_sets_order_at_any_world_size(run: Path, start: Start, tmp_path: Path) -> None:
+    """Three ranks with 120 samples each, in batches of 50: the last one is smaller."""
+    alone = predicted(start, run, tmp_path)
+    together = predicted(
+        start, run, tmp_path, "launch=fork", "launch.nproc_per_node=3", "evaluation.batch_size=50", "mode.snapshot=best"
+    )
+    assert alone[0] == together[0] == ["index", "prediction", *(f"probability_{n}" for n in range(10)), "truth"]
+    targets = digits(train=False).targets.tolist()
+    for rows in (alone[1:], together[1:]):
+        assert [(int(row[0]), int(row[-1])) for row in rows] == list(enumerate(targets))
+    for one, other in zip(alone[1:], together[1:], strict=True):
+        assert one[1] == other[1]
+        assert list(map(float, one[2:-1])) == pytest.approx(list(map(float, other[2:-1])), rel=1e-9)
+        assert float(one[2 + int(one[1])]) == max(map(float, one[2:-1]))
+    loss = sum(-math.log(float(row[2 + int(row[-1])])) for row in alone[1:]) / 360
+    assert loss == pytest.approx(last_loss(run), rel=1e-9)

@@ -20,3 +20,10 @@ class Trained:
 class Evaluate(Trained):
     split: str = choice("test", "train", help="The data to evaluate; training data is not augmented.")
     file: str | None = value("Where the numbers go; null: evaluation.json in the run folder.", example="numbers.json")
+
+
+@describes("lockstep.modes.predict.Predict", "mode/predict")
+@dataclass
+class Predict(Trained):
+    split: str = choice("test", "train", help="The data to predict; training data is not augmented.")
+    file: str | None = value("Where the rows go; null: predictions.csv in the run folder.", example="rows.csv")

@@ -4,7 +4,9 @@ To add one: a subclass of `Mode` in a file of its own here, `conf/mode/<name>.ya
 `src/lockstep/config/mode_options.py`. docs/modes.md tells what users see. No torch at the top: `main` imports this.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +48,21 @@ class TrainedRun:
         """Optimizer steps that the weights were trained."""
         return int(self.saved["progress"]["step"])
 
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes in run.json, empty if the training data had none."""
+        return recorded_classes(self.folder)
+
     def loader(self, split: str) -> "BatchLoader":
         """split: "train" or "test"."""
         return self.train_loader if split == "train" else self.eval_loader
+
+
+def recorded_classes(folder: Path) -> list[str]:
+    """The names of the classes that the run in `folder` was trained on, empty if there are none."""
+    with suppress(OSError, ValueError):
+        return [str(name) for name in json.loads((folder / "run.json").read_text()).get("classes", ())]
+    return []
 
 
 class Mode:

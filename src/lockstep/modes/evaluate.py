@@ -39,7 +39,7 @@ class Evaluate(Mode):
             "ranks": trained.world.size,
         }
         path = Path(self.file) if self.file is not None else trained.folder / "evaluation.json"
-        write_output(trained.world, path, json.dumps(facts, indent=1) + "\n", "mode.file")
+        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"], "mode.file")
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, len(loader), trained.step)
         log.info("written to: %s", path)

@@ -69,6 +69,10 @@ class Task:
         """{metric: value} from the sums over all ranks (float64, on the CPU) and the number of samples behind them."""
         return {name: total.item() / max(samples, 1) for name, total in totals.items()}
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """{column: (N,) or (N, values)}: what mode=predict writes of the outputs (N, ...)."""
+        return {"output": outputs}
+
     def report(self, share: Share, images: int) -> Report | None:
         """What an evaluation shall show. images: how many test samples at most. None: nothing but the metrics."""
         return None

@@ -34,5 +34,9 @@ class Classification(Task):
             sums[name] = (best == targets.unsqueeze(1)).sum()
         return loss, sums
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        logits = at_least_float32(outputs)
+        return {"prediction": logits.argmax(1), "probability": logits.softmax(1)}
+
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)
