@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,7 +19,7 @@ from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_samp
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_help import accept_lazy_help, copy_config_store_once
 from lockstep.cli_modes import with_trained_run
-from lockstep.config.check import check_config
+from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
 from lockstep.config.targets import check_targets
@@ -91,24 +91,28 @@ def _rendezvous_timeout(root: DictConfig) -> timedelta:
 
 def check_input(cfg: DictConfig) -> DictConfig:
     """cfg with every interpolation resolved. Raises ConfigError for what its values alone show to be wrong."""
-    resolved = resolve(cfg)
-    check_config(resolved)
-    resolved = with_floats(resolved)
-    check_targets(resolved, HydraConfig.get())
-    return resolved
+    checked = OmegaConf.create(check_values(cfg))
+    assert isinstance(checked, DictConfig)
+    return checked
 
 
-def resolve(cfg: DictConfig) -> DictConfig:
-    """cfg with every interpolation resolved, for processes without Hydra. Raises ConfigError for a missing value."""
+def check_values(cfg: DictConfig) -> Node:
+    """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
+    values = resolve(cfg)
+    check_config(values)
+    values = with_floats(values)
+    check_targets(values, HydraConfig.get())
+    return values
+
+
+def resolve(cfg: DictConfig) -> Node:
+    """The values of cfg with every interpolation resolved. Raises ConfigError for a missing value."""
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         if find_cause(error) is not None:
             raise
         raise missing_value(error) from None
-    resolved = OmegaConf.create(container)
-    assert isinstance(resolved, DictConfig)
-    return resolved
 
 
 def collect_garbage() -> None:

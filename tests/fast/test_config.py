@@ -150,6 +150,7 @@ def test_a_value_is_shown_as_it_is_typed() -> None:
 
 def test_whole_numbers_become_floats_where_floats_are_wanted() -> None:
     words = ["optimizer=adamw", "optimizer.betas=[0.9,0]", "optimizer.lr=1", "dataset.mean=[0]", "trainer.epochs=2"]
-    cfg = with_floats(accepted(*words))
-    numbers = [*cfg.optimizer.betas, cfg.optimizer.lr, *cfg.dataset.mean, cfg.trainer.epochs]
+    config = with_floats(as_dict(accepted(*words)))
+    optimizer, dataset = config["optimizer"], config["dataset"]
+    numbers = [*optimizer["betas"], optimizer["lr"], *dataset["mean"], config["trainer"]["epochs"]]
     assert list(map(repr, numbers)) == ["0.9", "0.0", "1.0", "0.0", "2"]

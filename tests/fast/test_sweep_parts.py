@@ -1,10 +1,19 @@
 """The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from hydra_plugins.lockstep_sweeper._composing import Composer
+from lockstep import cli
 from lockstep.errors import ConfigError
 from lockstep.sweeps import slots
 from lockstep.sweeps.plot import plot_sweep
@@ -12,6 +21,7 @@ from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.slots import divide_machine
 from lockstep.sweeps.summary import sorted_rows
 from lockstep.sweeps.table import Row, SweepTable, read_rows
+from support.commands import ROOT
 
 
 def named(number: int, changed: str, overrides: object) -> str:
@@ -59,6 +69,37 @@ def test_jobs_keep_their_numbers_and_new_ones_get_the_next(tmp_path: Path) -> No
 )
 def test_the_folder_of_a_job_says_what_it_changes(changed: str, folder: str) -> None:
     assert folder_name(7, changed) == folder
+
+
+JOBS = [
+    ["seed=1", "optimizer.lr=0.1"],
+    ["optimizer.betas=[0.1,0.2]", "optimizer=adamw"],
+    ["model.width=64", "model=mlp", "hydra.job.env_set={A: b}"],
+    ["dataset.augment={pad: 3}", "seed=${trainer.epochs}", "trainer.epochs=7"],
+    ["+new.key=3", "new.key=4"],
+    ["trainer.no_such_key=1"],
+    ["optimizer=no_such_option", "seed=1"],
+]
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
+    """All of it, with the node `hydra`; or the same error."""
+    cli.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", ["launch=fork"], RunMode.MULTIRUN)
+        composer = Composer(loader, master)
+        composer.compose(["optimizer.lr=0.3", "seed=5"])  # leaves no trace in the next one
+        assert text_or_error(composer.compose, words) == text_or_error(partial(loader.load_sweep_config, master), words)
+
+
+def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) -> str:
+    try:
+        return OmegaConf.to_yaml(compose(words))
+    except HydraException as error:
+        return f"{type(error)} {error} {error.__cause__}"
 
 
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

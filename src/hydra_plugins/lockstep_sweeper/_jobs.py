@@ -1,6 +1,5 @@
 """How the jobs of a sweep are composed and run with Hydra. The scan for plugins leaves this file out."""
 
-import copy
 import sys
 import time
 import traceback
@@ -13,9 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
+from hydra_plugins.lockstep_sweeper._composing import Composer
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
 from lockstep import cli
 from lockstep.config.check import flatten
@@ -32,35 +32,31 @@ from lockstep.sweeps.slots import Slot, divide_machine
 from lockstep.sweeps.sweep import OpenSweep, SweepSettings
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, Row, SweepTable, read_rows
 
-KEPT = 200  # composed configs in memory
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 
 
 class HydraJobs:
-    """Composes, checks and runs jobs. master: the config of the sweep as Hydra has composed it, without its jobs."""
+    """Composes, checks and runs jobs. master: the config of the sweep as Hydra has composed it, without its jobs.
 
-    def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction) -> None:
-        self.context, self.master, self.task = context, master, task
-        self.folder = Path(str(master.hydra.sweep.dir))
-        self.composed: dict[tuple[str, ...], DictConfig] = {}  # a job need not compose again what was checked: 0.1 s
+    fixed: the overrides that all jobs have. base: the config of a job without what the sweep varies.
+    """
+
+    def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction, fixed: Sequence[str]) -> None:
+        self.context, self.master, self.task, self.fixed = context, master, task, fixed
+        self.folder = sweep_folder(master)
+        self.composer = Composer(context.config_loader, master)
         setup_globals()
+        self.base: Any = without_hydra(self.compose(fixed, 0))
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
         """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
-        words = tuple(overrides)
-        config = self.composed.get(words) or self.context.config_loader.load_sweep_config(self.master, list(words))
-        if len(self.composed) < KEPT:
-            self.composed[words] = config
-        with open_dict(config), read_write(config.hydra):  # Hydra locks a config that it has used
+        config = self.composer.compose(overrides)
+        with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
             if folder is not None:
                 config.hydra.sweep.subdir = folder
                 config.hydra.runtime.output_dir = str((self.folder / folder).absolute())
         return config
-
-    def base(self, fixed: Sequence[str]) -> DictConfig:
-        """The config of a job without what the sweep varies."""
-        return _without_hydra(self.compose(fixed, 0))
 
     def name(self, number: int, changed: str, overrides: Sequence[str]) -> str:
         """The folder of a job: what hydra.sweep.subdir says, where the user has chosen one."""
@@ -70,14 +66,14 @@ class HydraJobs:
         HydraConfig.instance().set_config(config)
         return str(config.hydra.sweep.subdir)
 
-    def check_all(self, lists: Sequence[Sequence[str]], fixed: set[str]) -> None:
+    def check_all(self, lists: Sequence[Sequence[str]]) -> None:
         """Raise ConfigError, or an error of Hydra's, for the first job whose config is wrong. Writes nothing."""
         finished = {row.overrides for row in read_rows(self.folder) if row.state == FINISHED}
         for number, overrides in enumerate(lists):
-            if changed_words(overrides, fixed) not in finished:
+            if changed_words(overrides, set(self.fixed)) not in finished:
                 config = self.compose(overrides, number, str(number))
                 HydraConfig.instance().set_config(config)
-                cli.check_input(_without_hydra(config))
+                cli.check_values(without_hydra(config))
 
     def run(self, job: Job, row: Row) -> Outcome:
         """Run a job in this process, and print its errors."""
@@ -102,13 +98,13 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     overrides = parser.parse_overrides(words)
     ((fixed,),) = sweeper.split_arguments([word for word in overrides if not word.is_sweep_override()], None)
-    jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function)
-    varied = varied_keys(read_rows(jobs.folder))  # also if this command has one value of a key
+    varied = varied_keys(read_rows(sweep_folder(sweeper.config)))  # also if this command has one value of a key
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
-    plan = make_plan(jobs.base(fixed), overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0])
-    jobs.check_all(plan.lists, set(fixed))
+    jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
+    plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0])
+    jobs.check_all(plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
-    check_search(jobs.base(fixed), plan, is_own)
+    check_search(jobs.base, plan, is_own)
     run_plan(sweeper.launcher, jobs, plan)
 
 
@@ -117,38 +113,38 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
     info = read_rank_info()
 
     def open_search() -> tuple[OpenSweep, Search]:
-        sweep = open_sweep(jobs, plan.fixed)
+        sweep = open_sweep(jobs)
         return sweep, build_search(sweep, plan, jobs.name, slots=1)
 
     if info.started_by != "python":
         run_in_world(info, open_search, jobs.run)
         return
-    sweep = open_sweep(jobs, plan.fixed)
+    sweep = open_sweep(jobs)
     if isinstance(launcher, LockstepLauncher):
-        slots = slots_of(jobs, sweep)
+        slots = slots_of(jobs)
         run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
     else:
         added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
         run_by_launcher(launcher, sweep, to_run(sweep.table, added, sweep.settings.retry == "failed"))
 
 
-def open_sweep(jobs: HydraJobs, fixed: Sequence[str]) -> OpenSweep:
-    """The sweep in its folder. fixed: the overrides that all jobs have. Raises ConfigError."""
-    base: Any = jobs.base(fixed)
+def open_sweep(jobs: HydraJobs) -> OpenSweep:
+    """The sweep in its folder. Raises ConfigError."""
+    base = jobs.base
     name = base.objective.removeprefix("test/")
     mode = base.task.get("metrics", {}).get(name, "min")
     told = {key: value for key, value in base.sweep.items() if key != "resume"}
     if restarted():
         told["retry"] = "failed"
     settings = SweepSettings(**told, objective=base.objective, mode=mode, epochs=base.trainer.epochs)
-    sweep = OpenSweep(jobs.folder, settings, fixed, flatten(OmegaConf.to_container(base, resolve=False)))
+    sweep = OpenSweep(jobs.folder, settings, jobs.fixed, flatten(OmegaConf.to_container(base, resolve=False)))
     at_end(sweep.finish)
     return sweep
 
 
-def slots_of(jobs: HydraJobs, sweep: OpenSweep) -> list[Slot]:
+def slots_of(jobs: HydraJobs) -> list[Slot]:
     """How this machine is divided between the jobs. Raises ConfigError."""
-    return divide_machine(sweep.settings.slots, jobs.base(sweep.fixed).launch.get("nproc_per_node", 1))
+    return divide_machine(jobs.base.sweep.slots, jobs.base.launch.get("nproc_per_node", 1))
 
 
 def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
@@ -203,15 +199,15 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
 
     Raises StoppedEarly after a signal: the sweeper must not go on.
     """
-    jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function)
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
+    jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function, fixed)
     if launcher.opened is None:
-        refuse_search(jobs.base(fixed))
-        launcher.opened = open_sweep(jobs, fixed)
+        refuse_search(jobs.base)
+        launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs, launcher.opened))
+    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs))
     if launcher.opened.stop_code is not None:
         raise StoppedEarly("the sweep stopped early", end_sweep())
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
@@ -237,8 +233,13 @@ def _cause(error: BaseException | None) -> str:
     return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
-    job = copy.deepcopy(config)
-    with open_dict(job):
-        del job["hydra"]
-    return job
+def sweep_folder(master: DictConfig) -> Path:
+    """master: see `HydraJobs`."""
+    return Path(str(master.hydra.sweep.dir))
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """`config` itself, without the node `hydra`."""
+    with open_dict(config):
+        del config["hydra"]
+    return config

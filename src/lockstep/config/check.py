@@ -19,7 +19,7 @@ NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "grad
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 
 
-def check_config(cfg: DictConfig) -> None:
+def check_config(cfg: DictConfig | Node) -> None:
     """Check every value that has a schema. Raises ConfigError for the first that is of the wrong type or out of range.
 
     Values of a node with a `_target_` that is not this project's own are not checked.
@@ -94,8 +94,10 @@ def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]
             yield from nodes_with_target(child, join(key, name))
 
 
-def as_dict(cfg: DictConfig) -> Node:
-    """A config as plain dicts and lists, interpolations resolved where they can be."""
+def as_dict(cfg: DictConfig | Node) -> Node:
+    """A config as plain dicts and lists, interpolations resolved where they can be. A plain dict as it is."""
+    if isinstance(cfg, dict):
+        return cfg
     try:
         container = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:

@@ -21,7 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
-from lockstep.config.check import as_dict, join, nodes_with_target
+from lockstep.config.check import Node, as_dict, join, nodes_with_target
 from lockstep.errors import ConfigError
 
 OPEN = (
@@ -40,7 +40,7 @@ class ForeignName(ValueError):
     """A dotted name that leads out of its package: torch.os.system is os.system, and no part of torch."""
 
 
-def check_targets(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
+def check_targets(cfg: DictConfig | Node, hydra_cfg: HydraConf) -> None:
     """Raise ConfigError for a `_target_` that is not allowed. hydra_cfg: the words typed, and the config folders."""
     typed = set(re.findall(r"[\w.]+", " ".join(hydra_cfg.overrides.task)))
     folders = [Path(source.path) for source in hydra_cfg.runtime.config_sources if source.schema == "file"]

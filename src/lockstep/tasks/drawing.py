@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -101,7 +102,13 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def _text(draw: ImageDraw.ImageDraw, left: float, top: float, words: str, colour: Colour) -> None:
-    draw.text((left, top), words, fill=colour, font=ImageFont.load_default(12))
+    draw.text((left, top), words, fill=colour, font=_font())
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Read once: unpacking it takes as long as writing with it."""
+    return ImageFont.load_default(12)
 
 
 def _shade(colour: Colour, share: float) -> Colour:
