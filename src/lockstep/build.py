@@ -5,17 +5,16 @@ from contextlib import suppress
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch import nn
 
+from lockstep.build_data import complete_config, datasets, samples
 from lockstep.config.arguments import matching_arguments
 from lockstep.config.check import as_dict, flatten, nodes_with_target
 from lockstep.config.environment_values import as_written
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
-from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
 from lockstep.data.loader import BatchLoader, Converter
-from lockstep.data.samples import Samples
 from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
@@ -39,18 +38,13 @@ from lockstep.training.timer import StepTimer
 from lockstep.training.weight_check import WeightCheck
 
 
-def datasets(cfg: DictConfig) -> tuple[Any, Any]:
-    """The data sets for training and for tests."""
-    return instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
-
-
 def model_and_data(
     cfg: DictConfig, world: World, strategy: Strategy, loaded: tuple[Any, Any] | None = None
 ) -> tuple[BatchLoader, BatchLoader]:
     """Hand the model to the strategy, and return the loaders of training and test data.
 
-    loaded: `datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may hold only a
-    part of it on this rank.
+    loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
+    hold only a part of it on this rank.
     """
     monitor.enter("prepare")
     if loaded is None:
@@ -59,6 +53,9 @@ def model_and_data(
     import_targets(cfg)
     require_same_code(world)
     trainer, data = cfg.trainer, cfg.dataset
+    train_data, test_data = loaded or datasets(cfg)
+    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
+    complete_config(cfg, train_data, samples(cfg, train_data, "training data"))
     model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
@@ -69,33 +66,12 @@ def model_and_data(
 
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
-    train_data, test_data = loaded or datasets(cfg)
-    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
-    check_classes(train_data, data.classes)
-    check_shape(train_data, cfg.model.get("shape"))
-    train_samples = samples(cfg, train_data, "training data", data.transforms)
-    test_samples = samples(cfg, test_data, "test data", data.test_transforms)
+    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
     train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return train_loader, eval_loader
-
-
-def samples(cfg: DictConfig, dataset: Any, name: str, transforms: ListConfig) -> InMemoryDataset | Samples:
-    """`dataset` as a loader reads it. name: for messages."""
-    data = cfg.dataset
-    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        return dataset
-    return Samples(
-        dataset,
-        name,
-        cfg.seed,
-        instantiate(transforms),
-        data.on_error,
-        instantiate(data.collate_fn),
-        data.get("classes"),
-    )
 
 
 def import_targets(cfg: DictConfig) -> None:

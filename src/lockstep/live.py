@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from lockstep import build
+from lockstep import build, build_data
 from lockstep.distributed import regroup
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
@@ -62,7 +62,7 @@ class LiveRun:
         self.record = LogRecord()
         postpone_dynamo()
         set_determinism(cfg.seed, cfg.trainer.deterministic)  # before this process is needed: it may import a compiler
-        self.datasets = build.datasets(cfg)
+        self.datasets = build_data.datasets(cfg)
         build.import_targets(cfg)
         loaded_code()  # reads the files, which the ranks compare later, while nobody waits for this process
         self.package: dict[str, Any] | None = None  # the state after the last step, while this rank is in no world

@@ -34,7 +34,7 @@ def assert_refused(run: Command, *said: str) -> None:
         (["-m", "optimizer.lr=interval(0.1,1)"], "type sweep.search=random sweep.trials=20"),
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan wants a number above 0; type optimizer.lr=0.05"),
         # What a rank alone could know comes from the parent, before it starts any process.
-        (["launch=torchrun", "dataset=random"], "[channels,height,width]; type model=mlp or model=linear"),
+        (["launch=torchrun", "dataset=random"], "[channels,height,width], or null; type model=mlp or model=linear"),
         (["launch=torchrun", "model=resnet18", "model.name=foo"], "is no model of torchvision; type model.name="),
         (["launch=torchrun", "dataset.classes=5"], "wants a whole number of 10 or more; type dataset.classes=10"),
     ],

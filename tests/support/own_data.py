@@ -82,3 +82,19 @@ def double(point: Tensor) -> Tensor:
 
 def shake(point: Tensor) -> Tensor:
     return point + torch.rand(4, dtype=torch.float64)
+
+
+class Named(Points):
+    """Says how many classes it has, as the data sets of torchvision do."""
+
+    classes = ("left", "right")
+
+
+class Empty(Points):
+    def __len__(self) -> int:
+        return 0
+
+
+def tensors(count: int = 23) -> torch.utils.data.TensorDataset:
+    points = Points(count)
+    return torch.utils.data.TensorDataset(points.points, (points.points[:, 0] > 0).long())

@@ -32,7 +32,11 @@ CHECKED = (
     "mode",
 )
 # What build.py passes: the first argument by position, the others by name to those that have a parameter of that name.
-PASSED_FIRST = {"optimizer": "the parameters of the model", "scheduler": "the optimizer"}
+PASSED_FIRST = {
+    "optimizer": "the parameters of the model",
+    "scheduler": "the optimizer",
+    "dataset.collate_fn": "the samples of a batch",
+}
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -214,7 +214,7 @@ def _check_model(config: Node) -> None:
             f"model.shape={show(model['shape'])} does not fit dataset.shape={show(dataset['shape'])}; "
             f"type model.shape={show(dataset['shape'])}"
         )
-    if isinstance(dataset["classes"], int) and model["classes"] < dataset["classes"]:
+    if None not in (model["classes"], dataset["classes"]) and model["classes"] < dataset["classes"]:
         raise ConfigError(
             f"model.classes={model['classes']} is less than dataset.classes={dataset['classes']}; "
             f"type model.classes={dataset['classes']}"

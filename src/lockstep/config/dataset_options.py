@@ -42,9 +42,10 @@ class MNIST(TenClasses):
 @dataclass
 class ImageFolder(Dataset):
     root: str = value("Folder that holds train/<class>/*.jpg and test/<class>/*.jpg.", example="data")
+    test_split: str = value("Folder in root of the test images.", example="val")
     size: int = number("Pixels of the square that each image is resized and cropped to.", min=1, example=224)
     shape: list[int] = number("Shape of an image.", min=1, length=3, example=[3, 224, 224])
-    classes: int = number("Folders in train/.", min=1, example=2)
+    classes: int | None = number("Folders in train/; null: as many as there are.", min=1, example=2)
 
 
 @reads("lockstep.data.random_pairs.random_pairs", "random")
@@ -76,10 +77,11 @@ class MNISTReader(FilesReader):
 
 @describes("lockstep.data.image_folder.ImageFolder")
 @dataclass
-class ImageFolderReader(Half):
+class ImageFolderReader:
     root: str = value("As dataset.root.", example="data")
-    size: int = number("As dataset.size.", min=1, example=224)
-    classes: int = number("As dataset.classes.", min=1, example=2)
+    split: str = value("Folder in root.", example="val")
+    size: int | None = number("As dataset.size; null: images keep their size, for transforms.", min=1, example=224)
+    classes: int | None = number("As dataset.classes.", min=1, example=2)
 
 
 @describes("lockstep.data.random_pairs.random_pairs")

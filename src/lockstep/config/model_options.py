@@ -11,14 +11,14 @@ _ADVICE_FOR_IMAGES = "model=mlp or model=linear"
 @describes("lockstep.models.linear.linear", "model/linear")
 @dataclass
 class Model:
-    shape: list[int] = number("Shape of a sample.", min=1, example=[1, 28, 28])
-    classes: int = number("Outputs.", min=1, example=10)
+    shape: list[int] | None = number("Shape of a sample; null: from the data.", min=1, example=[1, 28, 28])
+    classes: int | None = number("Outputs; null: from the data.", min=1, example=10)
 
 
 @dataclass
 class ImageModel(Model):
-    shape: list[int] = number(
-        "Shape of an image.",
+    shape: list[int] | None = number(
+        "Shape of an image; null: from the data.",
         min=1,
         length=3,
         example=[1, 28, 28],

@@ -145,6 +145,8 @@ class Dataset:
     prepare: dict[str, Any] | None = value(
         "Called in one process of each machine before any rank reads.", example="null"
     )
+    shape: list[int] | None = number("Shape of a sample; null: that of the first one.", min=1, example=[1, 28, 28])
+    classes: int | None = number("Outputs of the model; null: as the data has classes.", min=1, example=10)
     mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
     std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)

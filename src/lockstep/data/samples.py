@@ -120,6 +120,15 @@ class Samples:
             ) from error
         return sample
 
+    def first(self) -> tuple[Any, Any]:
+        """(inputs, targets) of sample 0 as a batch of one. Raises ConfigError if it has a form that is not known."""
+        with random_states_kept():
+            number, sample = self._readable(EVALUATION, 0)
+        found = self.collate(Read([number], [sample], 1))
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
     def collate(self, read: Read) -> tuple[Any, Any] | ConfigError:
         """(inputs, targets) of the kept samples. A sentence for the user is returned, since a worker cannot raise it
         without a traceback around it."""
