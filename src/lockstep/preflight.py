@@ -27,14 +27,28 @@ from lockstep.training.setup import validate_digest, validate_training
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     """Raise ConfigError for whatever can be known to fail."""
+    strategy, world_size = check_options(cfg, launcher)
+    if not launcher.runs_elsewhere:
+        check_run_folder(cfg.run_dir)
+    if launcher.starts_processes:
+        instantiate(cfg.dataset.prepare)
+        check_model(cfg, strategy, world_size)
+
+
+def preflight_job(cfg: DictConfig) -> None:
+    """The same for a job of a sweep that starts later: without the data, and nothing is started or written."""
+    check_arguments(cfg, ("launch",))
+    check_model(cfg, *check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch")))
+
+
+def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
+    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
     check_arguments(cfg)
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     task = instantiate_as(Task, cfg.task, "task")
     task.mode(cfg.objective)
-    if not launcher.runs_elsewhere:
-        check_run_folder(cfg.run_dir)
     job = job_spec(cfg, launcher)
     check_mode(cfg, launcher, job)
     validate_training(job)
@@ -48,9 +62,7 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
 
         validate_live(job, strategy, gradient_sync)
     check_batch_size(cfg, strategy.data_parallel_size(job.world_size))
-    if launcher.starts_processes:
-        instantiate(cfg.dataset.prepare)
-        check_model(cfg, strategy, job.world_size)
+    return strategy, job.world_size
 
 
 def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:

@@ -1,5 +1,6 @@
 """The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -135,3 +136,33 @@ def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Pa
     colours = {colour for _, colour in image.convert("RGB").getcolors(100_000)}
     assert {(0x3B, 0x75, 0xAF), (0xD1, 0x49, 0x5B)} < colours
     assert not plot_sweep(tmp_path, rows[:1], "test/accuracy", best=0)
+
+
+def test_the_plot_shows_jobs_that_a_search_has_pruned_or_paused_paler(tmp_path: Path) -> None:
+    """Below the finished ones, at their last objective and the place of their parameter."""
+    states = ["finished", "finished", "pruned", "waiting"]
+    rows = [
+        Row(number, f"optimizer.lr={rate}", "", state, objective)
+        for number, (rate, objective, state) in enumerate(zip((1, 2, 3, 5), (1.0, 0.8, 0.0, 0.5), states, strict=True))
+    ]
+    rows.append(Row(4, "optimizer.lr=4", "", "waiting"))  # has not run yet
+    assert plot_sweep(tmp_path, rows, "test/accuracy", best=0)
+    image = Image.open(tmp_path / "sweep.png").convert("RGB")
+    ((best, top),) = dots(image, (0xD1, 0x49, 0x5B))
+    ((second, _),) = dots(image, (0x3B, 0x75, 0xAF))
+    (pruned, floor), (paused, middle) = dots(image, (0xB3, 0xCB, 0xE2))
+    assert best < second < pruned < paused
+    assert paused - pruned == pytest.approx(2 * (pruned - second), abs=2)  # 3 to 5, and 2 to 3
+    assert middle == pytest.approx((top + floor) / 2, abs=2)
+
+
+def dots(image: Image.Image, colour: tuple[int, int, int]) -> list[tuple[float, float]]:
+    """The centres of the dots with this colour, from left to right. No two may overlap in x."""
+    found = [(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) == colour]
+    columns = sorted({x for x, _ in found})
+    starts = [x for x in columns if x - 1 not in columns]
+    centres = []
+    for start, following in zip(starts, [*starts[1:], image.width], strict=True):
+        dot = [(x, y) for x, y in found if start <= x < following]
+        centres.append((statistics.mean(x for x, _ in dot), statistics.mean(y for _, y in dot)))
+    return centres

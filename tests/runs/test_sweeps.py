@@ -20,14 +20,35 @@ SHORT = ["model=linear", "trainer.max_steps=2"]
 
 def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "optimizer.lr=0.1,-1,0.01", "hydra.sweep.dir=s").finish(2)
-    assert run.sentence == "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
+    wrong = "optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
+    assert run.sentence == f"lockstep: the job optimizer.lr=-1: {wrong}"
+    assert not (run.cwd / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["model=resnet18", "model.name=resnet18,foo"], "the job model.name=foo: model.name=foo is no model of"),
+        (
+            ["launch=torchrun", "gradient_sync=ring,powersgd,local_sgd", "strategy=ddp,fsdp"],
+            "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
+        ),
+        (["model=mlp", "+model.depht=1,2"], "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; type"),
+    ],
+    ids=["model", "strategy", "argument"],
+)
+def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
+    run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
+    assert said in run.sentence
+    assert " type " in run.sentence
+    assert "sweep: job" not in run.output
     assert not (run.cwd / "s").exists()
 
 
 def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
     sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
-    assert "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05" in run.output
+    assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 wants a number above 0; type" in run.output
     assert not (run.cwd / "s").exists()
 
 

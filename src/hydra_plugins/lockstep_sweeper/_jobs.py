@@ -15,6 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
+from hydra_plugins.lockstep_sweeper._checks import check_jobs, preflight_jobs
 from hydra_plugins.lockstep_sweeper._composing import Composer
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
 from lockstep import cli
@@ -27,7 +28,7 @@ from lockstep.sweeps.ending import at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words
 from lockstep.sweeps.runner import SweepRunner
-from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, folder_name, to_run, varied_keys
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, folder_name, to_run, varied_keys
 from lockstep.sweeps.slots import Slot, divide_machine
 from lockstep.sweeps.sweep import OpenSweep, SweepSettings
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, Row, SweepTable, read_rows
@@ -58,6 +59,12 @@ class HydraJobs:
                 config.hydra.runtime.output_dir = str((self.folder / folder).absolute())
         return config
 
+    def config(self, overrides: Sequence[str], number: int) -> DictConfig:
+        """The config of a job, in the folder of its number. Hydra's own resolvers then answer for this job."""
+        config = self.compose(overrides, number, str(number))
+        HydraConfig.instance().set_config(config)
+        return without_hydra(config)
+
     def name(self, number: int, changed: str, overrides: Sequence[str]) -> str:
         """The folder of a job: what hydra.sweep.subdir says, where the user has chosen one."""
         if OmegaConf.to_container(self.master.hydra.sweep, resolve=False)["subdir"] == OWN_SUBDIR:  # type: ignore[index, call-overload]
@@ -65,15 +72,6 @@ class HydraJobs:
         config = self.compose(overrides, number)
         HydraConfig.instance().set_config(config)
         return str(config.hydra.sweep.subdir)
-
-    def check_all(self, lists: Sequence[Sequence[str]]) -> None:
-        """Raise ConfigError, or an error of Hydra's, for the first job whose config is wrong. Writes nothing."""
-        finished = {row.overrides for row in read_rows(self.folder) if row.state == FINISHED}
-        for number, overrides in enumerate(lists):
-            if changed_words(overrides, set(self.fixed)) not in finished:
-                config = self.compose(overrides, number, str(number))
-                HydraConfig.instance().set_config(config)
-                cli.check_values(without_hydra(config))
 
     def run(self, job: Job, row: Row) -> Outcome:
         """Run a job in this process, and print its errors."""
@@ -102,9 +100,10 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
     jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
     plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0])
-    jobs.check_all(plan.lists)
+    checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)
+    preflight_jobs(checked, fixed)
     run_plan(sweeper.launcher, jobs, plan)
 
 
