@@ -111,7 +111,7 @@ class Sweep:
     )
     trials: int | None = number("Jobs that a search draws.", min=1, example=20)
     seed: int = number("Seed of what a search draws.", min=0, max=LARGEST_SEED, example=0)
-    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=3)
+    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=2)
     first_rung: int = number("Halving: epochs of the first rung.", min=1, example=1)
 
 
