@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from lockstep.build_data import complete_config, datasets, samples
+from lockstep.cli_record import ConfigRecord
 from lockstep.config.arguments import matching_arguments
-from lockstep.config.check import as_dict, flatten, nodes_with_target
-from lockstep.config.environment_values import as_written
+from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
 from lockstep.data.loader import BatchLoader, Converter
@@ -21,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.loggers.base import LoggerList
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
-from lockstep.snapshots.fingerprint import data_fingerprint, plain_values
+from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
@@ -49,8 +49,8 @@ def model_and_data(
     monitor.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
+        import_targets(cfg)
     monitor.enter("build")
-    import_targets(cfg)
     require_same_code(world)
     trainer, data = cfg.trainer, cfg.dataset
     train_data, test_data = loaded or datasets(cfg)
@@ -122,13 +122,11 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
     )
 
 
-def snapshots(
-    cfg: DictConfig, written: Mapping[str, str], state: TrainState, train_loader: BatchLoader
-) -> SnapshotManager:
+def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
     samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
     require_same_data(state.strategy.world, "training data", samples, data)
-    fingerprint = model_config(cfg, written) | {
+    fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
         "training samples": samples,
         "training data": data,
@@ -139,16 +137,16 @@ def snapshots(
         state.strategy.world,
         cfg.run_dir,
         fingerprint,
-        as_written(flat_config(cfg), written),
+        agreed_on(record.shown),
         epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
     )
 
 
-def model_config(cfg: DictConfig, written: Mapping[str, str]) -> dict[str, Any]:
+def model_config(record: ConfigRecord) -> dict[str, Any]:
     """{key: value} of the model, without values from environment variables."""
-    return as_written(flatten(cfg.model, "model"), written)
+    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
 def epoch_trainer(
@@ -199,12 +197,12 @@ def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers
     )
 
 
-def check_same_config(cfg: DictConfig, written: Mapping[str, str], world: World) -> None:
+def check_same_config(record: ConfigRecord, world: World) -> None:
     """Raise ConfigError, on all ranks, if their configs differ. A collective."""
-    flat = flat_config(cfg)
-    require_same_config(world, flat, as_written(flat, written), hint="type the same command on every node")
+    hint = "type the same command on every node"
+    require_same_config(world, agreed_on(record.flat), agreed_on(record.shown), hint)
 
 
-def flat_config(cfg: DictConfig) -> dict[str, Any]:
-    """{key: value} of what all ranks must agree on: all but how they were launched."""
-    return plain_values(flatten({key: value for key, value in cfg.items() if key != "launch"}))
+def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks must agree on: all but how they were launched."""
+    return {key: value for key, value in flat.items() if not key.startswith("launch.")}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
 from lockstep.distributed.regroup import Member, is_lost_rank
 from lockstep.distributed.same_input import loaded_code
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, backend_environment, usual_interface
 from lockstep.errors import ConfigError, RankLost
 from lockstep.loggers.base import LoggerList
 from lockstep.loggers.recorded import LogRecord
@@ -215,6 +216,8 @@ def _prepare(member: Member, cfg: DictConfig) -> LiveRun:
         return LiveRun(member, cfg)
     try:
         live = LiveRun(member, cfg)
+        with backend_environment(cfg.backend.socket_ifname or usual_interface(is_one_machine=True)):
+            member.open_group(timedelta(seconds=cfg.backend.timeout))
     except Exception as error:
         member.report(f"{type(error).__name__}: {error}")
         raise

@@ -1,11 +1,10 @@
-"""Turns config nodes into objects, and keeps the record of a run's config. The only place that calls Hydra for it."""
+"""Turns config nodes into objects. The only place that calls Hydra for it."""
 
 from typing import Any, TypeVar
 
 import hydra.utils
-from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from lockstep.errors import ConfigError
 
@@ -35,16 +34,3 @@ def instantiate_as(kind: type[Kind], node: DictConfig, key: str) -> Kind:
         f"{key}._target_={node._target_} gives an object of {type(made).__name__}, and "
         f"{kind.__module__}.{kind.__qualname__} is wanted; type {group}=<an option in conf/{group}>"
     )
-
-
-def hydra_record(cfg: DictConfig, hydra_cfg: HydraConf) -> dict[str, str]:
-    """{file name: text} of what Hydra writes to a run's `.hydra`.
-
-    Rank 0 writes it itself, once it holds the run folder's lock: a refused command must not overwrite the record of a
-    running one. Interpolations such as ${oc.env:KEY} stay unresolved.
-    """
-    return {
-        "config.yaml": OmegaConf.to_yaml(cfg),
-        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
-        "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
-    }

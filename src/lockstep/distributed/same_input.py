@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import secrets
 import sys
 from functools import cache
@@ -20,6 +19,8 @@ def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any
     shown: `flat` as a message may show it, without values that are secret. hint: what to type instead.
     """
     salt = world.broadcast_json(secrets.token_hex())  # without it a short secret could be guessed from its digest
+    if len(set(world.all_gather_json(_digest(salt, flat)))) == 1:
+        return
     configs = world.all_gather_json({key: [shown[key], _digest(salt, value)] for key, value in flat.items()})
     first, missing = configs[0], ["missing", ""]
     for rank, config in enumerate(configs):
@@ -55,23 +56,22 @@ def loaded_code() -> dict[str, str]:
     """{module: digest of its file} of every module that is neither Python's own nor an installed package."""
     found = {}
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is None or not file.endswith(".py") or is_library(file):
-            continue
-        if name in ("__main__", "__mp_main__"):  # a launcher's child imports the same file under another name
-            name = Path(file).stem
-        try:
-            status = os.stat(file)
-            found[name] = _file_digest(file, status.st_mtime_ns, status.st_size)
-        except OSError:  # it was moved after the import
-            continue
+        file = getattr(module, "__file__", None) or ""
+        digest = _code_digest(file)
+        if digest is not None:  # a launcher's child imports the entry point under another name
+            found[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
     return found
 
 
 @cache
-def _file_digest(file: str, modified: int, size: int) -> str:
-    """Ranks that form another world, as with launch.recover=live, read only files that have changed."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+def _code_digest(file: str) -> str | None:
+    """Of a module's file, None for a library. It is read once: a file that changes later is not the code that runs."""
+    if not file.endswith(".py") or is_library(file):
+        return None
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except OSError:  # it was moved after the import
+        return None
 
 
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:

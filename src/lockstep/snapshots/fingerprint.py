@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def check_fingerprint(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -
 def require_same_model(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise ConfigError if the snapshot `path` is of another model than `ours`, the keys of a model's config."""
     of_model = {key: value for key, value in saved.items() if key.startswith("model.")}
-    differences = _differences(of_model, plain_values(ours), "here")
+    differences = _differences(of_model, ours, "here")
     if differences:
         raise ConfigError(
             f"{path} is of another model: {'; '.join(differences)}; type a data set with the shape and the classes "
@@ -73,19 +73,6 @@ def log_config_changes(saved: dict[str, Any], ours: dict[str, Any]) -> None:
         log.info("the config changed since the snapshot: %s", "; ".join(differences))
 
 
-def plain_values(flat: dict[str, Any]) -> dict[str, Any]:
-    """`flat` with lists, dicts and plain values only, as a snapshot can store it. Other values become text."""
-    return {key: _plain_value(value) for key, value in flat.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
-    if isinstance(value, dict):
-        return plain_values(value)
-    return value if type(value) in (bool, int, float, str, type(None)) else str(value)
-
-
 def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list[str]:
     return [
         f"{key} ({saved.get(key, 'nothing')} in the snapshot, {ours.get(key, 'nothing')} {here})"
@@ -94,7 +81,7 @@ def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list
     ]
 
 
-def compared(config: dict[str, Any]) -> dict[str, Any]:
+def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a flat config that says what is computed, without where."""
     return {
         key: value for key, value in config.items() if key not in NOT_COMPARED_KEYS and not key.startswith(NOT_COMPARED)
