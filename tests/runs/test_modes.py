@@ -1,6 +1,8 @@
 """What a trained run is used for: mode=evaluate and its like, as whole commands."""
 
 import csv
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -9,8 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import lockstep
+from lockstep.build_trained import build_model
 from lockstep.data.digits import digits
+from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, ROOT, Command
 
 Start = Callable[..., Command]
@@ -96,3 +103,70 @@ def test_predictions_are_in_the_data_sets_order_at_any_world_size(run: Path, sta
         assert float(one[2 + int(one[1])]) == max(map(float, one[2:-1]))
     loss = sum(-math.log(float(row[2 + int(row[-1])])) for row in alone[1:]) / 360
     assert loss == pytest.approx(last_loss(run), rel=1e-9)
+
+
+def images() -> torch.Tensor:
+    return digits(train=False).samples
+
+
+def mean_loss(outputs: torch.Tensor) -> float:
+    return float(F.cross_entropy(outputs.detach().double(), digits(train=False).targets))
+
+
+def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
+    """In this process: no Hydra, no process group."""
+    net = lockstep.load(run)
+    with torch.no_grad():
+        outputs = net(images())
+    assert mean_loss(outputs) == pytest.approx(last_loss(run), rel=1e-12)
+    assert net.predict(images()[:3]) == outputs[:3].argmax(1).tolist()
+    assert (net.mean, net.std, net.training) == ([0.287], [0.353], False)
+    best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
+    assert torch.equal(best(images()), outputs)
+    with pytest.raises(ConfigError, match="does not exist; .* type resume=<a run folder"):
+        lockstep.load(run / "nothing")
+
+
+def test_a_strangers_record_builds_no_class_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"model._target_=os.system may run anything.*model=<your net"):
+        build_model({"model._target_": "os.system", "model.command": "true"})
+
+
+def test_an_exported_net_holds_its_preprocessing_for_any_batch(run: Path, start: Start, tmp_path: Path) -> None:
+    start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.snapshot=best", "mode.file=net.pt2").finish()
+    exported = torch.export.load(tmp_path / "net.pt2").module()
+    assert mean_loss(exported(images())) == pytest.approx(last_loss(run), rel=1e-9)
+    assert exported(images()[:1]).shape == (1, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mode=evaluate"], "mode=evaluate wants a trained run; type resume=<a run folder>"),
+        (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
+        (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
+        (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),
+        (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
+    ],
+)
+def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: str) -> None:
+    filled = [word.replace("{run}", f'"{run}"') for word in words]
+    assert sentence in start(*PYTHON_TRAIN, *filled).finish(2).sentence
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="these packages are installed")
+def test_a_format_whose_packages_are_missing_is_refused(run: Path, start: Start) -> None:
+    command = start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx").finish(2)
+    assert re.search(r"type pip install .*onnxruntime$", command.sentence)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="pip install onnx onnxscript onnxruntime")
+def test_an_onnx_file_gives_the_nets_outputs(run: Path, start: Start, tmp_path: Path) -> None:
+    words = [*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx", "mode.file=net.onnx"]
+    assert "type trainer.precision=fp32" in start(*words).finish(2).sentence
+    start(*words, "trainer.precision=fp32").finish()
+    session = importlib.import_module("onnxruntime").InferenceSession(tmp_path / "net.onnx")
+    for batch in (images(), images()[:1]):
+        (outputs,) = session.run(None, {"samples": batch.numpy()})
+        assert torch.allclose(torch.from_numpy(outputs), lockstep.load(run)(batch).float(), atol=1e-4)

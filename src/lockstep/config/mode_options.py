@@ -27,3 +27,10 @@ class Evaluate(Trained):
 class Predict(Trained):
     split: str = choice("test", "train", help="The data to predict; training data is not augmented.")
     file: str | None = value("Where the rows go; null: predictions.csv in the run folder.", example="rows.csv")
+
+
+@describes("lockstep.modes.export.Export", "mode/export")
+@dataclass
+class Export(Trained):
+    format: str = choice("torch_export", "onnx", "safetensors", "state_dict", help="What the file is.")
+    file: str | None = value("Where the net goes; null: last.pt2, best.onnx, ... in the run.", example="net.onnx")

@@ -170,6 +170,13 @@ class BatchLoader:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
         return next(self._load([torch.zeros(1, dtype=torch.int64, device=self.index_device)], EVALUATION))
 
+    def raw_inputs(self, count: int) -> Any:
+        """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
+        share = torch.arange(min(count, len(self)), device=self.index_device)
+        memory, reader = self.dataset, self.reader
+        raw = read_memory(memory, [share]) if reader is None else read_samples(reader, [share], EVALUATION)
+        return next(raw)[0]
+
     def _load(
         self, shares: list[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.modes.output import write_output
 
@@ -35,10 +35,15 @@ class Predict(Mode):
         """Raises ConfigError, on all ranks, if the file cannot be written."""
         loader, world = trained.loader(self.split), trained.world
         columns = predict(trained, self.split)
+        rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
+        if rows != len(loader):
+            raise ConfigError(
+                f"{len(loader) - rows} samples of {len(loader)} have no prediction; type dataset.on_error=fail"
+            )
         shares = world.gather_state({"share": loader.rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
-        rows = table(in_order(shares, loader.size, len(loader)), trained.classes) if world.is_rank_zero else iter(())
-        write_output(world, path, rows, "mode.file")
+        lines = table(in_order(shares, loader.size, len(loader)), trained.classes) if world.is_rank_zero else iter(())
+        write_output(world, path, lines, "mode.file")
         log.info("predicted: %d samples of %s at step %d", len(loader), self.split, trained.step)
         log.info("written to: %s", path)
 
