@@ -23,12 +23,12 @@ from lockstep.distributed import regroup
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
 from lockstep.distributed.regroup import Member, is_lost_rank
-from lockstep.distributed.same_input import loaded_code
 from lockstep.distributed.world import World, backend_environment, usual_interface
 from lockstep.errors import ConfigError, RankLost
 from lockstep.loggers.base import LoggerList
 from lockstep.loggers.recorded import LogRecord
 from lockstep.monitor import rank as monitor
+from lockstep.monitor.code_hashes import module_hashes
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Advance, JobSpec, Strategy
@@ -65,7 +65,7 @@ class LiveRun:
         set_determinism(cfg.seed, cfg.trainer.deterministic)  # before this process is needed: it may import a compiler
         self.datasets = build_data.datasets(cfg)
         build.import_targets(cfg)
-        loaded_code()  # reads the files, which the ranks compare later, while nobody waits for this process
+        module_hashes()  # reads the files, which the ranks compare later, while nobody waits for this process
         self.package: dict[str, Any] | None = None  # the state after the last step, while this rank is in no world
         self.notes: StepNotes | None = None
         self.is_recovering = False  # until the first step of this world has ended

@@ -3,14 +3,11 @@
 import hashlib
 import json
 import secrets
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_owner import is_library
+from lockstep.monitor.code_hashes import module_hashes
 
 
 def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
@@ -41,7 +38,7 @@ def require_same_code(world: World) -> None:
 
     Modules that only some ranks have loaded are not compared: rank 0 alone has loggers. A collective.
     """
-    loaded = world.all_gather_json(loaded_code())
+    loaded = world.all_gather_json(module_hashes())
     for rank, modules in enumerate(loaded):
         other = sorted(name for name in modules.keys() & loaded[0].keys() if modules[name] != loaded[0][name])
         if other:
@@ -50,28 +47,6 @@ def require_same_code(world: World) -> None:
                 f"rank {rank} has other code than rank 0: the file of {other[0]}{more} differs; "
                 f"copy the same code to every machine and type the command again"
             )
-
-
-def loaded_code() -> dict[str, str]:
-    """{module: digest of its file} of every module that is neither Python's own nor an installed package."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        digest = _code_digest(file)
-        if digest is not None:  # a launcher's child imports the entry point under another name
-            found[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
-    return found
-
-
-@cache
-def _code_digest(file: str) -> str | None:
-    """Of a module's file, None for a library. It is read once: a file that changes later is not the code that runs."""
-    if not file.endswith(".py") or is_library(file):
-        return None
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    except OSError:  # it was moved after the import
-        return None
 
 
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:

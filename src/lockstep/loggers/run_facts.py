@@ -53,13 +53,13 @@ def require_repetition(world: World, facts: Mapping[str, Any]) -> None:
     folder = os.environ.get(REPEATED)
     if folder is None:
         return
+    from lockstep.monitor.code_hashes import module_hashes
     from lockstep.runs.again import what_differs
-    from lockstep.runs.code import user_modules
     from lockstep.runs.record import read_run
 
     problem = None
     if world.is_rank_zero:
-        problem = what_differs(read_run(Path(folder)), {**facts, "code": {"modules": user_modules()}})
+        problem = what_differs(read_run(Path(folder)), {**facts, "code": {"modules": module_hashes(users_only=True)}})
     problem = world.broadcast_json(problem)
     if problem is not None:
         raise ConfigError(problem)

@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
-from lockstep.runs.code import DIFF, ROOT, hash_of_source, versions
+from lockstep.monitor.code_hashes import ROOT, hash_of_source
+from lockstep.runs.code import DIFF, versions
 from lockstep.runs.compare import differing, explain
 from lockstep.runs.digests import read_digests
 from lockstep.runs.record import REPEATED, Run, read_run, state_of
