@@ -21,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.loggers.base import LoggerList
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
-from lockstep.snapshots.fingerprint import data_fingerprint
+from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy

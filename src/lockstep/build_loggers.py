@@ -13,6 +13,7 @@ from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.recorded import LogRecord, RecordedLoggers
 from lockstep.loggers.run_facts import require_repetition, run_facts
 from lockstep.loggers.run_record import RunRecord
+from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 from lockstep.snapshots.fingerprint import compared
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.training.state import TrainState
@@ -30,7 +31,7 @@ def loggers(
             from lockstep.loggers.step_digests import EVERY, StepDigests
 
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
-        members.append(RunRecord(cfg.objective, state.task.mode(cfg.objective)))
+        members.append(RunRecord(state, cfg.objective))
     return RecordedLoggers(members, before_writing, record) if record else LoggerList(members, before_writing)
 
 
@@ -40,7 +41,9 @@ def run_info(
     """What loggers receive at the start. A collective."""
     state, world = snapshots.state, snapshots.world
     names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.fingerprint[key] for name, key in names.items()} | {"test_samples": len(eval_loader)}
+    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
+    data |= {"test_samples": len(eval_loader), "test_data": data_fingerprint(eval_loader.dataset)}
+    data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.facts, computed, data)
     require_repetition(world, facts)

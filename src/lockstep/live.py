@@ -29,6 +29,7 @@ from lockstep.loggers.base import LoggerList
 from lockstep.loggers.recorded import LogRecord
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.code_hashes import module_hashes
+from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Advance, JobSpec, Strategy
@@ -64,6 +65,8 @@ class LiveRun:
         postpone_dynamo()
         set_determinism(cfg.seed, cfg.trainer.deterministic)  # before this process is needed: it may import a compiler
         self.datasets = build_data.datasets(cfg)
+        for dataset in self.datasets:
+            data_fingerprint(dataset)  # like the line below: the ranks compare it later
         build.import_targets(cfg)
         module_hashes()  # reads the files, which the ranks compare later, while nobody waits for this process
         self.package: dict[str, Any] | None = None  # the state after the last step, while this rank is in no world

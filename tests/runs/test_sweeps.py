@@ -7,12 +7,13 @@ import fcntl
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
 from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -66,6 +67,10 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     check_changes_are_refused(start, command, folder)
 
     first = rows_of(folder)
+    again = start(sys.executable, str(ROOT / "src" / "runs.py"), "again", "s/0_optimizer.lr=0.1").finish()
+    assert "again: the same bits: model.pt; best evaluations so far: 1" in again.output
+    assert (folder / "0_optimizer.lr=0.1-again" / "model.pt").exists()  # beside the jobs, and no job
+
     more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)
     assert re.findall(r"^sweep: job (\d+),", more.output, re.MULTILINE) == ["3"]
     assert rows_of(folder)[:3] == first
@@ -105,10 +110,10 @@ def check_changes_are_refused(start, command: list[str], folder: Path) -> None:
     record = folder / "sweep.json"
     before = record.read_text()
     contents = json.loads(before)
-    contents["code"]["train.py"] = "0"
+    contents["code"]["src/train.py"] = "0"
     record.write_text(json.dumps(contents))
     other = start(*command, "optimizer.lr=0.1").finish(2)
-    assert "the code of train.py; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in other.sentence
+    assert "the code of src/train.py; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in other.sentence
     record.write_text(before)
 
 

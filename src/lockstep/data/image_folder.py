@@ -26,7 +26,7 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
         from torchvision.transforms import v2
 
-        folder = Path(root) / split
+        self.folder = folder = Path(root) / split
         self.classes = _class_names(Path(root) / "train")
         if classes not in (None, len(self.classes)):
             raise ConfigError(

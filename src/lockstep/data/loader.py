@@ -111,7 +111,8 @@ class BatchLoader:
         self.reader: DatasetReader | None = None
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
-            self.dataset = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
+            moved = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
+            self.dataset = dataset if moved.samples is dataset.samples else moved
             return
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.dataset = samples.dataset

@@ -52,7 +52,7 @@ def require_same_code(world: World) -> None:
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
     """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective.
 
-    name: "training data" or "test data". fingerprint: of the length and a sample of the content.
+    name: "training data" or "test data". fingerprint: see `lockstep.snapshots.data_fingerprint`.
     """
     everyone = world.all_gather_json((length, fingerprint))
     first_length, first_fingerprint = everyone[0]

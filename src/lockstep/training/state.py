@@ -39,6 +39,10 @@ class TrainSettings:
         """Optimizer steps in an epoch of `samples` samples."""
         return math.ceil(samples / self.batch_size)
 
+    def is_logged(self, step: int, steps: int = 1) -> bool:
+        """Whether the loss is reported after optimizer step `step`, the last of `steps` that were taken together."""
+        return step // self.log_every > (step - steps) // self.log_every
+
     def total_steps(self, samples: int) -> int:
         """Optimizer steps in the whole run."""
         steps = self.epochs * self.steps_per_epoch(samples)

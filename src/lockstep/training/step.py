@@ -109,9 +109,9 @@ class TrainStepRunner:
 
     def _update(self) -> None:
         state = self.state
-        step, every = state.progress.step, state.settings.log_every
-        if (step + 1) // every > step // every:  # its loss will be reported
-            state.grad_norm = step + 1, state.strategy.grad_norm() / self._loss_scale()
+        step = state.progress.step + 1
+        if state.settings.is_logged(step):
+            state.grad_norm = step, state.strategy.grad_norm() / self._loss_scale()
         if state.gradients is not None and self.steps_left == 1:
             named = state.strategy.model.named_parameters()
             scale = self._loss_scale()
