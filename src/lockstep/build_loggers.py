@@ -60,6 +60,5 @@ def run_info(
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,
-        start_epoch=state.progress.epoch,
         facts=facts,
     )

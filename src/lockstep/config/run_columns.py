@@ -6,9 +6,9 @@ from typing import Any
 from lockstep.config.fields import show
 
 # Where a run is, and how it was started: not what it computes.
-LEFT_OUT = {"run_dir", "data_dir", "resume", "local", "mode"}
-LEFT_OUT_BELOW = ("launch", "logger", "mode.")
-LEFT_OUT_NAMES = ("._target_", "._partial_", "backend.name", "sync_bn.mode")  # the option's name says it
+LEFT_OUT = {"run_dir", "data_dir", "resume", "local", "mode", "trainer.pause_after"}
+LEFT_OUT_BELOW = ("launch", "logger", "mode.", "backend.", "sweep.")
+LEFT_OUT_NAMES = ("._target_", "._partial_", "sync_bn.mode")  # the option's name says it
 
 Column = bool | int | float | str
 
