@@ -46,6 +46,22 @@ def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(sta
     assert not (run.cwd / "s").exists()
 
 
+def test_a_halving_leaves_out_what_the_constraints_refuse(start):
+    rates = ["optimizer.lr=0.1,0.2", "trainer.epochs=2", "trainer.batch_size=64,128"]
+    constraint = 'sweep.constraints=["optimizer.lr * trainer.batch_size / trainer.epochs <= 6.4"]'
+    command = [*PYTHON_TRAIN, "model=linear", "-m", "sweep.search=halving", "hydra.sweep.dir=s"]
+    run = start(*command, *rates, constraint).finish()
+    assert "sweep: 1 of 4 jobs are left out by sweep.constraints" in run.output
+    assert sorted(column(run.cwd / "s", "overrides")) == [
+        "optimizer.lr=0.1 trainer.batch_size=128",
+        "optimizer.lr=0.1 trainer.batch_size=64",
+        "optimizer.lr=0.2 trainer.batch_size=64",
+    ]
+    assert sorted(column(run.cwd / "s", "state")) == ["finished", "pruned", "pruned"]
+    run = start(*command, *rates, 'sweep.constraints=["optimzer.lr < 1"]').finish(2)
+    assert "sweep.constraints: optimzer.lr < 1 names optimzer.lr, which is no key of a job; type" in run.sentence
+
+
 def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
     sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)

@@ -1,11 +1,11 @@
 """What is refused before the first job of a sweep starts. The scan for plugins leaves this file out."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.cli_errors import as_config_error
@@ -14,16 +14,34 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError
 from lockstep.launchers.processes import preload
+from lockstep.sweeps.constraints import Constraint
 from lockstep.sweeps.search import changed_words
 from lockstep.sweeps.table import FINISHED, read_rows
 
 if TYPE_CHECKING:
     from hydra_plugins.lockstep_sweeper._jobs import HydraJobs
 
+MISSING = object()
 PREFLIGHTED = 200  # jobs; their configs stay in memory until then
 
 Checked = Sequence[tuple[Sequence[str], Node]]
 """(overrides, all values of the config) of jobs."""
+
+
+def constrained(jobs: "HydraJobs") -> Callable[[Sequence[str]], bool]:
+    """Whether the config of a job with these overrides satisfies `sweep.constraints`. Raises ConfigError."""
+    constraints = [Constraint(text) for text in jobs.base.sweep.constraints]
+
+    def allows(overrides: Sequence[str]) -> bool:
+        if not constraints:
+            return True
+        config = jobs.compose(overrides, 0)
+        keys = {key for constraint in constraints for key in constraint.keys}
+        found = {key: OmegaConf.select(config, key, default=MISSING) for key in keys}
+        values = {key: value for key, value in found.items() if value is not MISSING}
+        return all(constraint.holds(values) for constraint in constraints)
+
+    return allows
 
 
 def check_jobs(jobs: "HydraJobs", lists: Sequence[Sequence[str]]) -> Checked:

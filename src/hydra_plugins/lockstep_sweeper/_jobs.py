@@ -15,7 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
-from hydra_plugins.lockstep_sweeper._checks import check_jobs, preflight_jobs
+from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, preflight_jobs
 from hydra_plugins.lockstep_sweeper._composing import Composer
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
 from lockstep import cli
@@ -99,7 +99,8 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     varied = varied_keys(read_rows(sweep_folder(sweeper.config)))  # also if this command has one value of a key
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
     jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
-    plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0])
+    allows = constrained(jobs)
+    plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0], allows)
     checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)

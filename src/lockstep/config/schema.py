@@ -111,6 +111,10 @@ class Sweep:
     )
     trials: int | None = number("Jobs that a search draws.", min=1, example=20)
     seed: int = number("Seed of what a search draws.", min=0, max=LARGEST_SEED, example=0)
+    constraints: list[str] = value(
+        "What the values of each job must satisfy, other jobs are left out.",
+        example=["optimizer.lr * trainer.epochs <= 10"],
+    )
     eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=2)
     first_rung: int = number("Halving: epochs of the first rung.", min=1, example=1)
 

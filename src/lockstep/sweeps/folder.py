@@ -22,6 +22,7 @@ COMPARED = (
     "sweep.eta",
     "sweep.first_rung",
     "sweep.seed",
+    "sweep.constraints",
 )  # all the same: another search does not fit the table
 OF_ONE_COMMAND = ("sweep.resume=", "sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
 SHOWN = 6  # differences that a message names
