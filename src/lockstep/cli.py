@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_help import accept_lazy_help, copy_config_store_once
-from lockstep.cli_modes import with_trained_run
+from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
@@ -188,7 +188,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
     from lockstep.distributed.store import forget_start
 
-    sys.argv = prepare_arguments(with_trained_run(resume_sweep(sys.argv)))
+    sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
+    sys.argv = prepare_arguments(sys.argv)
     info = read_rank_info()
     register_resolvers()
     if asks_for_text(sys.argv):

@@ -22,6 +22,37 @@ NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compi
 NORMALISATION = ("mean", "std")
 
 
+# What a finished run may be trained on without: it ended the run, or changes no number.
+NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
+NOT_NEEDED += ("snapshot", "logging", "watch", "backend", "data_dir")
+
+
+def require_words_of_finished_run(argv: list[str]) -> list[str]:
+    """The command. Raises ConfigError if it would train a finished run on with another config than it was made with.
+
+    That is the folder of such a run typed again, with overrides left out: the defaults would replace them.
+    """
+    typed = argv[1:]
+    folder = Path((typed_value("hydra.run.dir", typed) or "").strip("'\""))
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
+        return argv
+    left_out = _recorded_words(folder, typed)
+    words = " ".join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
+    if words:
+        raise ConfigError(
+            f"{folder} is a finished run of {words}; to train it on type {words} in this command, too, or "
+            f"hydra.run.dir=<a new folder> for another run"
+        )
+    return argv
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether `folder` is that of a run that has finished, by its run.json."""
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        return bool(json.loads((folder / "run.json").read_text())["lives"][-1]["state"] == "finished")
+    return False
+
+
 def with_trained_run(argv: list[str]) -> list[str]:
     """The command with the overrides of the run that `resume=` names before what is typed, which wins.
 
@@ -36,7 +67,8 @@ def with_trained_run(argv: list[str]) -> list[str]:
         raise ConfigError(f"mode={mode} is no training, and a sweep trains; type the command without -m, run by run")
     folder = run_folder(str(resume).strip("'\""))
     _require_flags(folder, typed)
-    words = [word for word in _recorded_words(folder) if not _is_replaced(word, typed)]
+    words = _recorded_words(folder, typed)
+    _require_open_targets(folder, words)
     if typed_value("dataset", typed) is not None:  # the net was trained on values that are normalised so
         words += [f"++{key}={value}" for key, value in _normalisation(folder) if typed_value(key, typed) is None]
     if typed_value("hydra.run.dir", typed) is None:
@@ -54,18 +86,22 @@ def run_folder(resume: str) -> Path:
     raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
 
 
-def _recorded_words(folder: Path) -> list[str]:
-    """The overrides that composed the run. Raises ConfigError for those that may run anything."""
+def _recorded_words(folder: Path, typed: list[str]) -> list[str]:
+    """The overrides that composed the run, without those that `typed` replaces. Raises ConfigError without a record."""
     try:
         words = yaml.safe_load((folder / RECORD / "overrides.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{folder}/{RECORD}/overrides.yaml cannot be read ({reason}); type another resume=") from None
-    taken = [str(word) for word in words or [] if not _belongs_to(str(word), NOT_TAKEN)]
-    for word in taken:
+        raise ConfigError(f"{folder}/{RECORD}/overrides.yaml cannot be read ({reason}); type another folder") from None
+    recorded = [str(word) for word in words or []]
+    return [word for word in recorded if not _belongs_to(word, NOT_TAKEN) and not _is_replaced(word, typed)]
+
+
+def _require_open_targets(folder: Path, words: list[str]) -> None:
+    """Raise ConfigError for words of a record that may run anything: the record may be a stranger's."""
+    for word in words:
         if "_target_" in word and not all(map(is_open, re.findall(r"_target_['\"]?\s*[=:]\s*([^,}\s]*)", word))):
             raise ConfigError(f"{folder} was trained with {word}, which may run anything; if you trust it, type {word}")
-    return taken
 
 
 def _is_replaced(word: str, typed: list[str]) -> bool:

@@ -170,3 +170,13 @@ def test_an_onnx_file_gives_the_nets_outputs(run: Path, start: Start, tmp_path: 
     for batch in (images(), images()[:1]):
         (outputs,) = session.run(None, {"samples": batch.numpy()})
         assert torch.allclose(torch.from_numpy(outputs), lockstep.load(run)(batch).float(), atol=1e-4)
+
+
+def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path, start: Start) -> None:
+    """The defaults would train three more epochs, in float32, and replace model.pt."""
+    before = files_of(run)
+    command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", "trainer.ema=0.5").finish(2)
+    words = "trainer.precision=fp64 objective=test/loss evaluation.every=2"
+    assert f"is a finished run of {words}; to train it on type {words} in this command, too" in command.sentence
+    assert files_of(run) == before
+    assert "nothing to train" in start(*PYTHON_TRAIN, *TRAINED, f'hydra.run.dir="{run}"').finish().output
