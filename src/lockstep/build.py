@@ -67,7 +67,8 @@ def model_and_data(
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
-    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
+    augment, transforms = Augment(**data.augment), instantiate(data.batch_transforms)
+    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)

@@ -5,15 +5,13 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import flatten
+from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate
 from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
 from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
 from lockstep.data.random_numbers import random_states_kept
 from lockstep.data.samples import Samples
 from lockstep.tasks.classification import Classification
-
-DESCRIBED = ("dataset", "model", "task")  # the groups whose options take the shape and the classes of the data
 
 
 def datasets(cfg: DictConfig) -> tuple[Any, Any]:
@@ -46,17 +44,26 @@ def complete_config(cfg: DictConfig, dataset: Any, read: InMemoryDataset | Sampl
     Raises ConfigError where the data and a value in the config contradict each other.
     """
     inputs, targets = first_sample(read)
-    unknown = [f"{group}.{key}" for group in DESCRIBED for key, value in flatten(cfg[group]).items() if value is None]
-    asked = {key.rpartition(".")[2] for key in unknown if not key.startswith("dataset.")}
+    asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
+    names = {key.rpartition(".")[2] for key in asked}
     found: dict[str, Any] = {}
-    if "shape" in asked:
+    if "shape" in names:
         found["shape"] = sample_shape(inputs)
-    if "classes" in asked:
+    if "classes" in names:
         found["classes"] = class_count(dataset, targets)
-    for key in unknown:
+    for key in _unknown(cfg):
         name = key.rpartition(".")[2]
-        if name in found and key.count(".") == 1:
+        if name in found:
             OmegaConf.update(cfg, key, found[name])
     check_shape(dataset, cfg.model.get("shape"))
     if cfg.dataset.classes is not None:
         check_classes(dataset, cfg.dataset.classes)
+
+
+def _unknown(cfg: DictConfig) -> list[str]:
+    """The keys `shape` and `classes` that are null: of the groups, and of what changes batches."""
+    nodes = [("dataset", cfg.dataset), ("model", cfg.model), ("task", cfg.task)]
+    nodes += nodes_with_target(as_dict(cfg.dataset).get("batch_transforms"), "dataset.batch_transforms")
+    return [
+        f"{key}.{name}" for key, node in nodes for name in ("shape", "classes") if name in node and node[name] is None
+    ]

@@ -97,3 +97,21 @@ class RandomPairsReader(Half):
 class Download:
     data_dir: str = value("Folder of the data sets.", example="data")
     name: str = value("Name of the data set in torchvision.", example="MNIST")
+
+
+@describes("lockstep.data.batch_transforms.MixUp")
+@describes("lockstep.data.batch_transforms.CutMix")
+@dataclass
+class Mixing:
+    alpha: float = number("The share of an image is drawn from Beta(alpha, alpha).", above=0, example=0.2)
+    classes: int | None = number("As dataset.classes.", min=1, example=10)
+
+
+@describes("lockstep.data.batch_transforms.RandomErasing")
+@dataclass
+class RandomErasing:
+    p: float = number("Probability that a rectangle is erased.", min=0, max=1, example=0.25)
+    scale: list[float] = number(
+        "Least and largest area, as a share of the image.", min=0, max=1, length=2, example=[0.02, 0.33]
+    )
+    ratio: list[float] = number("Least and largest height over width.", above=0, length=2, example=[0.3, 3.3])

@@ -132,7 +132,6 @@ class FileLogger:
     run_dir: str = value("Folder of this run.", example="${run_dir}")
 
 
-@describes("lockstep.tasks.classification.Classification", "task/classification")
 @describes("lockstep.tasks.regression.Regression", "task/regression")
 @dataclass
 class Task:
@@ -140,6 +139,12 @@ class Task:
         "min or max for each metric: whether lower or higher is better.", example={"loss": "min"}
     )
     monitor: str = value("The metric that decides which weights are the best.", example="loss")
+
+
+@describes("lockstep.tasks.classification.Classification", "task/classification")
+@dataclass
+class Classification(Task):
+    label_smoothing: float = number("Share of a target that is spread over all classes.", min=0, below=1, example=0.1)
 
 
 @describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")

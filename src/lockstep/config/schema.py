@@ -156,6 +156,11 @@ class Dataset:
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)
     transforms: list[dict[str, Any]] = _transforms("of training samples")
     test_transforms: list[dict[str, Any]] = _transforms("of test samples")
+    batch_transforms: list[dict[str, Any]] = value(
+        "Transforms of training batches with their targets, on the device.",
+        wants="a list of nodes with a _target_",
+        example=[{"_target_": "lockstep.data.batch_transforms.RandomErasing", "p": 0.25}],
+    )
     collate_fn: dict[str, Any] | None = value(
         "The function that makes (inputs, targets) of a list of samples; null: torch's default.", example="null"
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.augment import Augment
+from lockstep.data.batch_transforms import BatchTransform, BatchTransforms
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.nested import count_samples, map_tensors
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
@@ -92,6 +93,7 @@ class BatchLoader:
 
     dataset: tensors in memory, or `Samples`, or any other map-style data set. rank, size: this rank's share, and how
     many shares there are. workers: processes that read a data set which is not in memory. They start here.
+    augment, transforms: of training batches.
     """
 
     def __init__(
@@ -103,18 +105,21 @@ class BatchLoader:
         seed: int,
         augment: Augment | None = None,
         workers: int = 0,
+        transforms: Sequence[BatchTransform] = (),
     ) -> None:
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
-        self.augment = augment or Augment()
+        self.augment, self.transforms = augment or Augment(), BatchTransforms(transforms)
         self.dataset = dataset
         self.index_device = torch.device("cpu")
         self.reader: DatasetReader | None = None
+        self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
             moved = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
             self.dataset = dataset if moved.samples is dataset.samples else moved
             return
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
+        self.leaves_out = samples.skips
         self.dataset = samples.dataset
         self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
@@ -143,19 +148,39 @@ class BatchLoader:
         starts = range(skip, len(self), batch_size)[turns]
         batches = [order[start : start + batch_size] for start in starts]
         mine = [parts(batch) for batch in batches]
-        plans = self._plans(epoch, starts, batches, parts) if self.augment.enabled else None
-        loaded = self._load([part.indices for batch_parts in mine for part in batch_parts], epoch, plans)
-        for batch, batch_parts in zip(batches, mine, strict=True):
-            yield Batch(len(batch), [LoadedPart(part.number, *next(loaded), part.indices) for part in batch_parts])
+        shares = [part.indices for batch_parts in mine for part in batch_parts]
+        places: list[Tensor] = []  # of each share in its batch, where a sample's place decides what it becomes
+        if self.augment.enabled or self.transforms:
+            places = [place for batch in batches for place in self._places(len(batch), parts)]
+        if self.transforms:
+            owners = [batch for batch, batch_parts in zip(batches, mine, strict=True) for _ in batch_parts]
+            shares = [owner[place.to(owner.device)] for owner, place in zip(owners, places, strict=True)]
+        augmentation = self._augmentation(epoch, starts, batches, mine, places) if self.augment.enabled else None
+        loaded, waiting = self._load(shares, epoch, augmentation), iter(places)
+        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
+            plans = self.transforms.plans(len(batch), self.seed, epoch, start)
+            found = []
+            for part in batch_parts:
+                inputs, targets = next(loaded)
+                if self.transforms:
+                    place = next(waiting)
+                    inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
+                found.append(LoadedPart(part.number, inputs, targets, part.indices))
+            yield Batch(len(batch), found)
 
-    def _plans(
-        self, epoch: int, starts: range, batches: list[Tensor], parts: Callable[[Tensor], list[Part]]
+    def _places(self, count: int, parts: Callable[[Tensor], list[Part]]) -> list[Tensor]:
+        """Where in a global batch of `count` samples this rank's parts are, with the samples that are mixed in."""
+        return [self.transforms.with_samples_before(part.indices, count) for part in parts(torch.arange(count))]
+
+    def _augmentation(
+        self, epoch: int, starts: range, batches: list[Tensor], mine: list[list[Part]], places: list[Tensor]
     ) -> Iterator[Tensor]:
         """The augmentation of each of this rank's parts: drawn for the global batch, cut as the batch is cut."""
-        for start, batch in zip(starts, batches, strict=True):
+        waiting = iter(places)
+        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
             plan = self.augment.plan(len(batch), generator(self.seed, epoch, start))
-            for part in parts(torch.arange(len(batch))):
-                yield plan[part.indices]
+            for _ in batch_parts:
+                yield plan[next(waiting)]
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) of at most `batch_size` samples; over all ranks every sample comes once.

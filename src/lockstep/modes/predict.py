@@ -34,6 +34,8 @@ class Predict(Mode):
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
         loader, world = trained.loader(self.split), trained.world
+        if loader.leaves_out:
+            raise ConfigError("mode=predict writes a row for each sample; type dataset.on_error=fail")
         columns = predict(trained, self.split)
         rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
         if rows != len(loader):
