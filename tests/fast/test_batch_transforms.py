@@ -111,7 +111,7 @@ def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -
     smoothed = torch.nn.functional.one_hot(classes, CLASSES).double() * 0.9 + 0.1 / CLASSES
     expected = -(smoothed * outputs.log_softmax(1)).sum()
     torch.testing.assert_close(task(outputs, classes)[0], expected)
-    loss, sums = Classification({"loss": "min", "accuracy": "max"}, "loss")(outputs, smoothed)
+    loss, sums = Classification({"loss": "min", "accuracy": "max"}, "loss", 0.0)(outputs, smoothed)
     torch.testing.assert_close(loss, expected)
     assert sums["accuracy"] == (outputs.argmax(1) == classes).sum()
     with pytest.raises(ConfigError, match="type task=regression"):

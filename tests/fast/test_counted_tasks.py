@@ -28,7 +28,7 @@ def asked(*names: str) -> dict[str, str]:
 
 
 def classification() -> Task:
-    return ClassificationF1(asked("accuracy", "top2", "f1", "precision", "recall", "f1_2"), "f1", CLASSES)
+    return ClassificationF1(asked("accuracy", "top2", "f1", "precision", "recall", "f1_2"), "f1", 0.0, CLASSES)
 
 
 def segmentation() -> Task:
@@ -150,11 +150,11 @@ def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
 @pytest.mark.parametrize("name", ["f2", "f1_4", "iou_x", "top"])
 def test_a_metric_that_is_not_measured_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"task.metrics.{name} is not measured by this task; type one of loss, "):
-        ClassificationF1(asked(name), "loss", CLASSES)
+        ClassificationF1(asked(name), "loss", 0.0, CLASSES)
 
 
 def test_top_k_counts_among_as_many_classes_as_there_are() -> None:
-    task = Classification(asked("top3", "top9"), "loss")
+    task = Classification(asked("top3", "top9"), "loss", 0.0)
     outputs, targets = data("classification")
     sums = task(outputs, targets)[1]
     assert sums["top9"] == SAMPLES
@@ -183,11 +183,11 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     outputs, targets = data("classification")
     for number in (SAMPLES, 2):
         with pytest.raises(ConfigError, match="Means returns a mean as its loss.* return a sum over samples"):
-            require_sums(Means(asked("accuracy"), "loss"), outputs[:number], targets[:number])
-    require_sums(Means(asked("accuracy"), "loss"), outputs[:1], targets[:1])
+            require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:number], targets[:number])
+    require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:1], targets[:1])
     require_sums(classification(), outputs, targets)
     assert not caplog.records
-    require_sums(Compares(asked("accuracy"), "loss"), outputs, targets)
+    require_sums(Compares(asked("accuracy"), "loss", 0.0), outputs, targets)
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
 
 

@@ -147,11 +147,16 @@ class Classification(Task):
     label_smoothing: float = number("Share of a target that is spread over all classes.", min=0, below=1, example=0.1)
 
 
-@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
 @describes("lockstep.tasks.multi_label.MultiLabel", "task/multi_label")
 @dataclass
 class TaskWithCounts(Task):
     classes: int = number("Classes, or labels, that are counted.", min=1, example=10)
+
+
+@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
+@dataclass
+class ClassificationF1(Classification):
+    classes: int = number("Classes that are counted.", min=1, example=10)
 
 
 @describes("lockstep.tasks.segmentation.Segmentation", "task/segmentation")

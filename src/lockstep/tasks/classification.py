@@ -18,16 +18,16 @@ class Classification(Task):
     a target that is spread evenly over all classes, in training and evaluation (Szegedy et al. 2016).
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float = 0.0) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float) -> None:
         super().__init__(metrics, monitor)
         self.label_smoothing = label_smoothing
         self.tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top[1-9]\d*", name)}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         self._require_fit(outputs, targets)
-        logits, labels = at_least_float32(outputs), targets
+        logits, labels = at_least_float32(outputs), class_numbers(targets)
         if targets.is_floating_point():
-            targets, labels = targets.to(logits.dtype), targets.argmax(1)
+            targets = targets.to(logits.dtype)
         loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
         sums = {"loss": loss, "accuracy": (outputs.argmax(dim=1) == labels).sum()}
         for name, k in self.tops.items():
@@ -53,3 +53,8 @@ class Classification(Task):
 
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)
+
+
+def class_numbers(targets: Tensor) -> Tensor:
+    """Class numbers (N, ...) as they are; of probabilities (N, classes) the most probable class (N,)."""
+    return targets.argmax(1) if targets.is_floating_point() else targets

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lockstep.tasks.class_counts import COUNTS, class_counts, class_scores, require_known
-from lockstep.tasks.classification import Classification
+from lockstep.tasks.classification import Classification, class_numbers
 
 
 class ClassificationF1(Classification):
@@ -12,8 +12,8 @@ class ClassificationF1(Classification):
     They are computed once, from counts over all ranks: a mean of the batches' F1 would be another number.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int) -> None:
-        super().__init__(metrics, monitor)
+    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float, classes: int) -> None:
+        super().__init__(metrics, monitor, label_smoothing)
         self.classes = classes
         self.means = ("loss", "accuracy", *self.tops)
         require_known(metrics, self.means, classes)
@@ -21,7 +21,7 @@ class ClassificationF1(Classification):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, sums = super().__call__(outputs, targets)
-        return loss, sums | class_counts(outputs.argmax(dim=1), targets, self.classes)
+        return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
         found = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
