@@ -2,7 +2,6 @@
 
 import gc
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ from lockstep.config.schema import register_schema
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
+from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
@@ -37,7 +37,7 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.launchers.base import RankFailed
-from lockstep.launchers.processes import flush_output, temporary_folder
+from lockstep.launchers.processes import flush_output
 from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
 from lockstep.sweeps.ending import end_sweep
 
@@ -141,8 +141,7 @@ def run_main(main: Callable[[], Any]) -> None:
 
         start_agent_watchdog(os.environ)
     flush_output()
-    if (folder := temporary_folder()) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
 

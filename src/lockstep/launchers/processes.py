@@ -125,15 +125,6 @@ def start_method_here(start_method: str, forks_again: bool) -> str:
     return start_method
 
 
-def temporary_folder() -> str | None:
-    """The folder that multiprocessing has made for the socket of the fork server, None without one.
-
-    multiprocessing removes it while the interpreter is torn down, which `cli.run_main` skips.
-    """
-    folder: str | None = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    return folder
-
-
 def run_rank(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:
     """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
 
