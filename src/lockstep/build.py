@@ -5,12 +5,12 @@ from contextlib import suppress
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lockstep.build_data import complete_config, datasets, samples
 from lockstep.cli_record import ConfigRecord
-from lockstep.config.arguments import matching_arguments
+from lockstep.config.arguments import KEPT_BACK, matching_arguments
 from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
@@ -22,6 +22,7 @@ from lockstep.loggers.base import LoggerList
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
@@ -30,6 +31,7 @@ from lockstep.training.epochs import EpochTrainer
 from lockstep.training.evaluation import Evaluator, wanted_by
 from lockstep.training.meter import Meter
 from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.running_metrics import RunningMetrics
 from lockstep.training.setup import grad_scaler, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
@@ -59,6 +61,8 @@ def model_and_data(
     model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+    load_initial_weights(model, cfg.init, cfg.new_layers)
+    freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
     strategy.validate_model(model, world.size)
@@ -103,7 +107,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
         patience=cfg.evaluation.patience,
         log_every=cfg.logging.every,
     )
-    optimizer = instantiate(cfg.optimizer)(strategy.module.parameters())
+    rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
+    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in KEPT_BACK["optimizer"]}))
+    optimizer = rules.optimizer(make, strategy)
     initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.

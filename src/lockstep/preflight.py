@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.snapshots.files import find_snapshots
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
@@ -113,6 +114,8 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
     try:
         with torch.device("meta"):
             model: Any = instantiate(cfg.model)
+            load_initial_weights(model, cfg.init, cfg.new_layers)
+            freeze(model, cfg.freeze)
     except ConfigError:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights

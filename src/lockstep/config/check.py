@@ -8,7 +8,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, rules, show
-from lockstep.config.options import SGD, TARGETS
+from lockstep.config.optimizer_checks import check_optimizer
+from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import removed_key, unknown_key
@@ -35,7 +36,7 @@ def check_config(cfg: DictConfig | Node) -> None:
     _check_model(config)
     _check_loggers(config)
     _check_metrics(config)
-    _check_nesterov(config)
+    check_optimizer(config["optimizer"])
 
 
 def check_value(key: str, value: object, rule: Rule) -> None:
@@ -238,13 +239,3 @@ def _check_metrics(config: Node) -> None:
         if mode not in ("min", "max"):
             key = f"task.metrics.{name}"
             raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")
-
-
-def _check_nesterov(config: Node) -> None:
-    optimizer = config.get("optimizer") or {}
-    if (
-        TARGETS.get(str(optimizer.get("_target_"))) is SGD
-        and optimizer.get("nesterov")
-        and not optimizer.get("momentum")
-    ):
-        raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")

@@ -165,9 +165,19 @@ class Segmentation(TaskWithCounts):
     ignored_label: int = number("Pixels with this class number count nowhere.", example=255)
 
 
+@dataclass
+class ParameterRules:
+    """Keys of every optimizer, which the optimizer itself does not get."""
+
+    no_decay: list[Any] = value("Parameters without weight decay.", example=["bias", "norm"], wants="a list of names")
+    groups: list[dict[str, Any]] = value(
+        "Hyperparameters of their own for some parameters.", example=[{"match": "fc", "lr": 0.1}]
+    )
+
+
 @describes("torch.optim.SGD", "optimizer/sgd")
 @dataclass
-class SGD:
+class SGD(ParameterRules):
     lr: float = number("Learning rate.", above=0, example=0.05)
     momentum: float = number("Momentum.", min=0, below=1, example=0.9)
     nesterov: bool = value("Nesterov's momentum.", example=True)
@@ -177,7 +187,7 @@ class SGD:
 
 @describes("torch.optim.AdamW", "optimizer/adamw")
 @dataclass
-class AdamW:
+class AdamW(ParameterRules):
     lr: float = number("Learning rate.", above=0, example=0.002)
     betas: list[float] = number("Decay of the two moments.", min=0, below=1, length=2, example=[0.9, 0.999])
     eps: float = number("Added to the denominator.", min=0, example=1e-8)

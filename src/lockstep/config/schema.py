@@ -24,6 +24,11 @@ class Run:
     )
     data_dir: str = value("Folder of the data sets.", example="data")
     resume: str | None = value("A run folder or a snapshot to start from, or to evaluate.", example="null")
+    init: str | None = value("File of weights, snapshot or run folder whose weights a run begins with.", example="null")
+    new_layers: list[Any] = value(
+        "With init: parameters that keep their random weights.", example=["fc"], wants="a list of names"
+    )
+    freeze: list[Any] = value("Parameters that are not trained.", example=["layer1"], wants="a list of names")
     objective: str = value("What a run returns to a sweeper: test/<metric of the task>.", example="test/loss")
     run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
 
