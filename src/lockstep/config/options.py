@@ -195,6 +195,24 @@ class AdamW(ParameterRules):
     fused: bool | None = value("One kernel for all weights.", example=False)
 
 
+@describes("lockstep.training.optimizers.MuonWithAdamW", "optimizer/muon")
+@dataclass
+class Muon(ParameterRules):
+    lr: float = number("Learning rate of the matrices.", above=0, example=0.02)
+    momentum: float = number("Momentum of the matrices.", min=0, below=1, example=0.95)
+    weight_decay: float = number("Decoupled weight decay.", min=0, example=0.01)
+    adamw_lr: float = number("Learning rate of all other parameters.", above=0, example=0.002)
+    betas: list[float] = number("AdamW's decay of the two moments.", min=0, below=1, length=2, example=[0.9, 0.999])
+
+
+@describes("lockstep.training.schedulers.AnySchedule", "scheduler/torch")
+@dataclass
+class AnySchedule:
+    schedule: dict[str, Any] = value("The schedule's _target_ and its arguments.", example={})
+    every: str = choice("epoch", "step", help="When the schedule moves on.")
+    warmup_epochs: float = number("Epochs in which the learning rate rises to the schedule's.", min=0, example=0.5)
+
+
 @describes("lockstep.training.schedulers.cosine", "scheduler/cosine")
 @dataclass
 class Cosine:

@@ -26,6 +26,7 @@ from lockstep.errors import ConfigError
 
 OPEN = (
     *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers", "modes")),
+    "lockstep.training.optimizers.",
     "lockstep.training.schedulers.",
     *("torch.nn.", "torch.optim.", "torch.utils.data."),
     *(f"torchvision.{name}." for name in ("datasets", "models", "ops", "transforms")),
