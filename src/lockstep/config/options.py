@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.fields import choice, number, value
+from lockstep.config.fields import choice, names, number, value
 from lockstep.config.schema import Backend, SyncBN
 
 TARGETS: dict[str, type] = {}  # {_target_: schema}
@@ -169,7 +169,7 @@ class Segmentation(TaskWithCounts):
 class ParameterRules:
     """Keys of every optimizer, which the optimizer itself does not get."""
 
-    no_decay: list[Any] = value("Parameters without weight decay.", example=["bias", "norm"], wants="a list of names")
+    no_decay: list[int] = names("Parameters without weight decay.", example=["bias", "norm"])
     groups: list[dict[str, Any]] = value(
         "Hyperparameters of their own for some parameters.", example=[{"match": "fc", "lr": 0.1}]
     )
@@ -211,6 +211,12 @@ class AnySchedule:
     schedule: dict[str, Any] = value("The schedule's _target_ and its arguments.", example={})
     every: str = choice("epoch", "step", help="When the schedule moves on.")
     warmup_epochs: float = number("Epochs in which the learning rate rises to the schedule's.", min=0, example=0.5)
+
+
+@describes("torch.optim.lr_scheduler.ExponentialLR")
+@dataclass
+class ExponentialLR:
+    gamma: float = number("Factor of each change.", above=0, example=0.9)
 
 
 @describes("lockstep.training.schedulers.cosine", "scheduler/cosine")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from lockstep.config.fields import LARGEST_SEED, Rule, choice, number, rules, value
+from lockstep.config.fields import LARGEST_SEED, Rule, choice, names, number, rules, value
 
 CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 SCHEMA_NAME = "lockstep_schema"  # its name in the defaults list of conf/config.yaml
@@ -25,10 +25,8 @@ class Run:
     data_dir: str = value("Folder of the data sets.", example="data")
     resume: str | None = value("A run folder or a snapshot to start from, or to evaluate.", example="null")
     init: str | None = value("File of weights, snapshot or run folder whose weights a run begins with.", example="null")
-    new_layers: list[Any] = value(
-        "With init: parameters that keep their random weights.", example=["fc"], wants="a list of names"
-    )
-    freeze: list[Any] = value("Parameters that are not trained.", example=["layer1"], wants="a list of names")
+    new_layers: list[int] = names("With init: parameters that keep their random weights.", example=["fc"])
+    freeze: list[int] = names("Parameters that are not trained.", example=["layer1"])
     objective: str = value("What a run returns to a sweeper: test/<metric of the task>.", example="test/loss")
     run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
 
