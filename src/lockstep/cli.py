@@ -22,6 +22,7 @@ from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
 from lockstep.config.targets import check_targets
+from lockstep.config.token_models import check_tokens
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.distributed.temporary_folder import remove_temporary_folder
@@ -99,6 +100,7 @@ def check_input(cfg: DictConfig) -> DictConfig:
 def check_values(cfg: DictConfig) -> Node:
     """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
     values = resolve(cfg)
+    check_tokens(values)  # before the shapes, which would tell less
     check_config(values)
     values = with_floats(values)
     check_targets(values, HydraConfig.get())

@@ -6,7 +6,7 @@ A data set's YAML has keys of its own, and readers (`dataset.train`, `dataset.te
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.config.fields import LARGEST_SEED, number, value
+from lockstep.config.fields import LARGEST_SEED, choice, number, value
 from lockstep.config.options import GROUPS, describes
 from lockstep.config.schema import Dataset
 
@@ -57,6 +57,17 @@ class RandomPairs(Dataset):
     classes: int = number("Outputs of the model.", min=1, max=1, example=1)
 
 
+@reads("lockstep.data.text.training_text", "text")
+@dataclass
+class Text(Dataset):
+    path: str = value("The text file.", example="my.txt")
+    symbols: str = choice("characters", "bytes", help="What a token is.")
+    block: int = number("Tokens of a sample.", min=1, example=64)
+    samples: int | None = number("Samples that an epoch draws; null: as many as fit side by side.", min=1, example=6000)
+    shape: list[int] = number("Tokens of a sample, as a shape.", min=1, length=1, example=[64])
+    classes: int = number("Different symbols of the whole text.", min=1, example=65)
+
+
 @describes("lockstep.data.digits.digits")
 @dataclass
 class Half:
@@ -90,6 +101,26 @@ class RandomPairsReader(Half):
     samples: int = number("As dataset.samples.", min=1, example=2048)
     features: int = number("As dataset.features.", min=1, example=20)
     seed: int = number("As seed.", min=0, max=LARGEST_SEED, example=0)
+
+
+@describes("lockstep.data.text.held_out_text")
+@dataclass
+class TextReader:
+    path: str = value("As dataset.path.", example="my.txt")
+    symbols: str = choice("characters", "bytes", help="As dataset.symbols.")
+    block: int = number("As dataset.block.", min=1, example=64)
+
+
+@describes("lockstep.data.text.training_text")
+@dataclass
+class TrainingTextReader(TextReader):
+    samples: int | None = number("As dataset.samples.", min=1, example=6000)
+
+
+@describes("lockstep.data.text.check_text")
+@dataclass
+class TextCheck(TextReader):
+    classes: int = number("As dataset.classes.", min=1, example=65)
 
 
 @describes("lockstep.data.download.download")

@@ -50,6 +50,16 @@ class MLP(Model):
     dropout: float = number("Share of the units that are dropped.", min=0, below=1, example=0.1)
 
 
+@describes("lockstep.models.gpt.gpt", "model/gpt")
+@dataclass
+class GPT(Model):
+    layers: int = number("Blocks of attention and MLP.", min=1, example=4)
+    heads: int = number("Heads of each attention; divides width.", min=1, example=4)
+    width: int = number("Numbers of a token inside the model.", min=1, example=128)
+    dropout: float = number("Share of the numbers that are dropped.", min=0, below=1, example=0.2)
+    tied: bool = value("The output layer uses the weights of the token embedding.", example=True)
+
+
 @describes("lockstep.strategies.ddp.DDP", "strategy/ddp")
 @dataclass
 class DDP:

@@ -133,6 +133,7 @@ class FileLogger:
 
 
 @describes("lockstep.tasks.regression.Regression", "task/regression")
+@describes("lockstep.tasks.language_modelling.LanguageModelling", "task/language_modelling")
 @dataclass
 class Task:
     metrics: dict[str, Any] = value(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
@@ -23,6 +24,21 @@ class InMemoryDataset:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.samples[index], self.targets[index]
+
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples an epoch has."""
+        return len(self)
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """The indices (epoch_samples,) of an epoch's samples. They depend on `generator` alone."""
+        return torch.randperm(len(self), generator=generator)
+
+    def to(self, device: torch.device) -> "InMemoryDataset":
+        """This data set, copied if it is on another device."""
+        if self.samples.device == device:
+            return self
+        return InMemoryDataset(self.samples.to(device), self.targets.to(device))
 
 
 def check_classes(dataset: object, classes: int) -> None:

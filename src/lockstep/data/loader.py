@@ -115,8 +115,7 @@ class BatchLoader:
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
-            moved = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
-            self.dataset = dataset if moved.samples is dataset.samples else moved
+            self.dataset = dataset.to(converter.device)
             return
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.leaves_out = samples.skips
@@ -124,7 +123,14 @@ class BatchLoader:
         self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        """Samples of an epoch."""
+        return self.dataset.epoch_samples if isinstance(self.dataset, InMemoryDataset) else len(self.dataset)
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        """The indices of an epoch's samples, in their order."""
+        if isinstance(self.dataset, InMemoryDataset):
+            return self.dataset.epoch_order(generator)
+        return torch.randperm(len(self), generator=generator)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -139,12 +145,12 @@ class BatchLoader:
         skip: int = 0,
         turns: slice = slice(None),
     ) -> Iterator[Batch]:
-        """This rank's batches of one epoch; over all ranks every sample comes once.
+        """This rank's batches of one epoch; over all ranks every sample of the epoch comes once.
 
         batch_size counts the samples of all ranks. parts: which parts of a global batch of indices (N,) are this
         rank's. skip: samples used before the run was resumed. turns: which of the batches, if ranks take turns.
         """
-        order = torch.randperm(len(self), generator=generator(self.seed, epoch)).to(self.index_device)
+        order = self._order(generator(self.seed, epoch)).to(self.index_device)
         starts = range(skip, len(self), batch_size)[turns]
         batches = [order[start : start + batch_size] for start in starts]
         mine = [parts(batch) for batch in batches]

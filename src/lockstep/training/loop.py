@@ -84,7 +84,7 @@ def evaluate(
     context = autocast(state.strategy.world.device, state.settings.precision)
 
     def count(outputs: Tensor, targets: Tensor) -> None:
-        meter.add(state.task(outputs, targets)[1], len(targets))
+        meter.add(state.task(outputs, targets)[1], state.task.count(targets))
         if report is not None:
             report.add(outputs, targets)
 

@@ -16,9 +16,9 @@ BUFFERED_STEPS = 64  # steps added up together: the calls for a sum of two numbe
 
 
 class Meter:
-    """Adds up a task's sums and a sample count in float64 on the device. Its metrics cost one all-reduce.
+    """Adds up a task's sums and its count in float64 on the device. Its metrics cost one all-reduce.
 
-    Counts are exact up to 2**53 samples, so an accuracy is the integer count of one process, divided once.
+    Counts are exact up to 2**53, so an accuracy is the integer count of one process, divided once.
     """
 
     def __init__(self, task: Task, world: World) -> None:
@@ -28,7 +28,7 @@ class Meter:
         self.places = {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
         self.sums = torch.zeros(ends[-1] + 1, dtype=torch.float64, device=world.device)
         self.reported = torch.zeros_like(self.sums)
-        self.buffered: list[tuple[int, int, list[Tensor]]] = []  # (step, samples, sums)
+        self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
 
     def clear(self) -> None:
@@ -38,8 +38,8 @@ class Meter:
         self.sums.zero_()
         self.reported.zero_()
 
-    def add(self, sums: dict[str, Tensor], count: int, step: int = 0) -> None:
-        """sums: what `task` returned for this rank's `count` samples. Never waits for the device.
+    def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
+        """sums, count: what `task` returned for some samples of this rank. Never waits for the device.
 
         What is added for one step, counted from 1, can be taken out by `discard` until the next step is added.
         """
@@ -73,12 +73,13 @@ class Meter:
         if self.buffered:
             values = [values for _, _, values in self.buffered]
             columns = [torch.stack(column).sum(0, dtype=torch.float64) for column in zip(*values, strict=True)]
-            count = sum(count for _, count, _ in self.buffered)
-            self.sums += torch.hstack([*columns, self.sums.new_full((), count)])
+            known = [count for _, count, _ in self.buffered if isinstance(count, int)]
+            counted = [count for _, count, _ in self.buffered if isinstance(count, Tensor)]
+            self.sums += torch.hstack([*columns, sum(counted, self.sums.new_full((), sum(known)))])
             self.buffered = []
 
     def totals(self, beside: Tensor | None = None) -> Tensor:
-        """(values + 1,): the sums over all ranks, name by name, and last the number of samples. A collective.
+        """(values + 1,): the sums over all ranks, name by name, and last the count. A collective.
 
         beside: float64 values (n,) that are summed over all ranks in the same all-reduce, in place.
         """

@@ -42,7 +42,7 @@ class PagedMeter(Meter):
         self.pages = pages
         self.rows = pages[world.rank, :, : self.values]
 
-    def add(self, sums: dict[str, Tensor], count: int, step: int = 0) -> None:
+    def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
         """As in the base class, but added up at once."""
         self.recent_losses.append((step, sums["loss"].detach()))
         for place, value in zip(self.places.values(), self._values(sums), strict=True):
