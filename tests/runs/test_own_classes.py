@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
 from lockstep.cli_errors import as_config_error
+from lockstep.config.arguments import KEPT_BACK
 from lockstep.config.instantiate import instantiate
 from lockstep.errors import ConfigError
 from support.configs import composed, with_values
@@ -86,7 +88,8 @@ def test_a_class_that_does_not_fit_its_node_is_refused(typed: str, said: str) ->
 
 def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
     cfg = accepted("optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov", "~optimizer.fused")
-    optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    options = {key: value for key, value in cfg.optimizer.items() if key not in KEPT_BACK["optimizer"]}
+    optimizer = instantiate(OmegaConf.create(options))([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)
 
