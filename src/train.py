@@ -32,6 +32,7 @@ from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.monitor import rank as monitor
+from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
     from lockstep.data.loader import BatchLoader
@@ -57,6 +58,7 @@ def main(cfg: DictConfig) -> Any:
     launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
+    wait_for_turn()
     preflight(cfg, launcher)
     cli.collect_garbage()
     if not instantiate_as(Mode, cfg.mode, "mode").trains:

@@ -80,6 +80,7 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     assert "the loss is" in rows_of(folder)[1]["cause"]
     check_summary(run.output)
     assert Image.open(folder / "sweep.png").size[0] > 100
+    check_one_after_the_other(folder)
     check_changes_are_refused(start, command, folder)
 
     first = rows_of(folder)
@@ -95,6 +96,13 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
 
     retried = start(*command, "optimizer.lr=1e10", "sweep.retry=failed").finish(6)
     assert re.findall(r"^sweep: job (\d+),", retried.output, re.MULTILINE) == ["1"]
+
+
+def check_one_after_the_other(folder: Path) -> None:
+    """The next job is ready while one trains, and waits for its turn."""
+    lives = [json.loads((folder / row["folder"] / "run.json").read_text())["lives"] for row in rows_of(folder)]
+    times = [moment for (life,) in lives for moment in (life["started"], life["ended"])]
+    assert times == sorted(times)
 
 
 def check_run(folder: Path, output: str, row: dict[str, str]) -> None:

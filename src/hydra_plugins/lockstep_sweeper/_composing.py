@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
@@ -10,7 +11,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -65,6 +66,18 @@ class Composer:
         hydras: list[str] = list(self.master.hydra.overrides.hydra)
         name = self.master.hydra.job.config_name
         return bool(self.loader.get_group_options(key, config_name=name, overrides=hydras))
+
+
+def sweep_folder(master: DictConfig) -> Path:
+    """master: see `Composer`."""
+    return Path(str(master.hydra.sweep.dir))
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """`config` itself, without the node `hydra`."""
+    with open_dict(config):
+        del config["hydra"]
+    return config
 
 
 def _is_hydras(override: Override) -> bool:

@@ -4,7 +4,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,17 +15,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
 from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, preflight_jobs
-from hydra_plugins.lockstep_sweeper._composing import Composer
+from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
 from lockstep import cli
-from lockstep.config.check import flatten
+from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import preload
+from lockstep.runs.code import loaded_code_facts
 from lockstep.sweeps.ending import at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words
+from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words, record_outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
 from lockstep.sweeps.search import Job, JobList, Search, add_jobs, folder_name, to_run, varied_keys
 from lockstep.sweeps.slots import Slot, divide_machine
@@ -80,6 +80,7 @@ class HydraJobs:
             config = self.compose(job.overrides, job.number, row.folder)
             result = run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
             if result.status != JobStatus.COMPLETED:
+                wait_for_turn()  # before it prints what is wrong
                 raise result._return_value
             values.append(result.return_value)
 
@@ -149,10 +150,19 @@ def slots_of(jobs: HydraJobs) -> list[Slot]:
 
 def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
     """Run jobs in processes that are forked from this one, which imports what they need."""
-    preload("fork")
+    named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
+    prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
     runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
     runner.run()
     sweep.stop_code = runner.stop_code
+
+
+def prepare_forks(modules: Sequence[str]) -> None:
+    """Import and ask once, in the process that jobs are forked from, what each of them needs. modules: of this project:
+    what a user's module does when it is imported is the job's own affair.
+    """
+    preload("fork", [*modules, "lockstep.tasks.drawing"])
+    loaded_code_facts()
 
 
 def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job]) -> None:
@@ -181,10 +191,9 @@ def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job])
 def record_return(table: SweepTable, job: Job, result: JobReturn, seconds: float) -> None:
     """Write what a launcher of Hydra's returned for a job to its row. seconds: the mean of the jobs of its batch."""
     value = result._return_value
-    if result.status == JobStatus.COMPLETED:
-        table.update(job.number, state=FINISHED, objective=value, seconds=seconds, **table.read_best(job.number))
-    else:
-        table.update(job.number, state=FAILED, seconds=seconds, cause=_cause(value)[:LONGEST_CAUSE])
+    is_finished = result.status == JobStatus.COMPLETED
+    outcome = Outcome(EXIT_FINISHED, value) if is_finished else Outcome(EXIT_FAILED, cause=_cause(value))
+    record_outcome(table, job.number, outcome, outcome.state, seconds)
 
 
 def end_joblib_workers() -> None:
@@ -231,15 +240,3 @@ def _cause(error: BaseException | None) -> str:
     if isinstance(error, RankFailed):
         error = error.__cause__  # this rank's own error
     return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())
-
-
-def sweep_folder(master: DictConfig) -> Path:
-    """master: see `HydraJobs`."""
-    return Path(str(master.hydra.sweep.dir))
-
-
-def without_hydra(config: DictConfig) -> DictConfig:
-    """`config` itself, without the node `hydra`."""
-    with open_dict(config):
-        del config["hydra"]
-    return config

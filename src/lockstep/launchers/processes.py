@@ -30,6 +30,7 @@ START_METHODS = ("spawn", "fork", "forkserver")
 PRELOADED_MODULES = [
     "torch.utils.tensorboard",
     "tqdm",
+    "encodings.idna",  # of socket.getaddrinfo
     "hydra.utils",
     "lockstep.build_loggers",
     "lockstep.live",

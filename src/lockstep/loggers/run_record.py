@@ -17,7 +17,8 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.runs.code import DIFF, code_facts, versions
+from lockstep.monitor.code_hashes import module_hashes
+from lockstep.runs.code import DIFF, loaded_code_facts, versions
 from lockstep.runs.record import FAILED, FINISHED, KILLED, PAUSED, RUNNING, read_run, write_run
 from lockstep.training.state import TrainState
 
@@ -115,13 +116,13 @@ class RunRecord(Logger):
 
     def _begin(self) -> None:
         """In the thread: the code as it is now, and the first whole file. A folder without room: see `_write`."""
-        facts, diff = code_facts()
+        facts, diff = loaded_code_facts()
         with suppress(OSError):
             if diff:
                 (self.folder / DIFF).write_bytes(diff)
             else:
                 (self.folder / DIFF).unlink(missing_ok=True)
-        self.run["code"] |= facts
+        self.run["code"] |= facts | {"modules": module_hashes(users_only=True)}
         if self.life is not None:
             self.life["source"] = facts["source"]
         self.run["environment"] |= versions()

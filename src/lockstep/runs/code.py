@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ NAMED = 50  # untracked files in a record
 GIT_SECONDS = 30.0
 
 
+@cache
 def versions() -> dict[str, str]:
     """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
     found = {"python": platform.python_version()}
@@ -47,6 +49,15 @@ def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
     facts |= {"diff_sha256": hashlib.sha256(diff).hexdigest()[:DIGITS], "diff_bytes": len(diff)}
     return facts, diff if len(diff) <= LARGEST_DIFF else b""
+
+
+@cache
+def loaded_code_facts() -> tuple[dict[str, Any], bytes]:
+    """`code_facts` when this process asked first: it had loaded the code by then, and so have its forks.
+
+    The user's modules may be loaded later.
+    """
+    return code_facts()
 
 
 def _git(root: Path, *words: str) -> bytes | None:
