@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
@@ -26,14 +27,12 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
-from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.epochs import EpochTrainer
 from lockstep.training.evaluation import Evaluator, wanted_by
-from lockstep.training.meter import Meter
-from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.fresh_state import fresh_state
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.running_metrics import RunningMetrics
-from lockstep.training.setup import grad_scaler, model_dtype, model_memory_format, prepare_model
+from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.straggler import StragglerWatch
 from lockstep.training.timer import StepTimer
@@ -110,23 +109,11 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
     make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in KEPT_BACK["optimizer"]}))
     optimizer = rules.optimizer(make, strategy)
-    initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
     length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
-    meter = Meter(task, world)
-    return TrainState(
-        settings=settings,
-        task=task,
-        strategy=strategy,
-        optimizer=optimizer,
-        initial_hyperparameters=initial,
-        scheduler=schedule(optimizer, **matching_arguments(schedule, length)),
-        scaler=grad_scaler(world, trainer.precision),
-        meter=meter,
-        nan=NanPolicy(cfg.watch.nan, strategy, meter, checks_gradients=trainer.precision != "fp16"),
-        ema=None if trainer.ema is None else ExponentialMovingAverage(strategy.model, trainer.ema),
-    )
+    with_length = partial(schedule, **matching_arguments(schedule, length))
+    return fresh_state(settings, task, strategy, optimizer, with_length, trainer.ema, cfg.watch.nan)
 
 
 def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:

@@ -32,10 +32,10 @@ class Converter:
     def __init__(
         self,
         device: torch.device,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> None:
         self.device, self.dtype, self.memory_format = device, dtype, memory_format
         deviation = self._per_channel([1.0] if std is None else std)
@@ -100,9 +100,9 @@ class BatchLoader:
         self,
         dataset: Any,
         converter: Converter,
-        rank: int,
-        size: int,
-        seed: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
         augment: Augment | None = None,
         workers: int = 0,
         transforms: Sequence[BatchTransform] = (),

@@ -134,8 +134,8 @@ def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> s
 
 @contextmanager
 def init_distributed(
-    name: str,
-    timeout: float,
+    name: str = "auto",
+    timeout: float = 300,
     socket_ifname: str | None = None,
     debug: str | None = None,
     p2p_disable: bool | int | None = None,

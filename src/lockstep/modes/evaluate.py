@@ -3,9 +3,8 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.modes.output import write_output
 
@@ -29,7 +28,7 @@ class Evaluate(Mode):
         from lockstep.training.loop import evaluate
 
         loader = trained.loader(self.split)
-        metrics = evaluate(trained.state, loader, stop)
+        metrics = evaluate(trained.state, loader)
         facts: dict[str, Any] = {
             "metrics": metrics,
             "split": self.split,
@@ -44,8 +43,3 @@ class Evaluate(Mode):
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, len(loader), trained.step)
         log.info("written to: %s", path)
         return metrics
-
-
-def stop() -> NoReturn:
-    """A rank was asked to stop."""
-    raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)

@@ -24,16 +24,16 @@ class TrainSettings:
     """
 
     epochs: int
-    max_steps: int | None
-    pause_after: int | None  # epochs
-    batch_size: int
-    gradient_accumulation_steps: int
-    max_grad_norm: float | None
-    precision: str
-    eval_batch_size: int
-    eval_every: int  # epochs
-    patience: int | None  # evaluations
-    log_every: int  # steps
+    max_steps: int | None = None
+    pause_after: int | None = None  # epochs
+    batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    eval_batch_size: int = 128
+    eval_every: int = 1  # epochs
+    patience: int | None = None  # evaluations
+    log_every: int = 10  # steps
 
     def steps_per_epoch(self, samples: int) -> int:
         """Optimizer steps in an epoch of `samples` samples."""
