@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 
 from lockstep.data.samples import Samples
 from lockstep.data.workers import DatasetReader
-from support.commands import children, wait_for
+from support.commands import ROOT, children, wait_for
 
 HANGS = 77
 
@@ -128,3 +130,17 @@ def test_workers_that_hang_end_with_a_rank_that_is_killed(method):
     rank.kill()
     rank.join()
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 5)
+
+
+def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
+    """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
+    code = """if True:
+        import torch
+        from lockstep.data.loader import BatchLoader, Converter
+        from support.own_data import Points
+        loader = BatchLoader(Points(), Converter(torch.device("cpu")), workers=1)
+        print(len(list(loader.eval_batches(4))))
+    """
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60, check=True)
+    assert ended.returncode == 0

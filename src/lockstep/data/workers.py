@@ -1,5 +1,6 @@
 """A DataLoader whose worker processes start once, end with their rank, and leave no files."""
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -50,6 +51,9 @@ class DatasetReader:
             others = multiprocessing.active_children()
             iter(self._loader)  # starts the workers, which wait for the first batch
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            self._owner = os.getpid()
+            # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
+            atexit.register(self.close)
 
     def read(self, batches: list[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each batch of sample numbers. A pass that was left early does not disturb the next one.
@@ -70,6 +74,9 @@ class DatasetReader:
 
     def close(self) -> None:
         """End the workers at once, a busy one too. They have nothing to save."""
+        atexit.unregister(self.close)
+        if self._workers and os.getpid() != self._owner:  # a fork of their owner ends
+            return
         with _deaths_ignored():
             for worker in self._workers:
                 worker.kill()
