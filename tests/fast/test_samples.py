@@ -1,5 +1,6 @@
 """Samples that are read one by one: their random numbers, their forms, and those that cannot be read."""
 
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,9 @@ def trained_on(dataset: Any, epoch: int, size: int = 1, workers: int = 0, skip: 
     """The inputs of an epoch over all ranks, in the order of the global batches."""
     ranks = []
     for rank in range(size):
-        reader = loader(dataset, rank, size, workers, **options)
         parts = partial(micro_batch_parts, accumulation_steps=1, rank=rank, size=size)
-        ranks.append([batch.parts[0].inputs for batch in reader.epoch(epoch, 5, parts, skip)])
-        reader.close()
+        with closing(loader(dataset, rank, size, workers, **options)) as reader:  # workers ignore SIGTERM
+            ranks.append([batch.parts[0].inputs for batch in reader.epoch(epoch, 5, parts, skip)])
     return torch.cat([part for batch in zip(*ranks, strict=True) for part in batch])
 
 
@@ -118,3 +118,8 @@ def test_a_label_that_the_model_has_no_output_for_is_named_with_its_sample(worke
     said = "^sample 5 of the training data has the target 7, and the classes are 0 to 1; type dataset.classes=8$"
     with pytest.raises(ConfigError, match=said):
         trained_on(own_data.WrongLabel(), 0, workers=workers, classes=2)
+
+
+def test_a_sample_is_shown_as_the_data_set_has_it_and_one_of_several_inputs_not_at_all() -> None:
+    assert torch.equal(loader(own_data.DictsOfOne()).shown_sample(3), own_data.Points()[3][0])
+    assert loader(own_data.Dicts()).shown_sample(3).numel() == 0

@@ -26,7 +26,7 @@ def first_sample(data: InMemoryDataset | Samples) -> tuple[Any, Any]:
     """(inputs, targets) of the first sample, as a batch of one. Raises ConfigError if it has another form."""
     if isinstance(data, InMemoryDataset):
         return data.samples[:1], data.targets[:1]
-    return data.first()
+    return data.one()
 
 
 def sample_shape(inputs: Any) -> list[int]:

@@ -120,6 +120,7 @@ class BatchLoader:
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.leaves_out = samples.skips
         self.dataset = samples.dataset
+        self.samples = samples
         self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
     def __len__(self) -> int:
@@ -208,6 +209,13 @@ class BatchLoader:
         memory, reader = self.dataset, self.reader
         raw = read_memory(memory, [share]) if reader is None else read_samples(reader, [share], EVALUATION)
         return next(raw)[0]
+
+    def shown_sample(self, number: int) -> Tensor:
+        """The inputs of a sample as the data set has them; an empty tensor if they are several."""
+        if isinstance(self.dataset, InMemoryDataset):
+            return self.dataset.samples[number]
+        inputs, _ = self.samples.one(number)
+        return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
     def _load(
         self, shares: list[Tensor], epoch: int, plans: Iterator[Tensor] | None = None

@@ -120,10 +120,10 @@ class Samples:
             ) from error
         return sample
 
-    def first(self) -> tuple[Any, Any]:
-        """(inputs, targets) of sample 0 as a batch of one. Raises ConfigError if it has a form that is not known."""
+    def one(self, number: int = 0) -> tuple[Any, Any]:
+        """(inputs, targets) of one sample as a batch. Raises ConfigError if it has a form that is not known."""
         with random_states_kept():
-            number, sample = self._readable(EVALUATION, 0)
+            number, sample = self._readable(EVALUATION, number)
         found = self.collate(Read([number], [sample], 1))
         if isinstance(found, ConfigError):
             raise found

@@ -71,8 +71,7 @@ class Evaluator:
         return means
 
     def _sample(self, number: int) -> Tensor:
-        sample: Tensor = self.loader.dataset[number][0]
-        return sample
+        return self.loader.shown_sample(number)
 
     def _log_histograms(self) -> None:
         """Of the whole model, whichever rank holds which part of it. A collective."""
