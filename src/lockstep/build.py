@@ -15,7 +15,8 @@ from lockstep.config.arguments import KEPT_BACK, matching_arguments
 from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.converter import Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World

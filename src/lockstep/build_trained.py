@@ -12,7 +12,7 @@ from lockstep.config.arguments import locate
 from lockstep.config.check import nodes_with_target
 from lockstep.config.instantiate import instantiate_as
 from lockstep.config.targets import is_open
-from lockstep.data.loader import Converter
+from lockstep.data.converter import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import recorded_classes
 from lockstep.modes.trained_net import TrainedNet

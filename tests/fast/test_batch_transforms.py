@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lockstep.data.augment import Augment
 from lockstep.data.batch_transforms import BatchTransform, CutMix, MixUp, OneOf, RandomErasing
+from lockstep.data.converter import Converter
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import Samples
 from lockstep.errors import ConfigError

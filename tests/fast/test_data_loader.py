@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import Augment
+from lockstep.data.converter import Converter
 from lockstep.data.digits import digits
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Part, micro_batch_parts
 from support.worlds import in_world
 

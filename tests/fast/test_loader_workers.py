@@ -136,7 +136,8 @@ def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
     """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
     code = """if True:
         import torch
-        from lockstep.data.loader import BatchLoader, Converter
+        from lockstep.data.converter import Converter
+        from lockstep.data.loader import BatchLoader
         from support.own_data import Points
         loader = BatchLoader(Points(), Converter(torch.device("cpu")), workers=1)
         print(len(list(loader.eval_batches(4))))

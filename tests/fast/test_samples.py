@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.converter import Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
 from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import SampleError, Samples

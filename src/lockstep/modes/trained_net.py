@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.loader import Converter
+from lockstep.data.converter import Converter
 from lockstep.data.nested import map_tensors
 from lockstep.training.setup import AUTOCAST_TYPES, autocast
 
