@@ -6,8 +6,12 @@ Sweeps by each launcher are in test_starters.py. Sweeps that are killed, and sev
 import fcntl
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -174,3 +178,23 @@ def test_optuna_looks_for_the_best_accuracy(start):
     assert best is not None
     assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
     assert "sweep: 3 finished" in run.output
+
+
+def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
+    """The terminal is shown as its bytes: a bar of job 0 and one of job 1 in two lines, which are erased together."""
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, 80))
+    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=12", "sweep.slots=2"]
+    with os.fdopen(reading, "rb", buffering=0) as screen:
+        run = subprocess.Popen([*PYTHON_TRAIN, *words], cwd=tmp_path, stdout=writing, stderr=writing)
+        os.close(writing)
+        shown = ""
+        with suppress(OSError):  # Linux says so when nobody holds the other end any more
+            while text := screen.read(65536):
+                shown += text.decode(errors="replace")
+    assert run.wait() == 0
+    assert re.search(r"\[0\] epoch \d+/12: .*\r\n\[1\] epoch \d+/12: .*\r\n\x1b\[2F\x1b\[J", shown)
+    assert re.search(r"samples/s, loss=\d", shown)
+    last = shown.rpartition("\x1b[J")[2]
+    assert "sweep: job" in last
+    assert "%|" not in last

@@ -11,6 +11,7 @@ from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
+from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
 from lockstep.sweeps.slots import Slot
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SweepTable
@@ -28,7 +29,7 @@ class SweepRunner:
         self.table, self.search, self.work = table, search, work
         self.max_failures, self.slots = max_failures, slots
         self.running: dict[int, JobProcess] = {}  # slot -> its job
-        self.lines: dict[int, bytes] = {}  # slot -> the begin of a line that its job has printed
+        self.screen = Screen()
         self.ready: JobProcess | None = None  # the next job, which waits for its turn
         self.failures = 0
         self.stop_code: int | None = None  # of the jobs that a signal has stopped
@@ -39,10 +40,10 @@ class SweepRunner:
             while self._fill(relay) or self.running:
                 time.sleep(POLL_SECONDS)
                 for slot, process in list(self.running.items()):
-                    self._forward(process)
+                    self.screen.forward(process)
                     outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
                     if outcome is not None:
-                        self._forward(process, to_end=True)
+                        self.screen.forward(process, to_end=True)
                         del self.running[slot]
                         self._record(process, outcome, asked=relay.first is not None)
             if relay.first is not None and self.stop_code is None:
@@ -78,8 +79,10 @@ class SweepRunner:
             return None
         row, slot = self.table.rows[job.number], self.slots[number]
         environment = slot.environment | {SWEEP_FOLDER: str(self.table.folder)}
+        captured = len(self.slots) > 1
+        if captured:
+            environment |= self.screen.environment
         with blocked():
-            captured = len(self.slots) > 1
             return start_job(job, lambda: self.work(job, row), number, environment, set(slot.cores), captured)
 
     def _start(self, process: JobProcess, relay: Relay) -> None:
@@ -110,19 +113,4 @@ class SweepRunner:
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:
             os.close(process.output)
-            print(f"sweep: job {job.number} {row.state}, {row.overrides}", flush=True)
-
-    def _forward(self, process: JobProcess, to_end: bool = False) -> None:
-        """Print the whole lines that a job of several at once has printed, with its number before each."""
-        if process.output is None:
-            return
-        text = self.lines.pop(process.slot, b"")
-        with suppress(BlockingIOError):
-            while chunk := os.read(process.output, 65536):
-                text += chunk
-        *lines, rest = text.split(b"\n")
-        if to_end and rest:
-            lines, rest = [*lines, rest], b""
-        self.lines[process.slot] = rest
-        for line in lines:
-            print(f"[{process.job.number}] {line.decode(errors='replace')}", flush=True)
+            self.screen.show([f"sweep: job {job.number} {row.state}, {row.overrides}"])
