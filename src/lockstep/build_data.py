@@ -11,6 +11,7 @@ from lockstep.data.describe import class_count, first_sample, require_samples, s
 from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
 from lockstep.data.random_numbers import random_states_kept
 from lockstep.data.samples import Samples
+from lockstep.data.stream import require_stream
 from lockstep.tasks.classification import Classification
 
 
@@ -18,6 +19,9 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
     """The data sets for training and for tests. Raises ConfigError if one has no samples."""
     with random_states_kept():  # the initial weights depend on the seed, not on what a data set draws
         train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
+    mixes = any(transform.mixes for transform in instantiate(cfg.dataset.batch_transforms))
+    require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
+    require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
     require_samples(train, "training data", "dataset.train")
     require_samples(test, "test data", "dataset.test")
     return train, test

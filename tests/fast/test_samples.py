@@ -13,6 +13,7 @@ from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
 from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import SampleError, Samples
+from lockstep.data.stream import require_stream
 from lockstep.errors import ConfigError
 from support import own_data
 
@@ -119,6 +120,33 @@ def test_a_label_that_the_model_has_no_output_for_is_named_with_its_sample(worke
     said = "^sample 5 of the training data has the target 7, and the classes are 0 to 1; type dataset.classes=8$"
     with pytest.raises(ConfigError, match=said):
         trained_on(own_data.WrongLabel(), 0, workers=workers, classes=2)
+
+
+def test_a_stream_gives_the_same_batches_at_any_ranks_and_after_a_resume_in_its_own_order() -> None:
+    alone = trained_on(own_data.PointStream(), 1)
+    assert torch.equal(trained_on(own_data.PointStream(), 1, size=3), alone)
+    assert torch.equal(trained_on(own_data.PointStream(), 1, size=2, skip=10), alone[10:])
+    points = own_data.Points().points.roll(-1, 0)  # epoch 1
+    assert (alone - points).std(1).max() < 1e-12  # one number of noise for all values of a point
+    again = loader(own_data.PointStream())
+    parts = partial(micro_batch_parts, accumulation_steps=1, rank=0, size=1)
+    epochs = [torch.cat([batch.parts[0].inputs for batch in again.epoch(epoch, 5, parts)]) for epoch in (1, 2, 1)]
+    assert torch.equal(epochs[0], alone)
+    assert torch.equal(epochs[2], alone)
+    assert not torch.equal(epochs[1], alone)
+
+
+def test_a_stream_that_is_too_short_or_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="PointStream has 20 items, and its __len__ says 23; type return 20 there"):
+        trained_on(own_data.PointStream(missing=3), 0)
+    stream = own_data.PointStream()
+    for options, advice in (
+        ((1, False, "fail"), "dataset.workers=0"),
+        ((0, True, "fail"), r"dataset.batch_transforms=\[\]"),
+        ((0, False, "skip"), "dataset.on_error=fail"),
+    ):
+        with pytest.raises(ConfigError, match=f"the data is an IterableDataset, PointStream, .*; type {advice}"):
+            require_stream(stream, "data", *options)
 
 
 def test_a_sample_is_shown_as_the_data_set_has_it_and_one_of_several_inputs_not_at_all() -> None:

@@ -98,3 +98,20 @@ class Empty(Points):
 def tensors(count: int = 23) -> torch.utils.data.TensorDataset:
     points = Points(count)
     return torch.utils.data.TensorDataset(points.points, (points.points[:, 0] > 0).long())
+
+
+class PointStream(torch.utils.data.IterableDataset[Any]):
+    """The points in the order of their numbers, turned by the epoch, with noise. `missing` of them never come."""
+
+    def __init__(self, missing: int = 0) -> None:
+        self.points, self.missing, self.first = Noisy(), missing, 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch
+
+    def __iter__(self) -> Any:
+        for number in range(len(self) - self.missing):
+            yield self.points[(number + self.first) % len(self)]

@@ -46,6 +46,7 @@ class BatchLoader:
         self.dataset = dataset
         self.index_device = torch.device("cpu")
         self.reader: DatasetReader | None = None
+        self.is_stream = False  # whether samples come in the data set's own order
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
@@ -54,6 +55,7 @@ class BatchLoader:
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.leaves_out = samples.skips
         self.dataset = samples.dataset
+        self.is_stream = samples.stream is not None
         self.samples = samples
         self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
@@ -65,6 +67,8 @@ class BatchLoader:
         """The indices of an epoch's samples, in their order."""
         if isinstance(self.dataset, InMemoryDataset):
             return self.dataset.epoch_order(generator)
+        if self.is_stream:
+            return torch.arange(len(self))
         return torch.randperm(len(self), generator=generator)
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.nested import map_tensors
 from lockstep.data.partition import fold_in
 from lockstep.data.random_numbers import random_states_kept, seed_all
+from lockstep.data.stream import Stream
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Read(NamedTuple):
 
 
 class Samples:
-    """A map-style data set as a DataLoader reads it.
+    """A data set as a DataLoader reads it: map-style, or iterable (see `Stream`).
 
     Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
     sample). So its random numbers are the same in whichever rank or worker, and after a resume.
@@ -62,6 +63,7 @@ class Samples:
         self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
         self.skips, self.classes = on_error == "skip", classes
         self.collate_fn = collate_fn or default_collate
+        self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
         self.named: set[int] = set()  # unreadable samples that the log has named
 
     def __len__(self) -> int:
@@ -106,9 +108,13 @@ class Samples:
             log.warning(sentence)
 
     def _transformed(self, epoch: int, number: int) -> Any:
-        seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
         try:
-            sample = self.dataset[number]
+            if self.stream is None:
+                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
+                sample = self.dataset[number]
+            else:
+                sample = self.stream.read(epoch, number)
+                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
             for transform in self.transforms:
                 sample = apply_transform(transform, sample)
         except ConfigError:

@@ -57,7 +57,8 @@ class Evaluator:
     def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective."""
         loader, report = self.loader, None
-        if self.wanted.images > 0 and not loader.leaves_out:  # a report counts samples to know their numbers
+        # A report counts samples to know their numbers, and shows some of them.
+        if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
             report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
         means = evaluate(self.state, loader, on_stop, report)
         if report is not None:
