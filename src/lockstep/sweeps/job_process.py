@@ -13,13 +13,14 @@ from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
 from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import SENTENCES
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
+REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 
 
@@ -93,13 +94,22 @@ class JobProcess:
         os.close(self.results)
         cause = outcome.cause
         if outcome.state == FAILED:
-            cause = reported_cause(run_dir, self.started_at, was_killed=code < 0) or cause or _end_in_words(code)
+            cause = self._reported(run_dir, code) or cause or _end_in_words(code)
         return Outcome(code, outcome.objective, " ".join(cause.split())[:LONGEST_CAUSE])
 
     @property
     def started_at(self) -> float:
         """By the clock of the wall."""
         return time.time() - (time.monotonic() - self.started)
+
+    def _reported(self, run_dir: Path, code: int) -> str:
+        """What the failure report says. That of a hang is written when the job has ended."""
+        deadline = time.monotonic() + (REPORT_SECONDS if code == EXIT_HANG else 0.0)
+        cause = reported_cause(run_dir, self.started_at, was_killed=code < 0)
+        while not cause and time.monotonic() < deadline:
+            time.sleep(0.01)
+            cause = reported_cause(run_dir, self.started_at)
+        return cause
 
     def _sent(self, code: int) -> Outcome:
         with suppress(BlockingIOError, ValueError):
