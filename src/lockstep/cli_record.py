@@ -44,7 +44,7 @@ def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -
     """composed: with its interpolations, such as ${oc.env:KEY}. cfg: `composed`, checked and resolved."""
     flat = plain_values(flatten(as_dict(cfg)))
     shown = as_written(flat, values_as_written(composed))
-    overrides = list(hydra_cfg.overrides.task)
+    overrides = _as_typed(hydra_cfg.overrides.task)
     files = {
         "config.yaml": OmegaConf.to_yaml(composed),
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
@@ -73,6 +73,11 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         return plain_values(value)
     return value if type(value) in (bool, int, float, str, type(None)) else str(value)
+
+
+def _as_typed(words: Any) -> list[str]:
+    """Hydra's list of overrides, with ${oc.env:KEY} as it is: to read an item of the list would resolve it."""
+    return [str(word) for word in OmegaConf.to_container(words, resolve=False)]
 
 
 def _command(overrides: Sequence[str], flags: Sequence[str]) -> str:

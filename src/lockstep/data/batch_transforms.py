@@ -150,6 +150,8 @@ class BatchTransforms:
 
         positions: neighbours, as strategies cut a batch. Without any, those of the first sample stand in.
         """
+        if not self.before:
+            return positions
         first = int(positions[0]) if len(positions) else 0
         return torch.cat([torch.arange(first - self.before, first) % count, positions])
 

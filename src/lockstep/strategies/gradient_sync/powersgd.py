@@ -22,6 +22,7 @@ class PowerSGD(GradientSync):
     """
 
     name = "powersgd"
+    ranks_agree = False  # each rank multiplies the factors itself, and some CPUs round by a tensor's place in memory
     needs_hooks = True
     recovers_live = False
 
