@@ -28,7 +28,6 @@ class SweepSettings:
     first_rung: int
     trials: int | None
     seed: int
-    constraints: list[str]
     objective: str
     mode: str
     epochs: int

@@ -1,1 +1,0 @@
-"""What a command does: train, or use what was trained."""
