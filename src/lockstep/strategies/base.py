@@ -95,6 +95,7 @@ class Strategy:
     uses_communication_hooks = False  # whether gradients are averaged by DistributedDataParallel
     supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
     ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
+    rounds_alike = True  # whether these have the same bits, too
     waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
     recovers_live = False  # whether all ranks hold the same weights and optimizer state after each step
     binds_one_device = True  # False if a rank computes on several GPUs
@@ -198,9 +199,10 @@ class Strategy:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on every rank after every step. A damaged one is found.
 
-        Without `ranks_agree` there is none. Of the buffers only the statistics of synchronised batch norm belong here.
+        Without `ranks_agree` and `rounds_alike` there is none. Of the buffers only the statistics of synchronised batch
+        norm belong here.
         """
-        if not self.ranks_agree:
+        if not (self.ranks_agree and self.rounds_alike):
             return {}
         tensors: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, module in self.model.named_modules():

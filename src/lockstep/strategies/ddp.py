@@ -40,7 +40,7 @@ class DDP(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         self.gradient_sync = gradient_sync
-        self.ranks_agree = gradient_sync.ranks_agree
+        self.ranks_agree, self.rounds_alike = gradient_sync.ranks_agree, gradient_sync.rounds_alike
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return
         devices = {parameter.device for parameter in model.parameters()}

@@ -22,7 +22,7 @@ class PowerSGD(GradientSync):
     """
 
     name = "powersgd"
-    ranks_agree = False  # each rank multiplies the factors itself, and some CPUs round by a tensor's place in memory
+    rounds_alike = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
     recovers_live = False
 
