@@ -11,7 +11,7 @@ DEV := $(VENV)/.ready-dev
 BENCH := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill faults fuzz promise screenshots coverage clean
+.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill faults fuzz promise pairs screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,9 @@ fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=1000 of each ki
 
 promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every launcher
 	PYTHONPATH=src:tests $(PYTHON) tests/promise_table.py $(ARGS)
+
+pairs: $(DEV) ## docs/option_pairs.md: every two options in one command; it trains a step or says why not
+	PYTHONPATH=src:tests $(PYTHON) tests/pairs_table.py
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase

@@ -86,7 +86,8 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
         Contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
         Contender("references", ranks, "train", start + script("references", settings)),
     ]
-    floors = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
+    floors = ["strategy._target_=lockstep_floors.DDPAndFloors", "~optimizer.no_decay", "~optimizer.groups",
+              "+strategy.optimizer=${optimizer}",
               "+strategy.precision=${trainer.precision}", f"trainer.epochs={settings.floor_epochs}"]  # fmt: skip
     for how, words in BESIDE.items():
         if ranks > 1 or "gloo" not in how:

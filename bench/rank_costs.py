@@ -56,6 +56,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     from harness import pin_to_core
 
     from lockstep import build
+    from lockstep.cli_record import ConfigRecord
     from lockstep.config.instantiate import instantiate
     from lockstep.distributed.world import init_distributed
     from lockstep.training.loop import train_epoch
@@ -68,7 +69,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
         state = build.train_state(cfg, strategy, len(loader))
         train_epoch(state, loader, StepTimer(), [])
         copying, writing = [], []
-        with build.snapshots(cfg, {}, state, loader) as snapshots:
+        with build.snapshots(cfg, ConfigRecord({}, {}, {}, {}, {}), state, loader) as snapshots:
             for _ in range(4):
                 began, busy = time.perf_counter(), time.thread_time()
                 snapshots.save()

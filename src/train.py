@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep import cli
+from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.arguments import check_arguments
-from lockstep.config.environment_values import values_as_written
-from lockstep.config.instantiate import hydra_record, instantiate, instantiate_as
+from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.launchers.base import Launcher
+from lockstep.modes.base import Mode, TrainedRun
 from lockstep.monitor import rank as monitor
+from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
     from lockstep.data.loader import BatchLoader
@@ -43,39 +44,41 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.training.state import TrainState
 
-Texts = Mapping[str, str]
 COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
-    """Check the config, then train in every rank. Returns the objective, for a sweeper."""
-    record, written = hydra_record(cfg, HydraConfig.get()), values_as_written(cfg)
-    cfg = cli.check_input(cfg)
+    """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
+    composed, cfg = cfg, cli.check_input(cfg)
+    record = record_config(composed, cfg, HydraConfig.get())
     signals.set_run_folder(cfg.run_dir)
     check_arguments(cfg, ("launch",))
     launcher = instantiate_as(Launcher, cfg.launch, "launch")
     launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
+    wait_for_turn()
     preflight(cfg, launcher)
     cli.collect_garbage()
+    if not instantiate_as(Mode, cfg.mode, "mode").trains:
+        return launcher.launch(mode_worker, cfg, record)
     if launcher.recovers_live:
-        return launcher.launch(train_live, cfg, record, written)
-    return launcher.launch(train_worker, cfg, record, written)
+        return launcher.launch(train_live, cfg, record)
+    return launcher.launch(train_worker, cfg, record)
 
 
-def train_live(cfg: DictConfig, *args: Any) -> float:
+def train_live(cfg: DictConfig, record: ConfigRecord) -> float:
     """`train_worker`, again and again until no rank dies in it, see `lockstep.live`."""
     from lockstep.live import keep_training
 
-    return keep_training(train_worker, cfg, *args)
+    return keep_training(train_worker, cfg, record)
 
 
-def train_worker(cfg: DictConfig, record: Texts, written: Texts, live: "LiveRun | None" = None) -> float:
+def train_worker(cfg: DictConfig, record: ConfigRecord, live: "LiveRun | None" = None) -> float:
     """What one rank does from start to end. Returns the last value of `cfg.objective`.
 
-    record: {file: text} for `.hydra`. written: {key: text} of values that no file gets. live: see `train_live`.
+    live: see `train_live`.
     """
     from lockstep import build, build_loggers
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
@@ -96,32 +99,59 @@ def train_worker(cfg: DictConfig, record: Texts, written: Texts, live: "LiveRun 
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
         hold_run_folder(cfg.run_dir, world) as held,
     ):
-        begin_run(cfg, written, world, logs)
+        begin_run(cfg, record, world, logs)
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         train_loader, eval_loader = build.model_and_data(cfg, world, strategy, live.datasets if live else None)
+        record = record.completed(cfg)
         state = build.train_state(cfg, strategy, len(train_loader), live.full_size if live else None)
         with (
-            build.snapshots(cfg, written, state, train_loader) as snapshots,
+            build.snapshots(cfg, record, state, train_loader) as snapshots,
             build_loggers.loggers(cfg, state, held.restore, live.record if live else None) as loggers,
             survival(),  # before the files below are closed, which takes time
         ):
             snapshots.resume(cfg.resume) if live is None else live.resume(cfg.resume, state, snapshots, loggers)
             if not state.finished:
-                write_record(world, cfg.run_dir, record, state.progress.step)
-            info = build_loggers.run_info(cfg, state, train_loader, eval_loader, snapshots, record, written)
-            loggers.on_fit_start(info)
+                write_record(world, cfg.run_dir, record.files, state.progress.step)
+            loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
             with signals.stop_after_saving():
                 return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
 
 
-def begin_run(cfg: DictConfig, written: Texts, world: "World", logs: "RankLogs") -> None:
+def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
+    """What one rank does in any mode but train: bring the trained net back, and hand it to the mode."""
+    from lockstep import build
+    from lockstep.distributed.lazy_dynamo import postpone_dynamo
+    from lockstep.distributed.world import init_distributed
+    from lockstep.loggers.rank_logs import rank_logs
+    from lockstep.snapshots.trained import restore_trained, snapshots_to_try
+    from lockstep.training.setup import set_determinism
+
+    signals.listen(cfg.run_dir)
+    postpone_dynamo()
+    mode, strategy = instantiate_as(Mode, cfg.mode, "mode"), instantiate(cfg.strategy)
+    with (
+        rank_logs() as logs,
+        exits_are_failures(),
+        monitor.failures(),
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+    ):
+        begin_run(cfg, record, world, logs)
+        set_determinism(cfg.seed, cfg.trainer.deterministic)
+        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+        state = build.train_state(cfg, strategy, len(train_loader))
+        paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+        snapshot, saved = restore_trained(state, paths, build.model_config(record.completed(cfg)))
+        return mode.run(TrainedRun(state, train_loader, eval_loader, snapshot, saved))
+
+
+def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
     from lockstep.distributed.monitoring import join_monitor
 
     logs.open(cfg.run_dir)
     join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
-    build.check_same_config(cfg, written, world)
+    build.check_same_config(record, world)
 
 
 def fit(

@@ -2,45 +2,42 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.config.arguments import matching_arguments
-from lockstep.config.check import as_dict, flatten, nodes_with_target
-from lockstep.config.environment_values import as_written
+from lockstep.build_data import complete_config, datasets, samples
+from lockstep.cli_record import ConfigRecord
+from lockstep.config.arguments import KEPT_BACK, matching_arguments
+from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.augment import Augment
-from lockstep.data.in_memory import check_classes, check_shape
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.converter import Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
 from lockstep.loggers.base import LoggerList
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
-from lockstep.snapshots.fingerprint import data_fingerprint, plain_values
+from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
-from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.epochs import EpochTrainer
 from lockstep.training.evaluation import Evaluator, wanted_by
-from lockstep.training.meter import Meter
-from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.fresh_state import fresh_state
+from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.running_metrics import RunningMetrics
-from lockstep.training.setup import grad_scaler, model_dtype, model_memory_format, prepare_model
+from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.straggler import StragglerWatch
 from lockstep.training.timer import StepTimer
 from lockstep.training.weight_check import WeightCheck
-
-
-def datasets(cfg: DictConfig) -> tuple[Any, Any]:
-    """The data sets for training and for tests."""
-    return instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
 
 
 def model_and_data(
@@ -48,19 +45,24 @@ def model_and_data(
 ) -> tuple[BatchLoader, BatchLoader]:
     """Hand the model to the strategy, and return the loaders of training and test data.
 
-    loaded: `datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may hold only a
-    part of it on this rank.
+    loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
+    hold only a part of it on this rank.
     """
     monitor.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
+        import_targets(cfg)
     monitor.enter("build")
-    import_targets(cfg)
     require_same_code(world)
     trainer, data = cfg.trainer, cfg.dataset
+    train_data, test_data = loaded or datasets(cfg)
+    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
+    complete_config(cfg, train_data, samples(cfg, train_data, "training data"))
     model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+    load_initial_weights(model, cfg.init, cfg.new_layers)
+    freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
     strategy.validate_model(model, world.size)
@@ -68,12 +70,10 @@ def model_and_data(
 
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
-    train_data, test_data = loaded or datasets(cfg)
-    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
-    check_classes(train_data, data.classes)
-    check_shape(train_data, cfg.model.get("shape"))
-    train_loader = BatchLoader(train_data, converter, *shard, cfg.seed, Augment(**data.augment), data.workers)
-    eval_loader = BatchLoader(test_data, converter, *shard, cfg.seed, workers=data.workers)
+    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
+    augment, transforms = Augment(**data.augment), instantiate(data.batch_transforms)
+    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
+    eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return train_loader, eval_loader
@@ -107,33 +107,21 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
         patience=cfg.evaluation.patience,
         log_every=cfg.logging.every,
     )
-    optimizer = instantiate(cfg.optimizer)(strategy.module.parameters())
-    initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
+    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in KEPT_BACK["optimizer"]}))
+    optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
     length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
-    meter = Meter(list(task.metrics), world)
-    return TrainState(
-        settings=settings,
-        task=task,
-        strategy=strategy,
-        optimizer=optimizer,
-        initial_hyperparameters=initial,
-        scheduler=schedule(optimizer, **matching_arguments(schedule, length)),
-        scaler=grad_scaler(world, trainer.precision),
-        meter=meter,
-        nan=NanPolicy(cfg.watch.nan, strategy, meter, checks_gradients=trainer.precision != "fp16"),
-        ema=None if trainer.ema is None else ExponentialMovingAverage(strategy.model, trainer.ema),
-    )
+    with_length = partial(schedule, **matching_arguments(schedule, length))
+    return fresh_state(settings, task, strategy, optimizer, with_length, trainer.ema, cfg.watch.nan)
 
 
-def snapshots(
-    cfg: DictConfig, written: Mapping[str, str], state: TrainState, train_loader: BatchLoader
-) -> SnapshotManager:
+def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
     samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
     require_same_data(state.strategy.world, "training data", samples, data)
-    fingerprint = as_written(flatten(cfg.model, "model"), written) | {
+    fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
         "training samples": samples,
         "training data": data,
@@ -144,11 +132,16 @@ def snapshots(
         state.strategy.world,
         cfg.run_dir,
         fingerprint,
-        as_written(flat_config(cfg), written),
+        agreed_on(record.shown),
         epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
     )
+
+
+def model_config(record: ConfigRecord) -> dict[str, Any]:
+    """{key: value} of the model, without values from environment variables."""
+    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
 def epoch_trainer(
@@ -199,12 +192,12 @@ def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers
     )
 
 
-def check_same_config(cfg: DictConfig, written: Mapping[str, str], world: World) -> None:
+def check_same_config(record: ConfigRecord, world: World) -> None:
     """Raise ConfigError, on all ranks, if their configs differ. A collective."""
-    flat = flat_config(cfg)
-    require_same_config(world, flat, as_written(flat, written), hint="type the same command on every node")
+    hint = "type the same command on every node"
+    require_same_config(world, agreed_on(record.flat), agreed_on(record.shown), hint)
 
 
-def flat_config(cfg: DictConfig) -> dict[str, Any]:
-    """{key: value} of what all ranks must agree on: all but how they were launched."""
-    return plain_values(flatten({key: value for key, value in cfg.items() if key != "launch"}))
+def agreed_on(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """What all ranks must agree on: all but how they were launched."""
+    return {key: value for key, value in flat.items() if not key.startswith("launch.")}

@@ -1,22 +1,20 @@
 """Builds what a run writes for people: its loggers, and what they receive at the start."""
 
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from omegaconf import DictConfig
 
-from lockstep.config.check import flatten
-from lockstep.config.environment_values import as_written
+from lockstep.cli_record import ConfigRecord
 from lockstep.config.instantiate import instantiate_as
 from lockstep.config.run_columns import run_columns
+from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
-from lockstep.launchers.slurm import config_flags
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.recorded import LogRecord, RecordedLoggers
 from lockstep.loggers.run_facts import require_repetition, run_facts
 from lockstep.loggers.run_record import RunRecord
-from lockstep.snapshots.fingerprint import compared, plain_values
+from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
+from lockstep.snapshots.fingerprint import compared
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.training.state import TrainState
 
@@ -33,35 +31,27 @@ def loggers(
             from lockstep.loggers.step_digests import EVERY, StepDigests
 
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
-        members.append(RunRecord(cfg.objective, state.task.mode(cfg.objective)))
+        members.append(RunRecord(state, cfg.objective))
     return RecordedLoggers(members, before_writing, record) if record else LoggerList(members, before_writing)
 
 
 def run_info(
-    cfg: DictConfig,
-    state: TrainState,
-    train_loader: BatchLoader,
-    eval_loader: BatchLoader,
-    snapshots: SnapshotManager,
-    record: Mapping[str, str],
-    written: Mapping[str, str],
+    record: ConfigRecord, snapshots: SnapshotManager, train_loader: BatchLoader, eval_loader: BatchLoader
 ) -> RunInfo:
-    """What loggers receive at the start. record, written: see `train_worker`. A collective."""
-    world = state.strategy.world
-    config = as_written(plain_values(flatten(cfg)), written)
+    """What loggers receive at the start. A collective."""
+    state, world = snapshots.state, snapshots.world
     names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.fingerprint[key] for name, key in names.items()} | {"test_samples": len(eval_loader)}
-    computed = [key for key in compared(config) if not key.startswith("logger.")]
-    searched = [word for word in sys.argv if word.startswith("hydra.searchpath=")]
-    facts = run_facts(
-        world, state.progress.step, config, computed, data, record, [*config_flags(sys.argv[1:]), *searched]
-    )
+    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
+    data |= {"test_samples": len(eval_loader), "test_data": data_fingerprint(eval_loader.dataset)}
+    data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
+    computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
+    facts = run_facts(world, state.progress.step, record.facts, computed, data)
     require_repetition(world, facts)
-    columns = {key: value for key, value in config.items() if not key.startswith("launch.")}
+    facts["classes"] = class_names(train_loader.dataset)
     return RunInfo(
-        run_dir=Path(cfg.run_dir),
-        config_yaml=record.get("config.yaml", ""),
-        hyperparameters=run_columns(columns, record.get("hydra.yaml", ""), world.size),
+        run_dir=snapshots.run_dir,
+        config_yaml=record.files["config.yaml"],
+        hyperparameters=run_columns(record.shown, record.options, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
         data_parallel_size=train_loader.size,
@@ -70,6 +60,5 @@ def run_info(
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,
-        start_epoch=state.progress.epoch,
         facts=facts,
     )

@@ -2,14 +2,13 @@
 
 import gc
 import os
-import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -18,12 +17,15 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_help import accept_lazy_help, copy_config_store_once
-from lockstep.config.check import check_config
+from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
+from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
 from lockstep.config.targets import check_targets
+from lockstep.config.token_models import check_tokens
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
+from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
@@ -36,7 +38,7 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.launchers.base import RankFailed
-from lockstep.launchers.processes import flush_output, temporary_folder
+from lockstep.launchers.processes import flush_output
 from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
 from lockstep.sweeps.ending import end_sweep
 
@@ -90,24 +92,29 @@ def _rendezvous_timeout(root: DictConfig) -> timedelta:
 
 def check_input(cfg: DictConfig) -> DictConfig:
     """cfg with every interpolation resolved. Raises ConfigError for what its values alone show to be wrong."""
-    resolved = resolve(cfg)
-    check_config(resolved)
-    resolved = with_floats(resolved)
-    check_targets(resolved, HydraConfig.get())
-    return resolved
+    checked = OmegaConf.create(check_values(cfg))
+    assert isinstance(checked, DictConfig)
+    return checked
 
 
-def resolve(cfg: DictConfig) -> DictConfig:
-    """cfg with every interpolation resolved, for processes without Hydra. Raises ConfigError for a missing value."""
+def check_values(cfg: DictConfig) -> Node:
+    """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
+    values = resolve(cfg)
+    check_tokens(values)  # before the shapes, which would tell less
+    check_config(values)
+    values = with_floats(values)
+    check_targets(values, HydraConfig.get())
+    return values
+
+
+def resolve(cfg: DictConfig) -> Node:
+    """The values of cfg with every interpolation resolved. Raises ConfigError for a missing value."""
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         if find_cause(error) is not None:
             raise
         raise missing_value(error) from None
-    resolved = OmegaConf.create(container)
-    assert isinstance(resolved, DictConfig)
-    return resolved
 
 
 def collect_garbage() -> None:
@@ -136,8 +143,7 @@ def run_main(main: Callable[[], Any]) -> None:
 
         start_agent_watchdog(os.environ)
     flush_output()
-    if (folder := temporary_folder()) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
 
@@ -183,7 +189,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
     from lockstep.distributed.store import forget_start
 
-    sys.argv = prepare_arguments(resume_sweep(sys.argv))
+    sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
+    sys.argv = prepare_arguments(sys.argv)
     info = read_rank_info()
     register_resolvers()
     if asks_for_text(sys.argv):

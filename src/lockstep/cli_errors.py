@@ -56,8 +56,8 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
         return _run_folder_error(error, arguments)
     if "does not support sweep type" in str(error):
         return (
-            "interval() and other distributions need a sampling sweeper; type pip install hydra-optuna-sweeper, "
-            "and add hydra/sweeper=optuna to the command"
+            "interval() and other distributions are for a search; "
+            "type sweep.search=random sweep.trials=20, and leave hydra/sweeper= out"
         )
     if isinstance(error, InstantiationException):
         return _target_error(error)
@@ -70,7 +70,8 @@ def _missing_option(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     for plugin, package in PLUGINS.items():
         if group.startswith("hydra/") and option.startswith(plugin):
-            instead = ", or launch=slurm without it" if plugin == "submitit" else ""
+            instead = {"submitit": ", or launch=slurm", "optuna": ", or sweep.search=tpe sweep.trials=20"}.get(plugin)
+            instead = f"{instead} without it" if instead else ""
             return f"{group}={option} needs a plugin of Hydra; type pip install {package}{instead}"
     renamed = renamed_option(group, option)
     if renamed is not None:

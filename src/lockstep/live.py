@@ -11,23 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from lockstep import build
+from lockstep import build, build_data
 from lockstep.distributed import regroup
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
 from lockstep.distributed.regroup import Member, is_lost_rank
-from lockstep.distributed.same_input import loaded_code
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, backend_environment, usual_interface
 from lockstep.errors import ConfigError, RankLost
 from lockstep.loggers.base import LoggerList
 from lockstep.loggers.recorded import LogRecord
 from lockstep.monitor import rank as monitor
+from lockstep.monitor.code_hashes import module_hashes
+from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Advance, JobSpec, Strategy
@@ -62,9 +64,11 @@ class LiveRun:
         self.record = LogRecord()
         postpone_dynamo()
         set_determinism(cfg.seed, cfg.trainer.deterministic)  # before this process is needed: it may import a compiler
-        self.datasets = build.datasets(cfg)
+        self.datasets = build_data.datasets(cfg)
+        for dataset in self.datasets:
+            data_fingerprint(dataset)  # like the line below: the ranks compare it later
         build.import_targets(cfg)
-        loaded_code()  # reads the files, which the ranks compare later, while nobody waits for this process
+        module_hashes()  # reads the files, which the ranks compare later, while nobody waits for this process
         self.package: dict[str, Any] | None = None  # the state after the last step, while this rank is in no world
         self.notes: StepNotes | None = None
         self.is_recovering = False  # until the first step of this world has ended
@@ -75,7 +79,7 @@ class LiveRun:
         where: as for SnapshotManager.resume.
         """
         world = state.strategy.world
-        meter = PagedMeter(state.meter.names, world, open_pages(os.environ[PAGES]))
+        meter = PagedMeter(state.task, world, open_pages(os.environ[PAGES]))
         state.meter = meter
         if not self._take_over(world, state, meter, snapshots):
             snapshots.resume(where)
@@ -215,6 +219,8 @@ def _prepare(member: Member, cfg: DictConfig) -> LiveRun:
         return LiveRun(member, cfg)
     try:
         live = LiveRun(member, cfg)
+        with backend_environment(cfg.backend.socket_ifname or usual_interface(is_one_machine=True)):
+            member.open_group(timedelta(seconds=cfg.backend.timeout))
     except Exception as error:
         member.report(f"{type(error).__name__}: {error}")
         raise

@@ -14,8 +14,11 @@ from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
+from lockstep.modes.base import Mode
 from lockstep.snapshots.files import find_snapshots
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.tasks.base import Task
@@ -25,16 +28,30 @@ from lockstep.training.setup import validate_digest, validate_training
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     """Raise ConfigError for whatever can be known to fail."""
+    strategy, world_size = check_options(cfg, launcher)
+    if not launcher.runs_elsewhere:
+        check_run_folder(cfg.run_dir)
+    if launcher.starts_processes:
+        instantiate(cfg.dataset.prepare)
+        check_model(cfg, strategy, world_size)
+
+
+def preflight_job(cfg: DictConfig) -> None:
+    """The same for a job of a sweep that starts later: without the data, and nothing is started or written."""
+    check_arguments(cfg, ("launch",))
+    check_model(cfg, *check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch")))
+
+
+def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
+    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
     check_arguments(cfg)
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     task = instantiate_as(Task, cfg.task, "task")
     task.mode(cfg.objective)
-    if not launcher.runs_elsewhere:
-        check_run_folder(cfg.run_dir)
-    find_snapshots(cfg.resume, Path(cfg.run_dir))
     job = job_spec(cfg, launcher)
+    check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
     gradient_sync.validate(job, strategy)
@@ -46,9 +63,19 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
 
         validate_live(job, strategy, gradient_sync)
     check_batch_size(cfg, strategy.data_parallel_size(job.world_size))
-    if launcher.starts_processes:
-        instantiate(cfg.dataset.prepare)
-        check_model(cfg, strategy, job.world_size)
+    return strategy, job.world_size
+
+
+def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
+    """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
+    mode = instantiate_as(Mode, cfg.mode, "mode")
+    if mode.trains:
+        find_snapshots(cfg.resume, Path(cfg.run_dir))
+        return
+    snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+    if launcher.recovers_live:
+        raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
+    mode.validate(job)
 
 
 def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
@@ -87,6 +114,8 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
     try:
         with torch.device("meta"):
             model: Any = instantiate(cfg.model)
+            load_initial_weights(model, cfg.init, cfg.new_layers)
+            freeze(model, cfg.freeze)
     except ConfigError:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights

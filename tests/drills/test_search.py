@@ -1,6 +1,7 @@
 """Successive halving in real sweeps: what a kill, a slot more or several ranks change, which is nothing."""
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -76,6 +77,11 @@ def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
     assert [row.state for row in searched] == ["pruned", "finished"]
     assert searched[1].objective == listed[1].objective
     assert (searched[1].best, searched[1].best_step) == (listed[1].best, listed[1].best_step)
+    lives = json.loads((search.cwd / "s" / searched[1].folder / "run.json").read_text())["lives"]
+    assert [(life["state"], life["to_step"], life["world_size"]) for life in lives] == [
+        ("paused", 23, 2),
+        ("finished", 46, 2),
+    ]
     assert searched[0].rungs == f"1:{searched[0].objective!r}"
 
 
@@ -86,7 +92,7 @@ def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
         (["trainer.pause_after=2", "seed=1,2"], "leave trainer.pause_after= out"),
         (
             ["sweep.first_rung=5", "seed=1,2"],
-            "sweep.first_rung=5 wants less than trainer.epochs=5; type trainer.epochs=15",
+            "sweep.first_rung=5 wants less than trainer.epochs=5; type trainer.epochs=10",
         ),
         (["launch=slurm", "seed=1,2"], "launch=slurm does not; type launch=env"),
     ],

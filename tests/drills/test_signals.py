@@ -87,6 +87,7 @@ def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     run.finish(expected_code(phase, number))
     check(run, tmp_path, phase, number)
     wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+    assert list(run.temporary.glob("pymp-*")) == []
 
 
 @pytest.mark.parametrize(("phase", "number", "who"), [("step", INT, "group"), ("evaluation", HUP, "launcher")])

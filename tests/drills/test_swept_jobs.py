@@ -69,6 +69,8 @@ def test_a_job_that_raises_is_killed_or_hangs_harms_no_other(start):
     assert "user code" in causes[3]
     limited = start(*command, "sweep.max_failures=2", "hydra.sweep.dir=t", PYTHONPATH=ROOT / "tests").finish(6)
     assert states(limited.cwd / "t") == ["finished", "failed", "failed", "waiting", "waiting"]
+    begun = {path.name for path in (limited.cwd / "t").glob("[0-9]*")}
+    assert begun == {row["folder"] for row in rows_of(limited.cwd / "t")[:3]}  # job 3 was ready, and leaves nothing
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

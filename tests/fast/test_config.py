@@ -10,6 +10,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lockstep import cli
+from lockstep.config.arguments import KEPT_BACK
 from lockstep.config.check import as_dict, check_config, nodes_with_target, unchecked_keys
 from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, rules, show
@@ -35,7 +36,7 @@ FILLED_IN = {
     "dataset=image_folder": ["dataset.classes=2"],
     "launch=slurm": ["launch.overrides=[]"],
 }  # by a person, or by Hydra
-PASSED_BY_TRAIN = set(inspect.signature(constant).parameters)  # to every scheduler
+PASSED_BY_TRAIN = {"scheduler": set(inspect.signature(constant).parameters), "optimizer": {"params"}}
 
 
 def combinations() -> Iterator[list[str]]:
@@ -49,13 +50,13 @@ def combinations() -> Iterator[list[str]]:
 
 def assert_keys_fit(key: str, node: Any) -> None:
     """The node has every parameter of what its `_target_` names, and no other key."""
-    names = {name for name in node if not name.startswith("_")}
+    names = {name for name in node if not name.startswith("_")} - KEPT_BACK.get(key, frozenset())
     parameters = dict(inspect.signature(get_object(node["_target_"])).parameters)
     if not node["_target_"].startswith("lockstep."):
         assert names <= set(parameters), key
         return
     takes_any = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
-    needed = set(parameters) - set(takes_any) - (PASSED_BY_TRAIN if key == "scheduler" else set())
+    needed = set(parameters) - set(takes_any) - PASSED_BY_TRAIN.get(key, set())
     assert needed <= names if takes_any else needed == names, key
     defaults = [name for name in needed if parameters[name].default is not inspect.Parameter.empty]
     assert defaults == [], f"{key}: a number hides in the code"
@@ -150,6 +151,7 @@ def test_a_value_is_shown_as_it_is_typed() -> None:
 
 def test_whole_numbers_become_floats_where_floats_are_wanted() -> None:
     words = ["optimizer=adamw", "optimizer.betas=[0.9,0]", "optimizer.lr=1", "dataset.mean=[0]", "trainer.epochs=2"]
-    cfg = with_floats(accepted(*words))
-    numbers = [*cfg.optimizer.betas, cfg.optimizer.lr, *cfg.dataset.mean, cfg.trainer.epochs]
+    config = with_floats(as_dict(accepted(*words)))
+    optimizer, dataset = config["optimizer"], config["dataset"]
+    numbers = [*optimizer["betas"], optimizer["lr"], *dataset["mean"], config["trainer"]["epochs"]]
     assert list(map(repr, numbers)) == ["0.9", "0.0", "1.0", "0.0", "2"]

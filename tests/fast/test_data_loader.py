@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lockstep.data import loader as loader_module
 from lockstep.data.augment import Augment
+from lockstep.data.converter import Converter
 from lockstep.data.digits import digits
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Part, micro_batch_parts
 from support.worlds import in_world
 
@@ -122,11 +123,11 @@ def accuracies() -> list[float]:
 
     data, measured = digits(train=False), []
     with init_distributed("gloo", 60) as world:
-        strategy, task = Strategy(), Classification({"loss": "min", "accuracy": "max"}, "accuracy")
+        strategy, task = Strategy(), Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0)
         strategy.setup(linear_net(), world, GradientSync())
         for count in range(1, 41):
             part = InMemoryDataset(data.samples[:count], data.targets[:count])
-            meter = Meter(list(task.metrics), world)
+            meter = Meter(task, world)
             for inputs, targets in loader(part, world.rank, world.size).eval_batches(7):
                 meter.add(task(strategy.module(inputs), targets)[1], len(targets))
             measured.append(meter.means()["accuracy"])

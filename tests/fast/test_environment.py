@@ -1,9 +1,13 @@
 """A rank's place in the world, as the environment of each starter describes it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.distributed.environment import first_host, node_rank_info, read_rank_info
 from lockstep.errors import ConfigError
+from support.commands import ROOT
 
 TORCHRUN = {
     "RANK": "3",
@@ -103,3 +107,20 @@ def test_nodes_of_a_spawned_world_need_a_port_and_a_number_each():
     ):
         node_rank_info(2, 2, "127.0.0.1", 29500)
     assert node_rank_info(1, 0, "127.0.0.1", 0).master_port > 0
+
+
+def test_a_rank_is_not_forked_at_the_limit_of_processes():
+    script = (
+        "import errno, os, resource\n"
+        "from lockstep.launchers.live_process import require_room_for_process\n"
+        "require_room_for_process()\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setuid(65534)  # the limit does not hold for root\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
+        "try:\n"
+        "    require_room_for_process()\n"
+        "except OSError as error:\n"
+        "    print(errno.errorcode[error.errno])\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src", check=True)
+    assert found.stdout == "EAGAIN\n"

@@ -9,8 +9,9 @@ from lockstep.sweeps.halving import climb, rung_epochs
 
 def test_the_rungs_are_powers_of_eta_up_to_the_epochs_of_a_job():
     assert rung_epochs(1, 3, 9) == [1, 3, 9]
-    assert rung_epochs(1, 3, 10) == [1, 3, 9, 10]
-    assert rung_epochs(2, 2, 5) == [2, 4, 5]
+    assert rung_epochs(1, 3, 26) == [1, 3, 26]  # 9 is too near to the end
+    assert rung_epochs(1, 2, 9) == [1, 2, 4, 9]
+    assert rung_epochs(4, 3, 5) == [4, 5]
 
 
 def test_a_job_is_promoted_as_soon_as_it_is_sure_of_its_place():

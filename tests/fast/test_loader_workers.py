@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.data.samples import Samples
 from lockstep.data.workers import DatasetReader
-from support.commands import children, wait_for
+from support.commands import ROOT, children, wait_for
 
 HANGS = 77
 
@@ -33,7 +36,7 @@ class Readers(torch.utils.data.Dataset):
 
 @pytest.fixture
 def reader() -> Iterator[DatasetReader]:
-    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
     yield reader
     reader.close()
 
@@ -62,7 +65,7 @@ def test_workers_do_not_change_the_random_numbers_of_their_rank():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    reader = DatasetReader(Readers(), 1, pin_memory=False)
+    reader = DatasetReader(Samples(Readers()), 1, pin_memory=False)
     read(reader, [[0]])
     reader.close()
     assert torch.equal(torch.rand(3), expected)
@@ -89,7 +92,7 @@ def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_pa
     os.mkfifo(tmp_path / "pipe")
     arrivals = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     departures = os.open(tmp_path / "pipe", os.O_WRONLY)
-    reader = DatasetReader(Readers(), 1, pin_memory=False)
+    reader = DatasetReader(Samples(Readers()), 1, pin_memory=False)
     assert len(read(reader, [[0]])[1]) == 1
     here.close()
     os.close(departures)
@@ -104,14 +107,14 @@ def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_pa
 def test_workers_leave_no_file_behind_even_when_they_are_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
-    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
     read(reader, [[0], [1], [2]])  # its tensors arrive through shared memory
     reader.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def _hang_in_a_worker(answer: Any) -> None:
-    reader = DatasetReader(Readers(), 2, pin_memory=False)
+    reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
     answer.put(children(os.getpid()))
     read(reader, [[HANGS], [HANGS]])
 
@@ -127,3 +130,18 @@ def test_workers_that_hang_end_with_a_rank_that_is_killed(method):
     rank.kill()
     rank.join()
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 5)
+
+
+def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
+    """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
+    code = """if True:
+        import torch
+        from lockstep.data.converter import Converter
+        from lockstep.data.loader import BatchLoader
+        from support.own_data import Points
+        loader = BatchLoader(Points(), Converter(torch.device("cpu")), workers=1)
+        print(len(list(loader.eval_batches(4))))
+    """
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60, check=True)
+    assert ended.returncode == 0

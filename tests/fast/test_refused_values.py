@@ -93,7 +93,6 @@ OUT_OF_RANGE = [
 # What several words together cannot be. The whole sentence, without `; type ...`, and what to type.
 CONTRADICTIONS = [
     ("backend=mpi", "backend=mpi needs a torch built with MPI", "backend=gloo"),
-    ("dataset=image_folder", "dataset.classes has no value", "dataset.classes=<value>"),
     ("dataset=random", "model.shape=[20] wants images of shape [channels,height,width]", "model=mlp or model=linear"),
     ("launch=torchrun dataset=random", "model.shape=[20] wants images", "model=mlp or model=linear"),
     ("launch=spawn launch.nnodes=2", "needs a port that all of them know", "launch.master_port=29500 on each"),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.monitor.code_hashes import hash_of_source
 from lockstep.runs.again import command_of, require_repeatable
-from lockstep.runs.code import hash_of_source, versions
+from lockstep.runs.code import versions
 from lockstep.runs.compare import explain
 from lockstep.runs.record import read_run
 from support.made_runs import make_run

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.record import write_record
 from support.commands import wait_for
-from support.configs import composed
+from support.configs import composed, record_of
 from support.worlds import in_world
 from train import train_worker
 
@@ -22,12 +23,12 @@ SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false"
 
 
 def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str]]]) -> list[str]:
-    """A training for each (changes of trainer.*, record), in one rank. Returns how each of them was refused."""
+    """A training for each (changes of trainer.*, files to record), in one rank. Returns how each was refused."""
     sentences = []
-    for changes, record in jobs:
+    for changes, files in jobs:
         cfg.trainer.update(changes)
         try:
-            train_worker(cfg, record, {})
+            train_worker(cfg, replace(record_of(cfg), files=files))
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))

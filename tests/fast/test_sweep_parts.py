@@ -1,10 +1,20 @@
 """The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
 
+import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
+from hydra_plugins.lockstep_sweeper._composing import Composer
+from lockstep import cli
 from lockstep.errors import ConfigError
 from lockstep.sweeps import slots
 from lockstep.sweeps.plot import plot_sweep
@@ -12,6 +22,7 @@ from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.slots import divide_machine
 from lockstep.sweeps.summary import sorted_rows
 from lockstep.sweeps.table import Row, SweepTable, read_rows
+from support.commands import ROOT
 
 
 def named(number: int, changed: str, overrides: object) -> str:
@@ -61,6 +72,37 @@ def test_the_folder_of_a_job_says_what_it_changes(changed: str, folder: str) -> 
     assert folder_name(7, changed) == folder
 
 
+JOBS = [
+    ["seed=1", "optimizer.lr=0.1"],
+    ["optimizer.betas=[0.1,0.2]", "optimizer=adamw"],
+    ["model.width=64", "model=mlp", "hydra.job.env_set={A: b}"],
+    ["dataset.augment={pad: 3}", "seed=${trainer.epochs}", "trainer.epochs=7"],
+    ["+new.key=3", "new.key=4"],
+    ["trainer.no_such_key=1"],
+    ["optimizer=no_such_option", "seed=1"],
+]
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
+    """All of it, with the node `hydra`; or the same error."""
+    cli.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", ["launch=fork"], RunMode.MULTIRUN)
+        composer = Composer(loader, master)
+        composer.compose(["optimizer.lr=0.3", "seed=5"])  # leaves no trace in the next one
+        assert text_or_error(composer.compose, words) == text_or_error(partial(loader.load_sweep_config, master), words)
+
+
+def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) -> str:
+    try:
+        return OmegaConf.to_yaml(compose(words))
+    except HydraException as error:
+        return f"{type(error)} {error} {error.__cause__}"
+
+
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "usable_cores", lambda: list(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -94,3 +136,33 @@ def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Pa
     colours = {colour for _, colour in image.convert("RGB").getcolors(100_000)}
     assert {(0x3B, 0x75, 0xAF), (0xD1, 0x49, 0x5B)} < colours
     assert not plot_sweep(tmp_path, rows[:1], "test/accuracy", best=0)
+
+
+def test_the_plot_shows_jobs_that_a_search_has_pruned_or_paused_paler(tmp_path: Path) -> None:
+    """Below the finished ones, at their last objective and the place of their parameter."""
+    states = ["finished", "finished", "pruned", "waiting"]
+    rows = [
+        Row(number, f"optimizer.lr={rate}", "", state, objective)
+        for number, (rate, objective, state) in enumerate(zip((1, 2, 3, 5), (1.0, 0.8, 0.0, 0.5), states, strict=True))
+    ]
+    rows.append(Row(4, "optimizer.lr=4", "", "waiting"))  # has not run yet
+    assert plot_sweep(tmp_path, rows, "test/accuracy", best=0)
+    image = Image.open(tmp_path / "sweep.png").convert("RGB")
+    ((best, top),) = dots(image, (0xD1, 0x49, 0x5B))
+    ((second, _),) = dots(image, (0x3B, 0x75, 0xAF))
+    (pruned, floor), (paused, middle) = dots(image, (0xB3, 0xCB, 0xE2))
+    assert best < second < pruned < paused
+    assert paused - pruned == pytest.approx(2 * (pruned - second), abs=2)  # 3 to 5, and 2 to 3
+    assert middle == pytest.approx((top + floor) / 2, abs=2)
+
+
+def dots(image: Image.Image, colour: tuple[int, int, int]) -> list[tuple[float, float]]:
+    """The centres of the dots with this colour, from left to right. No two may overlap in x."""
+    found = [(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) == colour]
+    columns = sorted({x for x, _ in found})
+    starts = [x for x in columns if x - 1 not in columns]
+    centres = []
+    for start, following in zip(starts, [*starts[1:], image.width], strict=True):
+        dot = [(x, y) for x, y in found if start <= x < following]
+        centres.append((statistics.mean(x for x, _ in dot), statistics.mean(y for _, y in dot)))
+    return centres

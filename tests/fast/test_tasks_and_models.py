@@ -17,7 +17,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.regression import Regression
 from support.configs import composed
 
-CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy")
+CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0)
 REGRESSION = Regression({"loss": "min"}, "loss")
 
 

@@ -112,13 +112,14 @@ def test_train_and_test_share_a_chart_and_equal_layouts_are_shown_once(tmp_path)
     ],
 )
 def test_each_key_is_a_column_with_its_type(key, value, column):
-    assert run_columns({key: value}, "", 2) == {key: column, "world_size": 2}
+    assert run_columns({key: value}, {}, 2) == {key: column, "world_size": 2}
 
 
 def test_options_are_columns_and_places_and_nulls_are_not():
     flat = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
-    hydra = "hydra: {runtime: {choices: {model: mlp, launch: fork, experiment: null, hydra/output: default}}}"
-    assert run_columns(flat, hydra, 4) == {"model": "mlp", "world_size": 4}
+    flat |= {"trainer.pause_after": 3, "backend.timeout": 300, "sweep.slots": 2}
+    options = {"model": "mlp", "launch": "fork", "experiment": None, "hydra/output": "default"}
+    assert run_columns(flat, options, 4) == {"model": "mlp", "world_size": 4}
 
 
 def test_tensorboard_takes_text_and_images(tmp_path):

@@ -13,41 +13,21 @@ import yaml
 
 from support.commands import ROOT, Command
 from support.event_files import scalars
+from support.pages import copy_examples, example_files, script, section
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-FILE = re.compile(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
-COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
-
 Start = Callable[..., Command]
 
 
-def section(heading: str) -> str:
-    """The text of the page between this heading and the next."""
-    return PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-
-
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A home folder that holds mywork/, with every file of the page, and lockstep/, with this repository's sources."""
-    for name, text in FILE.findall(PAGE):
-        path = tmp_path / "mywork" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (tmp_path / "lockstep").mkdir()
-    for folder in ("src", "conf"):
-        (tmp_path / "lockstep" / folder).symlink_to(ROOT / folder)
-    return tmp_path
-
-
-@pytest.fixture
-def run(home: Path, start: Start) -> Callable[[str], Command]:
+def run(tmp_path: Path, start: Start) -> Callable[[str], Command]:
     """run(heading) -> the finished commands of that section, typed as the page prints them."""
+    copy_examples(PAGE, tmp_path)
 
     def run_section(heading: str) -> Command:
-        first, *_ = COMMANDS.findall(PAGE)
-        script = "set -e\n" + first + "".join(COMMANDS.findall(section(heading)))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return start("bash", "-c", script, cwd=home / "lockstep", HOME=home, PATH=path).finish()
+        words = ("bash", "-c", script(PAGE, heading))
+        return start(*words, cwd=tmp_path / "lockstep", HOME=tmp_path, PATH=path).finish()
 
     return run_section
 
@@ -74,7 +54,7 @@ def test_every_part_is_one_file_and_its_yaml() -> None:
     headings = re.findall(r"^\| \[.*?\]\(#(.*?)\)", PAGE, re.MULTILINE)
     assert parts == ["1 and its YAML"] * 9
     for heading in headings:
-        files = [name for name, _ in FILE.findall(section(heading.replace("-", " ").capitalize()))]
+        files = [name for name, _ in example_files(section(PAGE, heading.replace("-", " ").capitalize()))]
         assert [Path(name).suffix for name in files] == [".py", ".yaml"], heading
 
 
@@ -96,6 +76,12 @@ def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
     assert "accuracy" not in command.output
     assert (command.folder / "snapshots" / "best.pt").exists()
     assert numbers(command) != numbers(reference)
+
+
+def test_a_metric_that_is_no_mean(run: Callable[[str], Command], reference: Command) -> None:
+    command = run("A metric that is no mean")
+    assert re.search(r"test loss \d\.\d+ balanced 0\.9\d+", command.output)
+    assert numbers(command)[0] == pytest.approx(numbers(reference)[0], abs=2e-3)
 
 
 def test_an_optimizer(run: Callable[[str], Command], reference: Command) -> None:

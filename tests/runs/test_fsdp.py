@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.errors import ConfigError
 from lockstep.models.convnet import convnet
 from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
+from lockstep.training.weight_check import odd_weights
 from support.configs import composed, with_values
 from support.models import WATCHED, Block, TinyGPT
 from support.worlds import distance, in_world, train_all, weights
@@ -91,6 +92,7 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     from lockstep.config.instantiate import instantiate
     from lockstep.distributed.world import init_distributed
 
+    odd_weights(torch.device("cpu"), 1)  # a constant that this process keeps, for hashes
     with init_distributed("gloo", 60) as world:
         gc.collect()
         before = live_bytes()

@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
 from lockstep.cli_errors import as_config_error
+from lockstep.config.arguments import KEPT_BACK
 from lockstep.config.instantiate import instantiate
+from lockstep.errors import ConfigError
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
-from support.worlds import in_world, train_all
+from support.worlds import in_world, train, train_all
 
 OWN_MODULE = """
 from torch import nn
@@ -24,12 +27,22 @@ class Net(nn.Sequential):
 
 NUMBER = 3
 """
+OWN_TASK = """
+import torch.nn.functional as F
+from lockstep.tasks.classification import Classification
+
+class Means(Classification):
+    def __call__(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets)
+        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+"""
 STEPS = 9
 
 
 @pytest.fixture(autouse=True)
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_nets.py").write_text(OWN_MODULE)
+    (tmp_path / "own_tasks.py").write_text(OWN_TASK)
     (tmp_path / "own_failing.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "own_dividing.py").write_text("SCALE = 1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -75,7 +88,8 @@ def test_a_class_that_does_not_fit_its_node_is_refused(typed: str, said: str) ->
 
 def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
     cfg = accepted("optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov", "~optimizer.fused")
-    optimizer = instantiate(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    options = {key: value for key, value in cfg.optimizer.items() if key not in KEPT_BACK["optimizer"]}
+    optimizer = instantiate(OmegaConf.create(options))([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)
 
@@ -85,6 +99,19 @@ def test_an_error_inside_an_own_class_keeps_its_traceback() -> None:
     with pytest.raises(Exception, match="swish") as raised:
         instantiate(cfg.model)
     assert as_config_error(raised.value, []) is None
+
+
+def sentence(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
+
+
+def test_a_task_that_returns_means_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    cfg = accepted("task._target_=own_tasks.Means", "logger=[]")
+    for words in in_world(2, sentence, with_values(cfg, f"run_dir={tmp_path}")):
+        assert "own_tasks.Means returns a mean as its loss" in words
+        assert 'type reduction="sum"' in words
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

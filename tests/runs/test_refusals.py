@@ -32,9 +32,13 @@ def assert_refused(run: Command, *said: str) -> None:
         (["hydra.run.dir=/etc/passwd"], "/etc/passwd cannot be written (File exists); type hydra.run.dir="),
         (["-m", "hydra.sweep.dir=/proc/x", "seed=1,2"], "the run folder /proc/x cannot be written"),
         (["-m", "optimizer.lr=interval(0.1,1)"], "type sweep.search=random sweep.trials=20"),
+        (
+            ["-m", "hydra/sweeper=basic", "optimizer.lr=interval(0.1,1)"],
+            "type sweep.search=random sweep.trials=20, and",
+        ),
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan wants a number above 0; type optimizer.lr=0.05"),
         # What a rank alone could know comes from the parent, before it starts any process.
-        (["launch=torchrun", "dataset=random"], "[channels,height,width]; type model=mlp or model=linear"),
+        (["launch=torchrun", "dataset=random"], "[channels,height,width], or null; type model=mlp or model=linear"),
         (["launch=torchrun", "model=resnet18", "model.name=foo"], "is no model of torchvision; type model.name="),
         (["launch=torchrun", "dataset.classes=5"], "wants a whole number of 10 or more; type dataset.classes=10"),
     ],

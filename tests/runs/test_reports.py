@@ -71,15 +71,15 @@ def test_every_third_value_of_2500_is_shown_at_any_number_of_ranks(ranks: int) -
 
 def test_a_cell_has_the_colour_of_its_share_and_a_tile_the_pixels_of_its_sample() -> None:
     matrix = draw_confusion([[4.0, 0.0], [0.0, 0.0]], ["cat", "dog"])
-    colours = {tuple(matrix[:, 60 + 30, 60 + 36 * column + 30].mul(255).round().int().tolist()) for column in (0, 1)}
+    colours = {tuple(matrix[:, 60 + 30, 60 + 35 * column + 30].mul(255).round().int().tolist()) for column in (0, 1)}
     assert colours == {RIGHT, WHITE}
     bars = draw_accuracies([0.5, None], ["cat", "dog"])
-    filled = (bars[:, 8 + 5, 60:381] - torch.tensor(RIGHT)[:, None] / 255).abs().sum(0) < 0.01
-    assert int(filled.sum()) == pytest.approx(160, abs=2)
+    filled = (bars[:, 6 + 5, 60:291] - torch.tensor(RIGHT)[:, None] / 255).abs().sum(0) < 0.01
+    assert int(filled.sum()) == pytest.approx(115, abs=2)
     sample = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
     tile = draw_tiles([Tile(sample, "1 (90%)", "is 2", False)])
-    pixels = tile[0, 8 : 8 + 96, 8 : 8 + 96].mul(255).round().to(torch.uint8)
-    assert torch.equal(pixels[6::12, 6::12], sample[0])
+    pixels = tile[0, 6 : 6 + 80, 6 : 6 + 80].mul(255).round().to(torch.uint8)
+    assert torch.equal(pixels[5::10, 5::10], sample[0])
 
 
 def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.in_memory import InMemoryDataset
 from lockstep.errors import ConfigError
-from lockstep.snapshots.fingerprint import data_fingerprint
 from lockstep.snapshots.hyperparameters import resumed_group
 from support.configs import composed
 from support.run_folders import newest_snapshot, read_log
@@ -151,14 +149,3 @@ def test_a_snapshot_of_another_run_is_refused_and_what_differs_is_named(tmp_path
     assert "trainer.epochs" not in sentence  # this may change
     assert sentence.endswith("to start afresh leave resume= out and type hydra.run.dir=<a new folder>")
     assert not (other / "snapshots").exists()
-
-
-def test_data_of_the_same_shape_with_other_values_has_another_fingerprint():
-    samples, targets = torch.arange(40.0).reshape(20, 2), torch.arange(20)
-    one = data_fingerprint(InMemoryDataset(samples, targets))
-    assert one == data_fingerprint(InMemoryDataset(samples.clone(), targets.clone()))
-    assert one != data_fingerprint(InMemoryDataset(samples + 1, targets))
-    assert one != data_fingerprint(InMemoryDataset(samples, targets.flip(0)))
-    pairs = list(zip(samples, targets, strict=True))
-    assert data_fingerprint(pairs) == data_fingerprint(pairs[:])
-    assert data_fingerprint(pairs) != data_fingerprint([(sample, target + 1) for sample, target in pairs])

@@ -39,6 +39,7 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
         *SMALL,
         "hydra.run.dir=run",
         "trainer.max_steps=30",
+        "trainer.pause_after=1",
         "snapshot.every=10steps",
     ]
     Command(first, tmp_path, OWN_TOKEN="kqzv").finish()
@@ -52,12 +53,14 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
     facts, diff = code_facts()
     assert before["code"] == facts | {"modules": {}}
     assert not diff or (tmp_path / "run" / "uncommitted.diff").read_bytes() == diff
-    (tmp_path / "run" / "snapshots" / "step_00000030.pt").unlink()
-    Command([*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40"], tmp_path).finish()
+    assert states(tmp_path) == ["paused"]
+    (tmp_path / "run" / "snapshots" / "step_00000023.pt").unlink()
+    longer = [*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40", "trainer.pause_after=null"]
+    Command(longer, tmp_path).finish()
     after = record(tmp_path / "run")
     keys = ("from_step", "to_step", "world_size", "launcher", "state", "exit_code")
     assert [[life[key] for key in keys] for life in after["lives"]] == [
-        [0, 20, 2, "fork", "finished", 0],
+        [0, 20, 2, "fork", "paused", 0],
         [20, 40, 1, "python", "finished", 0],
     ]
     assert after["steps"] == 40
@@ -65,7 +68,7 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
     assert after["data"] == before["data"]
     assert states(tmp_path) == ["finished"]
 
-    Command([*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40"], tmp_path).finish()  # nothing to train
+    Command(longer, tmp_path).finish()  # nothing to train
     Command([*PYTHON_TRAIN, *first[3:], "seed=1"], tmp_path).finish(2)  # refused: another seed
     assert record(tmp_path / "run") == after
     assert "kqzv" not in (tmp_path / "run" / "run.json").read_text()

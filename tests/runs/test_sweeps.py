@@ -6,13 +6,18 @@ Sweeps by each launcher are in test_starters.py. Sweeps that are killed, and sev
 import fcntl
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
 from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -20,14 +25,51 @@ SHORT = ["model=linear", "trainer.max_steps=2"]
 
 def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "optimizer.lr=0.1,-1,0.01", "hydra.sweep.dir=s").finish(2)
-    assert run.sentence == "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
+    wrong = "optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
+    assert run.sentence == f"lockstep: the job optimizer.lr=-1: {wrong}"
     assert not (run.cwd / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["model=resnet18", "model.name=resnet18,foo"], "the job model.name=foo: model.name=foo is no model of"),
+        (
+            ["launch=torchrun", "gradient_sync=ring,powersgd,local_sgd", "strategy=ddp,fsdp"],
+            "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
+        ),
+        (["model=mlp", "+model.depht=1,2"], "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; type"),
+    ],
+    ids=["model", "strategy", "argument"],
+)
+def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
+    run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
+    assert said in run.sentence
+    assert " type " in run.sentence
+    assert "sweep: job" not in run.output
+    assert not (run.cwd / "s").exists()
+
+
+def test_a_halving_leaves_out_what_the_constraints_refuse(start):
+    rates = ["optimizer.lr=0.1,0.2", "trainer.epochs=2", "trainer.batch_size=64,128"]
+    constraint = 'sweep.constraints=["optimizer.lr * trainer.batch_size / trainer.epochs <= 6.4"]'
+    command = [*PYTHON_TRAIN, "model=linear", "-m", "sweep.search=halving", "hydra.sweep.dir=s"]
+    run = start(*command, *rates, constraint).finish()
+    assert "sweep: 1 of 4 jobs are left out by sweep.constraints" in run.output
+    assert sorted(column(run.cwd / "s", "overrides")) == [
+        "optimizer.lr=0.1 trainer.batch_size=128",
+        "optimizer.lr=0.1 trainer.batch_size=64",
+        "optimizer.lr=0.2 trainer.batch_size=64",
+    ]
+    assert sorted(column(run.cwd / "s", "state")) == ["finished", "pruned", "pruned"]
+    run = start(*command, *rates, 'sweep.constraints=["optimzer.lr < 1"]').finish(2)
+    assert "sweep.constraints: optimzer.lr < 1 names optimzer.lr, which is no key of a job; type" in run.sentence
 
 
 def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
     sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
-    assert "lockstep: optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05" in run.output
+    assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 wants a number above 0; type" in run.output
     assert not (run.cwd / "s").exists()
 
 
@@ -42,9 +84,14 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     assert "the loss is" in rows_of(folder)[1]["cause"]
     check_summary(run.output)
     assert Image.open(folder / "sweep.png").size[0] > 100
+    check_one_after_the_other(folder)
     check_changes_are_refused(start, command, folder)
 
     first = rows_of(folder)
+    again = start(sys.executable, str(ROOT / "src" / "runs.py"), "again", "s/0_optimizer.lr=0.1").finish()
+    assert "again: the same bits: model.pt; best evaluations so far: 1" in again.output
+    assert (folder / "0_optimizer.lr=0.1-again" / "model.pt").exists()  # beside the jobs, and no job
+
     more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)
     assert re.findall(r"^sweep: job (\d+),", more.output, re.MULTILINE) == ["3"]
     assert rows_of(folder)[:3] == first
@@ -53,6 +100,13 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
 
     retried = start(*command, "optimizer.lr=1e10", "sweep.retry=failed").finish(6)
     assert re.findall(r"^sweep: job (\d+),", retried.output, re.MULTILINE) == ["1"]
+
+
+def check_one_after_the_other(folder: Path) -> None:
+    """The next job is ready while one trains, and waits for its turn."""
+    lives = [json.loads((folder / row["folder"] / "run.json").read_text())["lives"] for row in rows_of(folder)]
+    times = [moment for (life,) in lives for moment in (life["started"], life["ended"])]
+    assert times == sorted(times)
 
 
 def check_run(folder: Path, output: str, row: dict[str, str]) -> None:
@@ -84,10 +138,10 @@ def check_changes_are_refused(start, command: list[str], folder: Path) -> None:
     record = folder / "sweep.json"
     before = record.read_text()
     contents = json.loads(before)
-    contents["code"]["train.py"] = "0"
+    contents["code"]["src/train.py"] = "0"
     record.write_text(json.dumps(contents))
     other = start(*command, "optimizer.lr=0.1").finish(2)
-    assert "the code of train.py; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in other.sentence
+    assert "the code of src/train.py; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in other.sentence
     record.write_text(before)
 
 
@@ -124,3 +178,23 @@ def test_optuna_looks_for_the_best_accuracy(start):
     assert best is not None
     assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
     assert "sweep: 3 finished" in run.output
+
+
+def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
+    """The terminal is shown as its bytes: a bar of job 0 and one of job 1 in two lines, which are erased together."""
+    reading, writing = os.openpty()
+    termios.tcsetwinsize(writing, (24, 80))
+    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=12", "sweep.slots=2"]
+    with os.fdopen(reading, "rb", buffering=0) as screen:
+        run = subprocess.Popen([*PYTHON_TRAIN, *words], cwd=tmp_path, stdout=writing, stderr=writing)
+        os.close(writing)
+        shown = ""
+        with suppress(OSError):  # Linux says so when nobody holds the other end any more
+            while text := screen.read(65536):
+                shown += text.decode(errors="replace")
+    assert run.wait() == 0
+    assert re.search(r"\[0\] epoch \d+/12: .*\r\n\[1\] epoch \d+/12: .*\r\n\x1b\[2F\x1b\[J", shown)
+    assert re.search(r"samples/s, loss=\d", shown)
+    last = shown.rpartition("\x1b[J")[2]
+    assert "sweep: job" in last
+    assert "%|" not in last

@@ -121,9 +121,12 @@ def _serve() -> None:
     for name in IMPORTS:
         with suppress(ImportError):  # a command that needs it reports the error
             __import__(name)
+    from torchvision.datasets import cifar
+
     digits.TRAIN_SAMPLES = FEW // 2
     few = digits._table()[:FEW].clone()
     digits._table = lambda: few
+    cifar.check_integrity = lambda *args: True  # the files that a test makes have other checksums
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), flush=True)
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ class Command:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
         self.command, self.cwd, self.output = [str(word) for word in command], Path(cwd), ""
         self.started, self.ended = time.time(), 0.0
+        self.temporary = Path(str(env.get("TMPDIR", tempfile.gettempdir())))
         self.broken_at: float | None = None  # a test that breaks the run notes when
         self.process = subprocess.Popen(
             self.command,

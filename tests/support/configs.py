@@ -8,6 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lockstep import cli
+from lockstep.cli_record import ConfigRecord, record_config
 from support.commands import ROOT
 
 
@@ -25,6 +26,11 @@ def composed_with_hydra() -> Any:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose("config", return_hydra_config=True)
+
+
+def record_of(cfg: Any) -> ConfigRecord:
+    """What `src/train.py` hands to a rank beside `cfg`, as if no override had been typed."""
+    return record_config(cfg, cfg, OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}}))
 
 
 def with_values(cfg: Any, *overrides: str) -> Any:

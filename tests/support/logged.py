@@ -16,7 +16,6 @@ def run_info(folder, start_step=0, world_size=1, batch_size=64):
         batch_size=batch_size,
         epochs=2,
         start_step=start_step,
-        start_epoch=start_step // 2,
     )
 
 

@@ -9,7 +9,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PLACEHOLDER = re.compile(r"<|\.\.\.|\$|NAME")  # in a word that stands for something to fill in
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE_SPAN = re.compile(r"`([^`]+)`")
-_COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FILE = re.compile(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
 
 
 def prose(page: Path) -> str:
@@ -25,4 +26,30 @@ def code_spans(page: Path) -> list[str]:
 
 def command_lines(page: Path) -> list[str]:
     """The lines of the page's bash blocks, continued lines as one."""
-    return "\n".join(_COMMANDS.findall(page.read_text())).replace("\\\n", " ").splitlines()
+    return "\n".join(COMMANDS.findall(page.read_text())).replace("\\\n", " ").splitlines()
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page between this heading and the next."""
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def example_files(text: str) -> list[tuple[str, str]]:
+    """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`."""
+    return _FILE.findall(text)
+
+
+def copy_examples(page: str, home: Path) -> None:
+    """Fill a home folder: mywork/, with every file of the page, and lockstep/, with this repository's sources."""
+    for name, text in example_files(page):
+        path = home / "mywork" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (home / "lockstep").mkdir()
+    for folder in ("src", "conf"):
+        (home / "lockstep" / folder).symlink_to(ROOT / folder)
+
+
+def script(page: str, heading: str) -> str:
+    """The page's first commands, which prepare, and those of one section."""
+    return "set -e\n" + "".join([COMMANDS.findall(page)[0], *COMMANDS.findall(section(page, heading))])

@@ -8,6 +8,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 
 from lockstep import cli
 from lockstep.cli_arguments import prepare_arguments
@@ -82,7 +83,8 @@ def _is_value(override: Override) -> bool:
 
 def _check(cfg: Any) -> None:
     """The checks of train.py's `main`, in its order."""
-    cfg = cli.resolve(cfg)
-    check_config(cfg)
+    values = cli.resolve(cfg)
+    check_config(values)
+    cfg = OmegaConf.create(values)
     check_arguments(cfg, ("launch",))
     preflight(cfg, instantiate_as(Launcher, cfg.launch, "launch"))

@@ -1,11 +1,9 @@
 """How the jobs of a sweep are composed and run with Hydra. The scan for plugins leaves this file out."""
 
-import copy
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,54 +11,59 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
+from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, preflight_jobs
+from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
 from lockstep import cli
-from lockstep.config.check import flatten
+from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import preload
+from lockstep.runs.code import loaded_code_facts
 from lockstep.sweeps.ending import at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words
+from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words, record_outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
-from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, folder_name, to_run, varied_keys
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, folder_name, to_run, varied_keys
 from lockstep.sweeps.slots import Slot, divide_machine
 from lockstep.sweeps.sweep import OpenSweep, SweepSettings
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, Row, SweepTable, read_rows
 
-KEPT = 200  # composed configs in memory
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 
 
 class HydraJobs:
-    """Composes, checks and runs jobs. master: the config of the sweep as Hydra has composed it, without its jobs."""
+    """Composes, checks and runs jobs. master: the config of the sweep as Hydra has composed it, without its jobs.
 
-    def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction) -> None:
-        self.context, self.master, self.task = context, master, task
-        self.folder = Path(str(master.hydra.sweep.dir))
-        self.composed: dict[tuple[str, ...], DictConfig] = {}  # a job need not compose again what was checked: 0.1 s
+    fixed: the overrides that all jobs have. base: the config of a job without what the sweep varies.
+    """
+
+    def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction, fixed: Sequence[str]) -> None:
+        self.context, self.master, self.task, self.fixed = context, master, task, fixed
+        self.folder = sweep_folder(master)
+        self.composer = Composer(context.config_loader, master)
         setup_globals()
+        self.base: Any = without_hydra(self.compose(fixed, 0))
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
         """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
-        words = tuple(overrides)
-        config = self.composed.get(words) or self.context.config_loader.load_sweep_config(self.master, list(words))
-        if len(self.composed) < KEPT:
-            self.composed[words] = config
-        with open_dict(config), read_write(config.hydra):  # Hydra locks a config that it has used
+        config = self.composer.compose(overrides)
+        with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
             if folder is not None:
                 config.hydra.sweep.subdir = folder
                 config.hydra.runtime.output_dir = str((self.folder / folder).absolute())
         return config
 
-    def base(self, fixed: Sequence[str]) -> DictConfig:
-        """The config of a job without what the sweep varies."""
-        return _without_hydra(self.compose(fixed, 0))
+    def config(self, overrides: Sequence[str], number: int) -> DictConfig:
+        """The config of a job, in the folder of its number. Hydra's own resolvers then answer for this job."""
+        config = self.compose(overrides, number, str(number))
+        HydraConfig.instance().set_config(config)
+        return without_hydra(config)
 
     def name(self, number: int, changed: str, overrides: Sequence[str]) -> str:
         """The folder of a job: what hydra.sweep.subdir says, where the user has chosen one."""
@@ -70,15 +73,6 @@ class HydraJobs:
         HydraConfig.instance().set_config(config)
         return str(config.hydra.sweep.subdir)
 
-    def check_all(self, lists: Sequence[Sequence[str]], fixed: set[str]) -> None:
-        """Raise ConfigError, or an error of Hydra's, for the first job whose config is wrong. Writes nothing."""
-        finished = {row.overrides for row in read_rows(self.folder) if row.state == FINISHED}
-        for number, overrides in enumerate(lists):
-            if changed_words(overrides, fixed) not in finished:
-                config = self.compose(overrides, number, str(number))
-                HydraConfig.instance().set_config(config)
-                cli.check_input(_without_hydra(config))
-
     def run(self, job: Job, row: Row) -> Outcome:
         """Run a job in this process, and print its errors."""
 
@@ -86,6 +80,7 @@ class HydraJobs:
             config = self.compose(job.overrides, job.number, row.folder)
             result = run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
             if result.status != JobStatus.COMPLETED:
+                wait_for_turn()  # before it prints what is wrong
                 raise result._return_value
             values.append(result.return_value)
 
@@ -102,13 +97,15 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     overrides = parser.parse_overrides(words)
     ((fixed,),) = sweeper.split_arguments([word for word in overrides if not word.is_sweep_override()], None)
-    jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function)
-    varied = varied_keys(read_rows(jobs.folder))  # also if this command has one value of a key
+    varied = varied_keys(read_rows(sweep_folder(sweeper.config)))  # also if this command has one value of a key
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
-    plan = make_plan(jobs.base(fixed), overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0])
-    jobs.check_all(plan.lists, set(fixed))
+    jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
+    allows = constrained(jobs)
+    plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0], allows)
+    checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
-    check_search(jobs.base(fixed), plan, is_own)
+    check_search(jobs.base, plan, is_own)
+    preflight_jobs(checked, fixed)
     run_plan(sweeper.launcher, jobs, plan)
 
 
@@ -117,46 +114,55 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
     info = read_rank_info()
 
     def open_search() -> tuple[OpenSweep, Search]:
-        sweep = open_sweep(jobs, plan.fixed)
+        sweep = open_sweep(jobs)
         return sweep, build_search(sweep, plan, jobs.name, slots=1)
 
     if info.started_by != "python":
         run_in_world(info, open_search, jobs.run)
         return
-    sweep = open_sweep(jobs, plan.fixed)
+    sweep = open_sweep(jobs)
     if isinstance(launcher, LockstepLauncher):
-        slots = slots_of(jobs, sweep)
+        slots = slots_of(jobs)
         run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
     else:
         added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
         run_by_launcher(launcher, sweep, to_run(sweep.table, added, sweep.settings.retry == "failed"))
 
 
-def open_sweep(jobs: HydraJobs, fixed: Sequence[str]) -> OpenSweep:
-    """The sweep in its folder. fixed: the overrides that all jobs have. Raises ConfigError."""
-    base: Any = jobs.base(fixed)
+def open_sweep(jobs: HydraJobs) -> OpenSweep:
+    """The sweep in its folder. Raises ConfigError."""
+    base = jobs.base
     name = base.objective.removeprefix("test/")
     mode = base.task.get("metrics", {}).get(name, "min")
     told = {key: value for key, value in base.sweep.items() if key != "resume"}
     if restarted():
         told["retry"] = "failed"
     settings = SweepSettings(**told, objective=base.objective, mode=mode, epochs=base.trainer.epochs)
-    sweep = OpenSweep(jobs.folder, settings, fixed, flatten(OmegaConf.to_container(base, resolve=False)))
+    sweep = OpenSweep(jobs.folder, settings, jobs.fixed, flatten(OmegaConf.to_container(base, resolve=False)))
     at_end(sweep.finish)
     return sweep
 
 
-def slots_of(jobs: HydraJobs, sweep: OpenSweep) -> list[Slot]:
+def slots_of(jobs: HydraJobs) -> list[Slot]:
     """How this machine is divided between the jobs. Raises ConfigError."""
-    return divide_machine(sweep.settings.slots, jobs.base(sweep.fixed).launch.get("nproc_per_node", 1))
+    return divide_machine(jobs.base.sweep.slots, jobs.base.launch.get("nproc_per_node", 1))
 
 
 def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
     """Run jobs in processes that are forked from this one, which imports what they need."""
-    preload("fork")
+    named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
+    prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
     runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
     runner.run()
     sweep.stop_code = runner.stop_code
+
+
+def prepare_forks(modules: Sequence[str]) -> None:
+    """Import and ask once, in the process that jobs are forked from, what each of them needs. modules: of this project:
+    what a user's module does when it is imported is the job's own affair.
+    """
+    preload("fork", [*modules, "lockstep.tasks.drawing"])
+    loaded_code_facts()
 
 
 def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job]) -> None:
@@ -185,10 +191,9 @@ def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job])
 def record_return(table: SweepTable, job: Job, result: JobReturn, seconds: float) -> None:
     """Write what a launcher of Hydra's returned for a job to its row. seconds: the mean of the jobs of its batch."""
     value = result._return_value
-    if result.status == JobStatus.COMPLETED:
-        table.update(job.number, state=FINISHED, objective=value, seconds=seconds, **table.read_best(job.number))
-    else:
-        table.update(job.number, state=FAILED, seconds=seconds, cause=_cause(value)[:LONGEST_CAUSE])
+    is_finished = result.status == JobStatus.COMPLETED
+    outcome = Outcome(EXIT_FINISHED, value) if is_finished else Outcome(EXIT_FAILED, cause=_cause(value))
+    record_outcome(table, job.number, outcome, outcome.state, seconds)
 
 
 def end_joblib_workers() -> None:
@@ -203,15 +208,15 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
 
     Raises StoppedEarly after a signal: the sweeper must not go on.
     """
-    jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function)
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
+    jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function, fixed)
     if launcher.opened is None:
-        refuse_search(jobs.base(fixed))
-        launcher.opened = open_sweep(jobs, fixed)
+        refuse_search(jobs.base)
+        launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs, launcher.opened))
+    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs))
     if launcher.opened.stop_code is not None:
         raise StoppedEarly("the sweep stopped early", end_sweep())
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
@@ -235,10 +240,3 @@ def _cause(error: BaseException | None) -> str:
     if isinstance(error, RankFailed):
         error = error.__cause__  # this rank's own error
     return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    job = copy.deepcopy(config)
-    with open_dict(job):
-        del job["hydra"]
-    return job

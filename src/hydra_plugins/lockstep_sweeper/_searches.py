@@ -1,6 +1,6 @@
 """Which search a sweep uses, and its jobs or its space. The scan for plugins leaves this file out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.sweeps.halving import PAUSE, Halving
 from lockstep.sweeps.search import Job, JobList, Search, add_jobs, to_run
-from lockstep.sweeps.space import Choices, Numbers, Space, draw, interval, limits_of, words
+from lockstep.sweeps.space import Allows, Choices, Numbers, Space, allow_all, draw, interval, limits_of, words
 from lockstep.sweeps.sweep import OpenSweep
 from lockstep.sweeps.tpe import Tpe, require_optuna
 
@@ -25,19 +25,27 @@ class Plan:
     """lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
 
     fixed: the overrides that all jobs have. space: None if all jobs are known.
+    allows: what may be drawn from it. left_out: listed jobs that the constraints refuse.
     """
 
     lists: Sequence[Sequence[str]]
     fixed: Sequence[str]
     space: Space | None = None
+    allows: Allows = allow_all
+    left_out: int = 0
 
 
 def make_plan(
-    base: Any, overrides: list[Override], fixed: Sequence[str], list_all: Callable[[], Sequence[Sequence[str]]]
+    base: Any,
+    overrides: list[Override],
+    fixed: Sequence[str],
+    list_all: Callable[[], Sequence[Sequence[str]]],
+    allows: Callable[[Sequence[str]], bool],
 ) -> Plan:
     """What to run. base: the config of a job without what varies. list_all: the product of all lists.
 
-    Raises ConfigError for values that do not fit the search.
+    allows: whether the constraints allow a job with these overrides. Raises ConfigError for values that do not fit the
+    search, and if no job is left.
     """
     for key in ("search", "trials", "seed"):
         rule = find_rule(f"sweep.{key}")
@@ -50,12 +58,28 @@ def make_plan(
         raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
     if trials is None:
         _refuse_intervals(overrides)
-        return Plan(list_all(), fixed)
+        return _without_refused(list_all(), fixed, allows)
     space = read_space(overrides)
+
+    def allows_values(values: Mapping[str, str]) -> bool:
+        return allows([*fixed, *words(values)])
+
+    seed = base.sweep.seed
     if search == TPE:
         require_optuna()
-        return Plan([[*fixed, *words(values)] for values in limits_of(space)], fixed, space)
-    return Plan([[*fixed, *words(draw(space, base.sweep.seed, number))] for number in range(trials)], fixed)
+        draw(space, seed, 0, allows_values)  # raises an error if nothing can be drawn
+        corners = [[*fixed, *words(values)] for values in limits_of(space) if allows_values(values)]
+        return Plan(corners, fixed, space, allows_values)
+    return Plan([[*fixed, *words(draw(space, seed, number, allows_values))] for number in range(trials)], fixed)
+
+
+def _without_refused(
+    lists: Sequence[Sequence[str]], fixed: Sequence[str], allows: Callable[[Sequence[str]], bool]
+) -> Plan:
+    allowed = [overrides for overrides in lists if allows(overrides)]
+    if not allowed:
+        raise ConfigError(f"sweep.constraints refuse all {len(lists)} jobs; type other values, or sweep.constraints=[]")
+    return Plan(allowed, fixed, left_out=len(lists) - len(allowed))
 
 
 def read_space(overrides: list[Override]) -> Space:
@@ -82,7 +106,9 @@ def _refuse_intervals(overrides: list[Override]) -> None:
 
 
 def refuse_search(base: Any) -> None:
-    """Raise ConfigError for a search beside a sweeper of Hydra's."""
+    """Raise ConfigError for a search or constraints beside a sweeper of Hydra's."""
+    if base.sweep.constraints:
+        raise ConfigError("sweep.constraints are for this project's own sweeper; leave hydra/sweeper= out")
     if base.sweep.search != LIST:
         raise ConfigError(f"sweep.search={base.sweep.search} and hydra/sweeper= both choose the jobs; leave out one")
 
@@ -112,10 +138,12 @@ def check_search(base: Any, plan: Plan, own_launcher: bool) -> None:
 def build_search(sweep: OpenSweep, plan: Plan, name: Name, slots: int) -> Search:
     """The search, whose jobs get rows in the table. name: see `add_jobs`. slots: how many jobs run at once."""
     settings, retry = sweep.settings, sweep.settings.retry == "failed"
+    if plan.left_out:
+        print(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
     if plan.space is not None:
         assert settings.trials is not None
         drawn = settings.trials, settings.seed, slots, settings.mode
-        return Tpe(sweep.table, plan.space, plan.fixed, name, *drawn, retry)
+        return Tpe(sweep.table, plan.space, plan.fixed, name, *drawn, retry, plan.allows)
     jobs: Sequence[Job] = add_jobs(sweep.table, plan.lists, set(plan.fixed), name)
     chosen = to_run(sweep.table, jobs, retry)
     if settings.search != HALVING:

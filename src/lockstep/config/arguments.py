@@ -19,10 +19,27 @@ from lockstep.config.suggest import closest
 from lockstep.config.targets import ForeignName, require_own_name
 from lockstep.errors import ConfigError
 
-CHECKED = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "logger")
+CHECKED = (
+    "model",
+    "dataset",
+    "optimizer",
+    "scheduler",
+    "strategy",
+    "gradient_sync",
+    "task",
+    "launch",
+    "logger",
+    "mode",
+)
 # What build.py passes: the first argument by position, the others by name to those that have a parameter of that name.
-PASSED_FIRST = {"optimizer": "the parameters of the model", "scheduler": "the optimizer"}
+PASSED_FIRST = {
+    "optimizer": "the parameters of the model",
+    "scheduler": "the optimizer",
+    "dataset.collate_fn": "the samples of a batch",
+}
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
+# What build.py does not pass.
+KEPT_BACK = {"optimizer": frozenset({"no_decay", "groups"})}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -104,7 +121,7 @@ def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
     parameters = _parameters(target)
     if parameters is None:
         return
-    given = set(node) - HYDRA_KEYS
+    given = set(node) - HYDRA_KEYS - KEPT_BACK.get(key, frozenset())
     group = key.partition(".")[0]
     by_position = len(node.get("_args_") or ()) + (key in PASSED_FIRST)
     filled = set(list(_positional(parameters))[:by_position])

@@ -8,18 +8,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, rules, show
-from lockstep.config.options import SGD, TARGETS
+from lockstep.config.optimizer_checks import check_optimizer
+from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import removed_key, unknown_key
 from lockstep.errors import ConfigError
 
 Node = dict[str, Any]
-NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch")
+NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 
 
-def check_config(cfg: DictConfig) -> None:
+def check_config(cfg: DictConfig | Node) -> None:
     """Check every value that has a schema. Raises ConfigError for the first that is of the wrong type or out of range.
 
     Values of a node with a `_target_` that is not this project's own are not checked.
@@ -35,7 +36,7 @@ def check_config(cfg: DictConfig) -> None:
     _check_model(config)
     _check_loggers(config)
     _check_metrics(config)
-    _check_nesterov(config)
+    check_optimizer(config["optimizer"])
 
 
 def check_value(key: str, value: object, rule: Rule) -> None:
@@ -94,8 +95,10 @@ def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]
             yield from nodes_with_target(child, join(key, name))
 
 
-def as_dict(cfg: DictConfig) -> Node:
-    """A config as plain dicts and lists, interpolations resolved where they can be."""
+def as_dict(cfg: DictConfig | Node) -> Node:
+    """A config as plain dicts and lists, interpolations resolved where they can be. A plain dict as it is."""
+    if isinstance(cfg, dict):
+        return cfg
     try:
         container = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:
@@ -212,7 +215,7 @@ def _check_model(config: Node) -> None:
             f"model.shape={show(model['shape'])} does not fit dataset.shape={show(dataset['shape'])}; "
             f"type model.shape={show(dataset['shape'])}"
         )
-    if isinstance(dataset["classes"], int) and model["classes"] < dataset["classes"]:
+    if None not in (model["classes"], dataset["classes"]) and model["classes"] < dataset["classes"]:
         raise ConfigError(
             f"model.classes={model['classes']} is less than dataset.classes={dataset['classes']}; "
             f"type model.classes={dataset['classes']}"
@@ -236,13 +239,3 @@ def _check_metrics(config: Node) -> None:
         if mode not in ("min", "max"):
             key = f"task.metrics.{name}"
             raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")
-
-
-def _check_nesterov(config: Node) -> None:
-    optimizer = config.get("optimizer") or {}
-    if (
-        TARGETS.get(str(optimizer.get("_target_"))) is SGD
-        and optimizer.get("nesterov")
-        and not optimizer.get("momentum")
-    ):
-        raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")

@@ -42,6 +42,11 @@ def number(help: str, example: object, **limits: Any) -> Any:
     return value(help, example=example, **limits)
 
 
+def names(help: str, example: list[str]) -> Any:
+    """A field for a list of parameters' names, annotated as list[int]: the name of a layer may be a whole number."""
+    return value(help, example=example, pattern=".+", wants="a list of names")
+
+
 def choice(*words: object, help: str) -> Any:
     """A field that accepts `words` and nothing else. The first is the example."""
     return value(help, example=words[0], words=words)

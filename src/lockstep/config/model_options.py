@@ -11,14 +11,14 @@ _ADVICE_FOR_IMAGES = "model=mlp or model=linear"
 @describes("lockstep.models.linear.linear", "model/linear")
 @dataclass
 class Model:
-    shape: list[int] = number("Shape of a sample.", min=1, example=[1, 28, 28])
-    classes: int = number("Outputs.", min=1, example=10)
+    shape: list[int] | None = number("Shape of a sample; null: from the data.", min=1, example=[1, 28, 28])
+    classes: int | None = number("Outputs; null: from the data.", min=1, example=10)
 
 
 @dataclass
 class ImageModel(Model):
-    shape: list[int] = number(
-        "Shape of an image.",
+    shape: list[int] | None = number(
+        "Shape of an image; null: from the data.",
         min=1,
         length=3,
         example=[1, 28, 28],
@@ -48,6 +48,16 @@ class MLP(Model):
     width: int = number("Units of a hidden layer.", min=1, example=128)
     depth: int = number("Hidden layers.", min=0, example=2)
     dropout: float = number("Share of the units that are dropped.", min=0, below=1, example=0.1)
+
+
+@describes("lockstep.models.gpt.gpt", "model/gpt")
+@dataclass
+class GPT(Model):
+    layers: int = number("Blocks of attention and MLP.", min=1, example=4)
+    heads: int = number("Heads of each attention; divides width.", min=1, example=4)
+    width: int = number("Numbers of a token inside the model.", min=1, example=128)
+    dropout: float = number("Share of the numbers that are dropped.", min=0, below=1, example=0.2)
+    tied: bool = value("The output layer uses the weights of the token embedding.", example=True)
 
 
 @describes("lockstep.strategies.ddp.DDP", "strategy/ddp")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.fields import choice, number, value
+from lockstep.config.fields import choice, names, number, value
 from lockstep.config.schema import Backend, SyncBN
 
 TARGETS: dict[str, type] = {}  # {_target_: schema}
@@ -132,8 +132,8 @@ class FileLogger:
     run_dir: str = value("Folder of this run.", example="${run_dir}")
 
 
-@describes("lockstep.tasks.classification.Classification", "task/classification")
 @describes("lockstep.tasks.regression.Regression", "task/regression")
+@describes("lockstep.tasks.language_modelling.LanguageModelling", "task/language_modelling")
 @dataclass
 class Task:
     metrics: dict[str, Any] = value(
@@ -142,9 +142,43 @@ class Task:
     monitor: str = value("The metric that decides which weights are the best.", example="loss")
 
 
+@describes("lockstep.tasks.classification.Classification", "task/classification")
+@dataclass
+class Classification(Task):
+    label_smoothing: float = number("Share of a target that is spread over all classes.", min=0, below=1, example=0.1)
+
+
+@describes("lockstep.tasks.multi_label.MultiLabel", "task/multi_label")
+@dataclass
+class TaskWithCounts(Task):
+    classes: int = number("Classes, or labels, that are counted.", min=1, example=10)
+
+
+@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
+@dataclass
+class ClassificationF1(Classification):
+    classes: int = number("Classes that are counted.", min=1, example=10)
+
+
+@describes("lockstep.tasks.segmentation.Segmentation", "task/segmentation")
+@dataclass
+class Segmentation(TaskWithCounts):
+    ignored_label: int = number("Pixels with this class number count nowhere.", example=255)
+
+
+@dataclass
+class ParameterRules:
+    """Keys of every optimizer, which the optimizer itself does not get."""
+
+    no_decay: list[int] = names("Parameters without weight decay.", example=["bias", "norm"])
+    groups: list[dict[str, Any]] = value(
+        "Hyperparameters of their own for some parameters.", example=[{"match": "fc", "lr": 0.1}]
+    )
+
+
 @describes("torch.optim.SGD", "optimizer/sgd")
 @dataclass
-class SGD:
+class SGD(ParameterRules):
     lr: float = number("Learning rate.", above=0, example=0.05)
     momentum: float = number("Momentum.", min=0, below=1, example=0.9)
     nesterov: bool = value("Nesterov's momentum.", example=True)
@@ -154,12 +188,36 @@ class SGD:
 
 @describes("torch.optim.AdamW", "optimizer/adamw")
 @dataclass
-class AdamW:
+class AdamW(ParameterRules):
     lr: float = number("Learning rate.", above=0, example=0.002)
     betas: list[float] = number("Decay of the two moments.", min=0, below=1, length=2, example=[0.9, 0.999])
     eps: float = number("Added to the denominator.", min=0, example=1e-8)
     weight_decay: float = number("Decoupled weight decay.", min=0, example=0.01)
     fused: bool | None = value("One kernel for all weights.", example=False)
+
+
+@describes("lockstep.training.optimizers.MuonWithAdamW", "optimizer/muon")
+@dataclass
+class Muon(ParameterRules):
+    lr: float = number("Learning rate of the matrices.", above=0, example=0.02)
+    momentum: float = number("Momentum of the matrices.", min=0, below=1, example=0.95)
+    weight_decay: float = number("Decoupled weight decay.", min=0, example=0.01)
+    adamw_lr: float = number("Learning rate of all other parameters.", above=0, example=0.002)
+    betas: list[float] = number("AdamW's decay of the two moments.", min=0, below=1, length=2, example=[0.9, 0.999])
+
+
+@describes("lockstep.training.schedulers.AnySchedule", "scheduler/torch")
+@dataclass
+class AnySchedule:
+    schedule: dict[str, Any] = value("The schedule's _target_ and its arguments.", example={})
+    every: str = choice("epoch", "step", help="When the schedule moves on.")
+    warmup_epochs: float = number("Epochs in which the learning rate rises to the schedule's.", min=0, example=0.5)
+
+
+@describes("torch.optim.lr_scheduler.ExponentialLR")
+@dataclass
+class ExponentialLR:
+    gamma: float = number("Factor of each change.", above=0, example=0.9)
 
 
 @describes("lockstep.training.schedulers.cosine", "scheduler/cosine")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from lockstep.config.fields import LARGEST_SEED, Rule, choice, number, rules, value
+from lockstep.config.fields import LARGEST_SEED, Rule, choice, names, number, rules, value
 
 CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 SCHEMA_NAME = "lockstep_schema"  # its name in the defaults list of conf/config.yaml
@@ -23,7 +23,10 @@ class Run:
         "Seed of the weights, the order of the samples and the augmentations.", example=0, min=0, max=LARGEST_SEED
     )
     data_dir: str = value("Folder of the data sets.", example="data")
-    resume: str | None = value("A run folder or a snapshot to start from.", example="null")
+    resume: str | None = value("A run folder or a snapshot to start from, or to evaluate.", example="null")
+    init: str | None = value("File of weights, snapshot or run folder whose weights a run begins with.", example="null")
+    new_layers: list[int] = names("With init: parameters that keep their random weights.", example=["fc"])
+    freeze: list[int] = names("Parameters that are not trained.", example=["layer1"])
     objective: str = value("What a run returns to a sweeper: test/<metric of the task>.", example="test/loss")
     run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
 
@@ -111,7 +114,11 @@ class Sweep:
     )
     trials: int | None = number("Jobs that a search draws.", min=1, example=20)
     seed: int = number("Seed of what a search draws.", min=0, max=LARGEST_SEED, example=0)
-    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=3)
+    constraints: list[str] = value(
+        "What the values of each job must satisfy, other jobs are left out.",
+        example=["optimizer.lr * trainer.epochs <= 10"],
+    )
+    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=2)
     first_rung: int = number("Halving: epochs of the first rung.", min=1, example=1)
 
 
@@ -130,6 +137,14 @@ class SyncBN:
     mode: str = choice("auto", "on", "off", help="Batch norm over the global batch; auto: where the strategy can.")
 
 
+def _transforms(of: str) -> Any:
+    return value(
+        f"Transforms {of}, in this order: nodes with a `_target_`.",
+        wants="a list of nodes with a _target_",
+        example=[{"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}],
+    )
+
+
 @dataclass
 class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
@@ -137,9 +152,24 @@ class Dataset:
     prepare: dict[str, Any] | None = value(
         "Called in one process of each machine before any rank reads.", example="null"
     )
+    shape: list[int] | None = number("Shape of a sample; null: that of the first one.", min=1, example=[1, 28, 28])
+    classes: int | None = number("Outputs of the model; null: as the data has classes.", min=1, example=10)
     mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
     std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
     workers: int = number("DataLoader processes of each rank.", min=0, example=2)
+    transforms: list[dict[str, Any]] = _transforms("of training samples")
+    test_transforms: list[dict[str, Any]] = _transforms("of test samples")
+    batch_transforms: list[dict[str, Any]] = value(
+        "Transforms of training batches with their targets, on the device.",
+        wants="a list of nodes with a _target_",
+        example=[{"_target_": "lockstep.data.batch_transforms.RandomErasing", "p": 0.25}],
+    )
+    collate_fn: dict[str, Any] | None = value(
+        "The function that makes (inputs, targets) of a list of samples; null: torch's default.", example="null"
+    )
+    on_error: str = choice(
+        "fail", "skip", help="A sample that cannot be read; skip: the next one is trained on, and it is not evaluated."
+    )
 
 
 @dataclass

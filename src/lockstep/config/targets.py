@@ -21,16 +21,18 @@ import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
-from lockstep.config.check import as_dict, join, nodes_with_target
+from lockstep.config.check import Node, as_dict, join, nodes_with_target
 from lockstep.errors import ConfigError
 
 OPEN = (
-    *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers")),
+    *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers", "modes")),
+    "lockstep.training.optimizers.",
     "lockstep.training.schedulers.",
     *("torch.nn.", "torch.optim.", "torch.utils.data."),
     *(f"torchvision.{name}." for name in ("datasets", "models", "ops", "transforms")),
 )
 BUILT_IN = ("torch", "torch._C._nn")  # where torch's functions in C say that they are from
+TARGET = r"_target_[\"']?:\s*[\"']?([\w.]+(?:\$\{[^}]*\}|[\w.])*)"  # as written in YAML, on a line or in braces
 RECORD = ".hydra"
 RECORD_FILES = ("hydra.yaml", "overrides.yaml")
 
@@ -39,7 +41,7 @@ class ForeignName(ValueError):
     """A dotted name that leads out of its package: torch.os.system is os.system, and no part of torch."""
 
 
-def check_targets(cfg: DictConfig, hydra_cfg: HydraConf) -> None:
+def check_targets(cfg: DictConfig | Node, hydra_cfg: HydraConf) -> None:
     """Raise ConfigError for a `_target_` that is not allowed. hydra_cfg: the words typed, and the config folders."""
     typed = set(re.findall(r"[\w.]+", " ".join(hydra_cfg.overrides.task)))
     folders = [Path(source.path) for source in hydra_cfg.runtime.config_sources if source.schema == "file"]
@@ -116,7 +118,7 @@ def _names(folder: Path) -> Iterator[str]:
     """A pattern for every `_target_` in the files of `folder`. An interpolation stands for any name."""
     for path in folder.rglob("*.yaml"):
         if RECORD not in path.relative_to(folder).parts:
-            for written in re.findall(r"_target_:\s*[\"']?([\w.]+[^\s\"'#]*)", path.read_text(errors="replace")):
+            for written in re.findall(TARGET, path.read_text(errors="replace")):
                 yield r"\w+(\.\w+)*".join(map(re.escape, re.split(r"\$\{[^}]*\}", written)))
 
 

@@ -1,5 +1,6 @@
 """Images in one folder per class."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,43 +9,82 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
 
 class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """`root`/train/<class>/*.jpg and `root`/test/<class>/*.jpg as uint8 images (3, size, size), read by torchvision.
+    """`root`/<split>/<class>/**/*.jpg as uint8 images (3, size, size), of any type in IMAGES.
 
-    Raises ConfigError if the folder is missing or has another number of classes than `classes` says.
+    The classes are the folders of `root`/train in alphabetical order, in every split; hidden folders are none. size:
+    the shorter side is scaled to it and the middle is cut out; None: images keep their size, for transforms that
+    change it. classes: how many there are; None: as many as there are folders. Raises ConfigError for a folder that is
+    missing, and for a class that only another split has.
     """
 
-    def __init__(self, root: str, size: int, classes: int, train: bool) -> None:
-        from torchvision.datasets import ImageFolder as TorchvisionImageFolder
+    def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
         from torchvision.transforms import v2
 
-        folder = Path(root) / ("train" if train else "test")
-        if not folder.is_dir():
+        self.folder = folder = Path(root) / split
+        self.classes = _class_names(Path(root) / "train")
+        if classes not in (None, len(self.classes)):
             raise ConfigError(
-                f"dataset=image_folder found no folder {folder.absolute()}; "
-                f"type dataset.root=<folder with train/ and test/ inside>"
+                f"dataset.classes={classes} but {Path(root) / 'train'} has {len(self.classes)} class folders; "
+                f"type dataset.classes={len(self.classes)}"
             )
-        transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-        try:
-            self.files: Any = TorchvisionImageFolder(folder, transform)
-        except FileNotFoundError as error:  # no class folder, or one without images
-            reason = str(error).splitlines()[0]
+        unknown = sorted(set(_class_names(folder)) - set(self.classes))
+        if unknown:
             raise ConfigError(
-                f"dataset=image_folder cannot read {folder.absolute()} ({reason}); "
-                f"type dataset.root=<folder with train/<class>/ and test/<class>/ inside>"
-            ) from None
-        found = len(self.files.classes)
-        if found != classes:
-            raise ConfigError(
-                f"dataset.classes={classes} but {folder} has {found} class folders; type dataset.classes={found}"
+                f"{folder} has a class folder {unknown[0]} and {Path(root) / 'train'} has none; "
+                f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
             )
+        self.files = [(path, number) for number, name in enumerate(self.classes) for path in _images(folder / name)]
+        steps = [] if size is None else [v2.Resize(size), v2.CenterCrop(size)]
+        self.transform: Any = v2.Compose([*steps, v2.PILToTensor()])
+        empty = sorted(set(range(len(self.classes))) - {number for _, number in self.files})
+        if empty:
+            log.warning("%s has no image of %s", folder, ", ".join(self.classes[number] for number in empty))
 
-        self.classes: list[str] = self.files.classes
+    @property
+    def targets(self) -> list[int]:
+        """The class of each image."""
+        return [number for _, number in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        sample: tuple[Tensor, int] = self.files[index]
-        return sample
+        """Raises OSError, with the file's name, for a file that is gone or damaged."""
+        from PIL import Image
+
+        path, number = self.files[index]
+        try:
+            with Image.open(path) as image:
+                return self.transform(image.convert("RGB")), number
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of them
+            reason = str(error).removesuffix(f": '{path}'")
+            raise OSError(f"{path}: {reason}") from error
+
+
+def _class_names(folder: Path) -> list[str]:
+    """The folders in `folder`, but for hidden ones such as .ipynb_checkpoints. Raises ConfigError if there are none."""
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.glob("*") if path.is_dir() and path.name in ("val", "valid")]
+        advice = f"dataset.test_split={beside[0]}" if beside else "dataset.root=<folder with train/ and test/ inside>"
+        raise ConfigError(f"dataset=image_folder found no folder {folder.absolute()}; type {advice}")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise ConfigError(
+            f"dataset=image_folder found no class folder in {folder.absolute()}; "
+            f"type dataset.root=<folder with train/<class>/ and test/<class>/ inside>"
+        )
+    return names
+
+
+def _images(folder: Path) -> list[Path]:
+    """All images in `folder` and the folders in it, in an order that no file system changes."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith(".")]
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))

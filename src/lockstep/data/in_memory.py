@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
@@ -24,16 +25,41 @@ class InMemoryDataset:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.samples[index], self.targets[index]
 
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples an epoch has."""
+        return len(self)
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """The indices (epoch_samples,) of an epoch's samples. They depend on `generator` alone."""
+        return torch.randperm(len(self), generator=generator)
+
+    def to(self, device: torch.device) -> "InMemoryDataset":
+        """This data set, copied if it is on another device."""
+        if self.samples.device == device:
+            return self
+        return InMemoryDataset(self.samples.to(device), self.targets.to(device))
+
 
 def check_classes(dataset: object, classes: int) -> None:
-    """Raise ConfigError if a data set in memory has a class number that a model of `classes` outputs does not know."""
+    """Raise ConfigError if a data set in memory has a class number that a model of `classes` outputs does not know.
+
+    Only for one number a sample: the pixels of a mask may have a label that is ignored.
+    """
     if not isinstance(dataset, InMemoryDataset) or dataset.targets.is_floating_point() or not len(dataset.targets):
+        return
+    if dataset.targets.dim() > 1:
         return
     largest = int(dataset.targets.max())
     if largest >= classes:
         raise ConfigError(
             f"dataset.classes={classes} but the data has classes 0 to {largest}; type dataset.classes={largest + 1}"
         )
+
+
+def class_names(dataset: object) -> list[str]:
+    """The names of the classes, if the data set has an attribute `classes`, as torchvision's have."""
+    return [str(name) for name in getattr(dataset, "classes", ())]
 
 
 def check_shape(dataset: object, shape: Sequence[int] | None) -> None:

@@ -7,100 +7,69 @@ import torch
 from torch import Tensor
 
 from lockstep.data.augment import Augment
+from lockstep.data.batch_transforms import BatchTransform, BatchTransforms
+from lockstep.data.converter import Converter
 from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.nested import count_samples
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
+from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.workers import DatasetReader
 
 # Values of samples that are looked up and converted together. Step by step, the calls cost more than their work.
 VALUES_AT_ONCE = 2**20
 
-RawGroup = tuple[Tensor, Tensor, list[int]]
-"""Raw samples, targets, and how many of them belong to each share."""
-
-
-class Converter:
-    """Brings raw samples and targets to the device, type and memory layout that a model computes in.
-
-    uint8 samples are scaled to 0..1. With `mean` and `std`, one number for each channel (the second dimension) or one
-    for all, samples are normalised. Integer samples of another type stay as they are. Floating-point targets take the
-    model's type.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
-    ) -> None:
-        self.device, self.dtype, self.memory_format = device, dtype, memory_format
-        deviation = self._per_channel([1.0] if std is None else std)
-        self.float_scale, self.image_scale = 1 / deviation, 1 / (255 * deviation)
-        self.shift = None if mean is None else -self._per_channel(mean) / deviation
-
-    def _per_channel(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=self.dtype, device=self.device)
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device. A GPU copies from pinned memory while the host goes on."""
-        if tensor.device == self.device:
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def __call__(self, samples: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw samples (N, ...) and targets (N, ...), on the device -> what the model and the task take."""
-        if samples.dtype == torch.uint8:
-            samples = self._shifted(samples.to(self.dtype).mul_(_beside(self.image_scale, samples)))
-        elif samples.is_floating_point():
-            samples = samples.to(self.dtype)
-            if self.shift is not None:
-                samples = self._shifted(samples * _beside(self.float_scale, samples))
-        if targets.is_floating_point():
-            targets = targets.to(self.dtype)
-        if samples.dim() == 4:
-            samples = samples.contiguous(memory_format=self.memory_format)
-        return samples, targets
-
-    def _shifted(self, scaled: Tensor) -> Tensor:
-        return scaled if self.shift is None else scaled.add_(_beside(self.shift, scaled))
-
-
-def _beside(values: Tensor, samples: Tensor) -> Tensor:
-    """One number per channel (C,), shaped so that it broadcasts over samples (N, C, ...)."""
-    return values.view(-1, *[1] * (samples.dim() - 2))
+RawGroup = tuple[Any, Any, list[int]]
+"""Raw inputs, targets, and how many of them belong to each share. Only single tensors are of several shares."""
 
 
 class BatchLoader:
     """Loads one rank's samples: `epoch` for training, `eval_batches` for evaluation.
 
-    rank, size: this rank's share, and how many shares there are. parts: cuts a global batch into this rank's parts.
-    workers: processes that read a data set which is not in memory. They start here.
+    dataset: tensors in memory, or `Samples`, or any other map-style data set. rank, size: this rank's share, and how
+    many shares there are. workers: processes that read a data set which is not in memory. They start here.
+    augment, transforms: of training batches.
     """
 
     def __init__(
         self,
         dataset: Any,
         converter: Converter,
-        rank: int,
-        size: int,
-        seed: int,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
         augment: Augment | None = None,
         workers: int = 0,
+        transforms: Sequence[BatchTransform] = (),
     ) -> None:
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
-        self.augment = augment or Augment()
+        self.augment, self.transforms = augment or Augment(), BatchTransforms(transforms)
         self.dataset = dataset
         self.index_device = torch.device("cpu")
         self.reader: DatasetReader | None = None
+        self.is_stream = False  # whether samples come in the data set's own order
+        self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         if isinstance(dataset, InMemoryDataset):
             self.index_device = converter.device
-            self.dataset = InMemoryDataset(dataset.samples.to(converter.device), dataset.targets.to(converter.device))
-        else:
-            self.reader = DatasetReader(dataset, workers, pin_memory=converter.device.type == "cuda")
+            self.dataset = dataset.to(converter.device)
+            return
+        samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
+        self.leaves_out = samples.skips
+        self.dataset = samples.dataset
+        self.is_stream = samples.stream is not None
+        self.samples = samples
+        self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        """Samples of an epoch."""
+        return self.dataset.epoch_samples if isinstance(self.dataset, InMemoryDataset) else len(self.dataset)
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        """The indices of an epoch's samples, in their order."""
+        if isinstance(self.dataset, InMemoryDataset):
+            return self.dataset.epoch_order(generator)
+        if self.is_stream:
+            return torch.arange(len(self))
+        return torch.randperm(len(self), generator=generator)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -115,28 +84,48 @@ class BatchLoader:
         skip: int = 0,
         turns: slice = slice(None),
     ) -> Iterator[Batch]:
-        """This rank's batches of one epoch; over all ranks every sample comes once.
+        """This rank's batches of one epoch; over all ranks every sample of the epoch comes once.
 
         batch_size counts the samples of all ranks. parts: which parts of a global batch of indices (N,) are this
         rank's. skip: samples used before the run was resumed. turns: which of the batches, if ranks take turns.
         """
-        order = torch.randperm(len(self), generator=generator(self.seed, epoch)).to(self.index_device)
+        order = self._order(generator(self.seed, epoch)).to(self.index_device)
         starts = range(skip, len(self), batch_size)[turns]
         batches = [order[start : start + batch_size] for start in starts]
         mine = [parts(batch) for batch in batches]
-        plans = self._plans(epoch, starts, batches, parts) if self.augment.enabled else None
-        loaded = self._load([part.indices for batch_parts in mine for part in batch_parts], plans)
-        for batch, batch_parts in zip(batches, mine, strict=True):
-            yield Batch(len(batch), [LoadedPart(part.number, *next(loaded), part.indices) for part in batch_parts])
+        shares = [part.indices for batch_parts in mine for part in batch_parts]
+        places: list[Tensor] = []  # of each share in its batch, where a sample's place decides what it becomes
+        if self.augment.enabled or self.transforms:
+            places = [place for batch in batches for place in self._places(len(batch), parts)]
+        if self.transforms:
+            owners = [batch for batch, batch_parts in zip(batches, mine, strict=True) for _ in batch_parts]
+            shares = [owner[place.to(owner.device)] for owner, place in zip(owners, places, strict=True)]
+        augmentation = self._augmentation(epoch, starts, batches, mine, places) if self.augment.enabled else None
+        loaded, waiting = self._load(shares, epoch, augmentation), iter(places)
+        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
+            plans = self.transforms.plans(len(batch), self.seed, epoch, start)
+            found = []
+            for part in batch_parts:
+                inputs, targets = next(loaded)
+                if self.transforms:
+                    place = next(waiting)
+                    inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
+                found.append(LoadedPart(part.number, inputs, targets, part.indices))
+            yield Batch(len(batch), found)
 
-    def _plans(
-        self, epoch: int, starts: range, batches: list[Tensor], parts: Callable[[Tensor], list[Part]]
+    def _places(self, count: int, parts: Callable[[Tensor], list[Part]]) -> list[Tensor]:
+        """Where in a global batch of `count` samples this rank's parts are, with the samples that are mixed in."""
+        return [self.transforms.with_samples_before(part.indices, count) for part in parts(torch.arange(count))]
+
+    def _augmentation(
+        self, epoch: int, starts: range, batches: list[Tensor], mine: list[list[Part]], places: list[Tensor]
     ) -> Iterator[Tensor]:
         """The augmentation of each of this rank's parts: drawn for the global batch, cut as the batch is cut."""
-        for start, batch in zip(starts, batches, strict=True):
+        waiting = iter(places)
+        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
             plan = self.augment.plan(len(batch), generator(self.seed, epoch, start))
-            for part in parts(torch.arange(len(batch))):
-                yield plan[part.indices]
+            for _ in batch_parts:
+                yield plan[next(waiting)]
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) of at most `batch_size` samples; over all ranks every sample comes once.
@@ -145,18 +134,42 @@ class BatchLoader:
         """
         mine = torch.arange(len(self), device=self.index_device)[self.rank :: self.size]
         rounds = -(-len(self) // (self.size * batch_size))
-        yield from self._load([mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)])
+        shares = [mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)]
+        yield from self._load(shares, EVALUATION)
 
-    def _load(self, shares: list[Tensor], plans: Iterator[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def first_sample(self) -> tuple[Any, Any]:
+        """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
+        return next(self._load([torch.zeros(1, dtype=torch.int64, device=self.index_device)], EVALUATION))
+
+    def raw_inputs(self, count: int) -> Any:
+        """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
+        share = torch.arange(min(count, len(self)), device=self.index_device)
+        memory, reader = self.dataset, self.reader
+        raw = read_memory(memory, [share]) if reader is None else read_samples(reader, [share], EVALUATION)
+        return next(raw)[0]
+
+    def shown_sample(self, number: int) -> Tensor:
+        """The inputs of a sample as the data set has them; an empty tensor if they are several."""
+        if isinstance(self.dataset, InMemoryDataset):
+            return self.dataset.samples[number]
+        inputs, _ = self.samples.one(number)
+        return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
+
+    def _load(
+        self, shares: list[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
         """The inputs and targets of each share of indices, in order, augmented by its plan."""
-        raw = read_memory(self.dataset, shares) if self.reader is None else read_dataset(self.reader, shares)
+        raw = read_memory(self.dataset, shares) if self.reader is None else read_samples(self.reader, shares, epoch)
         for samples, targets, sizes in raw:
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans is not None:
                 plan = torch.cat([next(plans) for _ in sizes])
                 samples = self.augment(samples, self.converter.to_device(plan))
             samples, targets = self.converter(samples, targets)
-            yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
+            if len(sizes) == 1:
+                yield samples, targets
+            else:
+                yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
 
 def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawGroup]:
@@ -172,9 +185,7 @@ def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawG
         yield samples, targets, [len(share) for share in group]
 
 
-def read_dataset(reader: DatasetReader, shares: list[Tensor]) -> Iterator[RawGroup]:
+def read_samples(reader: DatasetReader, shares: list[Tensor], epoch: int) -> Iterator[RawGroup]:
     """Share by share, from a data set that loads its samples one by one."""
-    # An empty share has nothing to collate. Sample 0 stands in, to give the shape, and none of it is kept.
-    batches = [share.tolist() or [0] for share in shares]
-    for share, (samples, targets) in zip(shares, reader.read(batches), strict=True):
-        yield samples[: len(share)], targets[: len(share)], [len(share)]
+    for inputs, targets in reader.read([share.tolist() for share in shares], epoch):
+        yield inputs, targets, [count_samples(targets)]

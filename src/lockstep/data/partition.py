@@ -4,7 +4,7 @@ A rank's number only selects parts. A run that stopped after any number of sampl
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,14 @@ class Part(NamedTuple):
 
 
 class LoadedPart(NamedTuple):
-    """A part whose samples are loaded: inputs (N, ...) and targets (N, ...), on the rank's device.
+    """A part whose samples are loaded: inputs and targets, on the rank's device.
 
-    indices: of the samples in the data set (N,).
+    Each is a tensor (N, ...), or a tuple or dict of such. indices: of the samples in the data set (N,).
     """
 
     number: int
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     indices: Tensor
 
 

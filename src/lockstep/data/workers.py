@@ -1,5 +1,6 @@
 """A DataLoader whose worker processes start once, end with their rank, and leave no files."""
 
+import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,29 +14,31 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
+from lockstep.errors import ConfigError
 
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
 
 
 class DatasetReader:
-    """Reads batches of a map-style data set, in order, with `workers` processes; in this process if there are none.
+    """Reads batches of samples, in order, with `workers` processes; in this process if there are none.
 
     The workers start here and stay until `close`, over all epochs and evaluations. On Linux they are forks of this
     process: they share its data set, also one that cannot be pickled, and start within milliseconds. A fork copies the
     locks that other threads hold, so build a reader before training starts, while such threads are idle.
     """
 
-    def __init__(self, dataset: Any, workers: int, pin_memory: bool) -> None:
+    def __init__(self, samples: Samples, workers: int, pin_memory: bool) -> None:
         self._batches = _BatchList()
-        self._loader = DataLoader(
-            dataset,
+        self._loader: DataLoader[Any] = DataLoader(
+            samples,  # type: ignore[arg-type]  # it has all that is used of a Dataset
             batch_sampler=self._batches,
+            collate_fn=samples.collate,  # type: ignore[arg-type]  # it takes what __getitems__ returns
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
@@ -48,12 +51,22 @@ class DatasetReader:
             others = multiprocessing.active_children()
             iter(self._loader)  # starts the workers, which wait for the first batch
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            self._owner = os.getpid()
+            # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
+            atexit.register(self.close)
 
-    def read(self, batches: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The collated samples of each batch of indices. A pass that was left early does not disturb the next one."""
-        self._batches.batches = batches
+    def read(self, batches: list[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of each batch of sample numbers. A pass that was left early does not disturb the next one.
+
+        Samples that cannot be read may be missing, see `Samples`.
+        """
+        self._batches.batches = [[(epoch, number) for number in batch] for batch in batches]
         try:
-            yield from self._loader
+            for loaded in self._loader:
+                if isinstance(loaded, ConfigError):
+                    raise loaded
+                inputs, targets = loaded
+                yield inputs, targets
         except (ConnectionError, EOFError) as error:  # of the connection to a worker, or of the data set
             if all(worker.is_alive() for worker in self._workers):
                 raise
@@ -61,6 +74,9 @@ class DatasetReader:
 
     def close(self) -> None:
         """End the workers at once, a busy one too. They have nothing to save."""
+        atexit.unregister(self.close)
+        if self._workers and os.getpid() != self._owner:  # a fork of their owner ends
+            return
         with _deaths_ignored():
             for worker in self._workers:
                 worker.kill()
@@ -73,9 +89,9 @@ class _BatchList:
     """A batch sampler: torch asks it for its batches at the start of each pass."""
 
     def __init__(self) -> None:
-        self.batches: list[list[int]] = []
+        self.batches: list[list[Key]] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.batches)
 
     def __len__(self) -> int:

@@ -78,7 +78,7 @@ def _encoded(value: Any) -> Tensor:
 
 
 def _decoded(text: Tensor) -> Any:
-    return json.loads(bytes(text.tolist()))
+    return json.loads(text.numpy().tobytes())
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:

@@ -109,21 +109,24 @@ class Member:
         """Whether the launcher has published a newer generation than this process's."""
         return self.notice.read()[0] > self.generation.number
 
+    def open_group(self, timeout: timedelta) -> None:
+        """What `join` can do before this process has a rank: nothing connects yet."""
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("live/group", self.store),
+            rank=self.process % PROCESSES,  # must differ between all processes that ever join
+            world_size=PROCESSES,
+            timeout=timeout,
+            enable_reconfigure=True,
+        )
+
     def join(self, timeout: timedelta) -> None:
         """Form the group of this process's generation.
 
         Raises TimeoutError if its ranks do not come within `timeout`, and ConnectionError if one of them dies.
         """
         if not dist.is_initialized():
-            # Nothing connects yet. The number must differ between all processes that ever join.
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("live/group", self.store),
-                rank=self.process % PROCESSES,
-                world_size=PROCESSES,
-                timeout=timeout,
-                enable_reconfigure=True,
-            )
+            self.open_group(timeout)
         newcomer = self.generation.reason == GROWN and not self.has_joined
         # The others end their step, or their evaluation, before they meet the new rank.
         longest = math.inf if newcomer else timeout.total_seconds()

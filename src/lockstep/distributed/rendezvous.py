@@ -15,7 +15,7 @@ from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.store import shared_store
 from lockstep.errors import RankMissing
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 1.0  # seconds between two requests to the store
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.002, 1.0  # seconds between two requests to the store
 REQUESTS_PER_SECOND = 20_000  # of all ranks together: a TCPStore answers several times as many
 PAUSE_SHARE = 0.1  # of the time already waited, so that a rank notices an answer at most 10 % late
 

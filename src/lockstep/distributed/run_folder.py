@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 
 SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"  # the environment variable that tells the ranks of a job which sweep it is in
+BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
 
 

@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import os
 import secrets
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_owner import is_library
+from lockstep.monitor.code_hashes import module_hashes
 
 
 def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
@@ -20,6 +16,8 @@ def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any
     shown: `flat` as a message may show it, without values that are secret. hint: what to type instead.
     """
     salt = world.broadcast_json(secrets.token_hex())  # without it a short secret could be guessed from its digest
+    if len(set(world.all_gather_json(_digest(salt, flat)))) == 1:
+        return
     configs = world.all_gather_json({key: [shown[key], _digest(salt, value)] for key, value in flat.items()})
     first, missing = configs[0], ["missing", ""]
     for rank, config in enumerate(configs):
@@ -40,7 +38,7 @@ def require_same_code(world: World) -> None:
 
     Modules that only some ranks have loaded are not compared: rank 0 alone has loggers. A collective.
     """
-    loaded = world.all_gather_json(loaded_code())
+    loaded = world.all_gather_json(module_hashes())
     for rank, modules in enumerate(loaded):
         other = sorted(name for name in modules.keys() & loaded[0].keys() if modules[name] != loaded[0][name])
         if other:
@@ -51,33 +49,10 @@ def require_same_code(world: World) -> None:
             )
 
 
-def loaded_code() -> dict[str, str]:
-    """{module: digest of its file} of every module that is neither Python's own nor an installed package."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is None or not file.endswith(".py") or is_library(file):
-            continue
-        if name in ("__main__", "__mp_main__"):  # a launcher's child imports the same file under another name
-            name = Path(file).stem
-        try:
-            status = os.stat(file)
-            found[name] = _file_digest(file, status.st_mtime_ns, status.st_size)
-        except OSError:  # it was moved after the import
-            continue
-    return found
-
-
-@cache
-def _file_digest(file: str, modified: int, size: int) -> str:
-    """Ranks that form another world, as with launch.recover=live, read only files that have changed."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-
-
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
     """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective.
 
-    name: "training data" or "test data". fingerprint: of the length and a sample of the content.
+    name: "training data" or "test data". fingerprint: see `lockstep.snapshots.data_fingerprint`.
     """
     everyone = world.all_gather_json((length, fingerprint))
     first_length, first_fingerprint = everyone[0]

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import go_on_words
+from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
@@ -189,6 +190,7 @@ def _end(number: int) -> NoReturn:
     if _process.prints:
         with suppress(OSError, ValueError):  # the terminal is closed
             print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
+    remove_temporary_folder()
     _exit(stopped.code)
 
 

@@ -18,6 +18,7 @@ NAME_SECONDS = 20.0  # for a host name to appear: a cluster may register a pod's
 NOTICE_SECONDS = 5.0  # of silence
 TRY_SECONDS = 1.0  # for one connection
 PAUSE_SECONDS = 0.1
+FIRST_PAUSE = 0.005  # a launcher of this project listens a few ms after it has forked its ranks
 
 
 def wait_until_known(address: str, timeout: float) -> None:
@@ -58,7 +59,7 @@ def wait_until_listening(address: str, port: int, timeout: float) -> None:
         if not noticed and waited > NOTICE_SECONDS:
             noticed = True
             _notice(f"waits for rank 0 to listen at {address}:{port} ({problem})")
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(min(max(waited, FIRST_PAUSE), PAUSE_SECONDS))
 
 
 def wait_for_key(store: "Store", key: str, timeout: float, complaint: str) -> str:

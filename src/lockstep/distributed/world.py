@@ -134,8 +134,8 @@ def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> s
 
 @contextmanager
 def init_distributed(
-    name: str,
-    timeout: float,
+    name: str = "auto",
+    timeout: float = 300,
     socket_ifname: str | None = None,
     debug: str | None = None,
     p2p_disable: bool | int | None = None,
@@ -156,9 +156,8 @@ def init_distributed(
         export_rank_info(info)
     device = _set_up_device(backend, info)
     wait = timedelta(seconds=timeout)
-    interface = socket_ifname or _only_interface(info)
-    variables = _backend_variables(interface, debug, p2p_disable, ib_disable)
-    with _environment(variables), ExitStack() as resources:
+    interface = socket_ifname or usual_interface(on_one_machine(info))
+    with backend_environment(interface, debug, p2p_disable, ib_disable), ExitStack() as resources:
         _init_process_group(backend, info, wait, device if backend == "nccl" and bind_device else None, resources)
         control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
         assert isinstance(control, dist.ProcessGroup)
@@ -198,15 +197,20 @@ def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
         )
 
 
-def _only_interface(info: RankInfo) -> str | None:
+def usual_interface(is_one_machine: bool) -> str | None:
     """The loopback interface if all ranks are on this machine. Without it gloo takes the address of the host's name."""
     chosen_already = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
-    return loopback_interface() if on_one_machine(info) and not chosen_already else None
+    return loopback_interface() if is_one_machine and not chosen_already else None
 
 
-def _backend_variables(
-    socket_ifname: str | None, debug: str | None, p2p_disable: bool | int | None, ib_disable: bool | int | None
-) -> dict[str, str]:
+@contextmanager
+def backend_environment(
+    socket_ifname: str | None,
+    debug: str | None = None,
+    p2p_disable: bool | int | None = None,
+    ib_disable: bool | int | None = None,
+) -> Iterator[None]:
+    """Inside the block gloo and NCCL find these options in the environment. The next job of a sweep does not."""
     options: dict[str, str | int | None] = {
         "GLOO_SOCKET_IFNAME": socket_ifname,
         "NCCL_SOCKET_IFNAME": socket_ifname,
@@ -214,12 +218,7 @@ def _backend_variables(
         "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
         "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
     }
-    return {key: str(value) for key, value in options.items() if value is not None}
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Inside the block the environment has these variables. The next job of a sweep must not inherit them."""
+    variables = {key: str(value) for key, value in options.items() if value is not None}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

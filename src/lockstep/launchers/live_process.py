@@ -66,6 +66,14 @@ def run_live_rank(
         run_to_exit(worker, args, None)
 
 
+def require_room_for_process() -> None:
+    """Raise OSError if this user may start no more processes.
+
+    The helper process that ranks are forked from would end if it could not fork, and all ranks with it.
+    """
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+
+
 @contextmanager
 def open_store(name: str, size: int) -> Iterator[tuple["Store", dict[str, str]]]:
     """The ranks' store, which only this machine reaches, and what all ranks find in their environment."""

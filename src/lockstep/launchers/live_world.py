@@ -30,7 +30,7 @@ from lockstep.distributed.generations import (
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.signal_relay import Relay
 from lockstep.errors import EXIT_FAILED
-from lockstep.launchers.live_process import LiveProcess, run_live_rank
+from lockstep.launchers.live_process import LiveProcess, require_room_for_process, run_live_rank
 from lockstep.launchers.live_spares import Spares
 from lockstep.launchers.stopping import STOP_EXITS, wait_for_ranks
 
@@ -127,7 +127,8 @@ class LiveWorld:
         return exit_codes
 
     def _start(self) -> LiveProcess:
-        """A process that waits for its rank."""
+        """A process that waits for its rank. Raises OSError if the limit of processes allows no more."""
+        require_room_for_process()
         ours, theirs = multiprocessing.Pipe()
         number = next(self.numbers)
         process = self.context.Process(target=run_live_rank, args=(number, theirs, *self.job))

@@ -30,6 +30,7 @@ START_METHODS = ("spawn", "fork", "forkserver")
 PRELOADED_MODULES = [
     "torch.utils.tensorboard",
     "tqdm",
+    "encodings.idna",  # of socket.getaddrinfo
     "hydra.utils",
     "lockstep.build_loggers",
     "lockstep.live",
@@ -123,15 +124,6 @@ def start_method_here(start_method: str, forks_again: bool) -> str:
     if start_method == "forkserver" and _has_preloaded and not forks_again:
         return "fork"
     return start_method
-
-
-def temporary_folder() -> str | None:
-    """The folder that multiprocessing has made for the socket of the fork server, None without one.
-
-    multiprocessing removes it while the interpreter is torn down, which `cli.run_main` skips.
-    """
-    folder: str | None = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    return folder
 
 
 def run_rank(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:

@@ -12,8 +12,9 @@ from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.listening import store_address
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
+from lockstep.distributed.temporary_folder import temporary_folder
 from lockstep.launchers.base import RankFailed, Worker
-from lockstep.launchers.processes import failure_of, run_rank, temporary_folder
+from lockstep.launchers.processes import failure_of, run_rank
 from lockstep.launchers.stopping import stopped_early, wait_for_ranks
 from lockstep.monitor.start import MonitorLink
 

@@ -40,7 +40,7 @@ class RunInfo:
     config_yaml: the composed config. hyperparameters: {key: number, text or truth value} by which runs are compared.
     metrics: the names that an evaluation measures. data_parallel_size: into how many shares a global batch is cut.
     batch_size: samples of a global batch. start_step: optimizer steps already done, 0 for a fresh run.
-    start_epoch: whole epochs already done. facts: plain values for run.json, see `lockstep.loggers.run_facts`.
+    facts: plain values for run.json, see `lockstep.loggers.run_facts`.
     """
 
     run_dir: Path
@@ -54,7 +54,6 @@ class RunInfo:
     batch_size: int
     epochs: int
     start_step: int
-    start_epoch: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -45,6 +45,7 @@ class ConsoleLogger(Logger):
         if last.best_step is not None:
             ((name, value),) = last.best.items()
             log.info("best:       test %s %.4f at step %d, in snapshots/best.pt", name, value, last.best_step)
+        log.info("evaluate:   python src/train.py mode=evaluate resume=%s", run_dir)
         log.info("table:      python src/runs.py table %s", run_dir.parent)
         if last.epoch == last.epochs:
             log.info("train on:   the same command with resume=%s trainer.epochs=%d", run_dir, 2 * last.epochs)

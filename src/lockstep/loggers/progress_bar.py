@@ -1,17 +1,21 @@
 """A progress bar over the samples of each epoch, shown only on a terminal."""
 
 import logging
+import os
 import sys
 import threading
 from typing import Any
 
 from tqdm import tqdm
 
+from lockstep.distributed.run_folder import BAR_COLUMNS
 from lockstep.loggers.base import EpochSummary, Logger
 
 
 class ProgressBarLogger(Logger):
     """A tqdm bar on stderr with the running loss. It disappears when the epoch's training ends.
+
+    Jobs of a sweep that run at once draw it for the sweep's process, which shows the bars of all.
 
     A log line takes the bar's place, and the bar comes back below it with the next step.
     """
@@ -24,13 +28,15 @@ class ProgressBarLogger(Logger):
 
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
         self._samples_left = samples - samples_done
+        columns = os.environ.get(BAR_COLUMNS)
         self._bar = tqdm(
             total=samples,
             initial=samples_done,
             desc=f"epoch {epoch}/{epochs}",
             unit=" samples",
             leave=False,
-            disable=None,  # on if stderr is a terminal
+            ncols=None if columns is None else int(columns),
+            disable=None if columns is None else False,  # None: on if stderr is a terminal
         )
         for handler in _console_handlers():
             handler.addFilter(self._clear_line)

@@ -4,16 +4,13 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
@@ -22,34 +19,19 @@ from lockstep.runs.record import REPEATED
 
 
 def run_facts(
-    world: World,
-    step: int,
-    config: Mapping[str, Any],
-    computed: Sequence[str],
-    data: Mapping[str, Any],
-    record: Mapping[str, str],
-    flags: Sequence[str],
+    world: World, step: int, command: Mapping[str, Any], computed: Sequence[str], data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Plain values for run.json. A collective.
 
-    step: optimizer steps already done. config: {key: value} without values from environment variables. computed: its
-    keys that say what is computed. data: the number of samples and a fingerprint of the data. record: {file: text} for
-    `.hydra`. flags: those of the command line that say which config is composed.
+    step: optimizer steps already done. command: what was typed, and "config", {key: value}. computed: the keys of it
+    that say what is computed. data: the number of samples and a fingerprint of the data.
     """
-    config = {key: _without_folder(value, config["run_dir"]) for key, value in config.items()}
-    compared = {key: config[key] for key in sorted(computed)}
-    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
-    overrides = OmegaConf.to_container(OmegaConf.create(record.get("overrides.yaml", "[]")))
-    assert isinstance(overrides, list)
+    compared = {key: command["config"][key] for key in sorted(computed)}
     config_hash = hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:16]
+    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     return {
-        "command": _command(overrides, flags),
-        "flags": list(flags),
-        "overrides": overrides,
-        "cwd": os.getcwd(),
-        "seed": config["seed"],
+        **command,
         "config_hash": config_hash,
-        "config": config,
         "data": dict(data),
         "code": {},
         "environment": _machine(world),
@@ -63,12 +45,6 @@ def run_facts(
     }
 
 
-def _without_folder(value: Any, folder: str) -> Any:
-    """Loggers have keys that name a place in the run folder. Two runs with the same config shall have the same hash."""
-    is_inside = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
-    return value.replace(folder, "${run_dir}", 1) if is_inside else value
-
-
 def require_repetition(world: World, facts: Mapping[str, Any]) -> None:
     """Raise ConfigError, on all ranks, if `runs.py again` started this run and it is not what was to be repeated.
 
@@ -77,24 +53,16 @@ def require_repetition(world: World, facts: Mapping[str, Any]) -> None:
     folder = os.environ.get(REPEATED)
     if folder is None:
         return
+    from lockstep.monitor.code_hashes import module_hashes
     from lockstep.runs.again import what_differs
-    from lockstep.runs.code import user_modules
     from lockstep.runs.record import read_run
 
     problem = None
     if world.is_rank_zero:
-        problem = what_differs(read_run(Path(folder)), {**facts, "code": {"modules": user_modules()}})
+        problem = what_differs(read_run(Path(folder)), {**facts, "code": {"modules": module_hashes(users_only=True)}})
     problem = world.broadcast_json(problem)
     if problem is not None:
         raise ConfigError(problem)
-
-
-def _command(overrides: Sequence[Any], flags: Sequence[str]) -> str:
-    """What was typed, or what gives the same run if this process was started by another program than the shell."""
-    script, *words = sys.argv
-    if not script.endswith("train.py"):
-        script, words = "src/train.py", [*overrides, *flags]
-    return shlex.join(["python", script, *words])
 
 
 def _machine(world: World) -> dict[str, Any]:

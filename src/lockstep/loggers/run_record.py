@@ -17,8 +17,10 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.runs.code import DIFF, code_facts, versions
-from lockstep.runs.record import FAILED, KILLED, RUNNING, read_run, write_run
+from lockstep.monitor.code_hashes import module_hashes
+from lockstep.runs.code import DIFF, loaded_code_facts, versions
+from lockstep.runs.record import FAILED, FINISHED, KILLED, PAUSED, RUNNING, read_run, write_run
+from lockstep.training.state import TrainState
 
 WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often
 
@@ -30,9 +32,9 @@ class RunRecord(Logger):
     and the versions of packages, is asked in a thread while the first steps run.
     """
 
-    def __init__(self, objective: str, mode: str) -> None:
-        """objective: "test/<metric>". mode: "min" or "max"."""
-        self.objective, self.mode = objective, mode
+    def __init__(self, state: TrainState, objective: str) -> None:
+        """objective: "test/<metric>"."""
+        self.state, self.objective, self.mode = state, objective, state.task.mode(objective)
         self.run: dict[str, Any] = {}
         self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
         self.thread: threading.Thread | None = None
@@ -89,7 +91,8 @@ class RunRecord(Logger):
             self._write()
 
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
-        self._end("finished", EXIT_FINISHED)
+        is_paused = self.state.reached_limit == "trainer.pause_after"
+        self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
         if not isinstance(error, RankLost):  # the run goes on without that rank
@@ -113,13 +116,13 @@ class RunRecord(Logger):
 
     def _begin(self) -> None:
         """In the thread: the code as it is now, and the first whole file. A folder without room: see `_write`."""
-        facts, diff = code_facts()
+        facts, diff = loaded_code_facts()
         with suppress(OSError):
             if diff:
                 (self.folder / DIFF).write_bytes(diff)
             else:
                 (self.folder / DIFF).unlink(missing_ok=True)
-        self.run["code"] |= facts
+        self.run["code"] |= facts | {"modules": module_hashes(users_only=True)}
         if self.life is not None:
             self.life["source"] = facts["source"]
         self.run["environment"] |= versions()

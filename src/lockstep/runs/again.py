@@ -11,14 +11,17 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
-from lockstep.runs.code import DIFF, ROOT, hash_of_source, versions
+from lockstep.monitor.code_hashes import ROOT, hash_of_source
+from lockstep.runs.code import DIFF, versions
 from lockstep.runs.compare import differing, explain
 from lockstep.runs.digests import read_digests
-from lockstep.runs.record import REPEATED, Run, read_run, state_of
+from lockstep.runs.record import FINISHED, PAUSED, REPEATED, Run, read_run, state_of
 from lockstep.runs.table import plain
 
 ONE_MACHINE = {"python", "torchrun", "environment", "spawn", "fork"}
 ELSEWHERE = ("launch.", "run_dir", "resume")  # config keys that say where a run computes, and from where it goes on
+
+FILE_TIMES = "training_file_times"  # of a copy they are others
 
 
 def repeat(folder: Path, into: Path | None) -> int:
@@ -44,7 +47,7 @@ def require_repeatable(run: Run) -> None:
     """Raise ConfigError for what can be known before anything starts."""
     folder, lives = run["folder"], run["lives"]
     state, sizes = state_of(run), [life["world_size"] for life in lives]
-    if state != "finished":
+    if state not in (FINISHED, PAUSED):
         raise ConfigError(
             f"{folder} is {state}, and only a run that has finished has bits to compare; "
             f"type its command to finish it: {run['command']}"
@@ -154,12 +157,12 @@ def _report(run: Run, repeated: Run) -> int:
     weights = [Path(each["folder"], "model.pt").read_bytes() for each in (run, repeated)]
     digests = [read_digests(Path(each["folder"])) for each in (run, repeated)]
     is_same = weights[0] == weights[1] and run["improvements"] == repeated["improvements"]
-    same.append(f"{len(run['improvements'])} evaluations that were the best of their time")
+    same.append(f"best evaluations so far: {len(run['improvements'])}")
     if digests[0] is not None and digests[1] is not None:
         is_same = is_same and digests[0] == digests[1]
-        same.append(f"{len(digests[0].rows)} steps with digests")
+        same.append(f"steps with digests: {len(digests[0].rows)}")
     if is_same:
-        print(f"again: the same bits: {', '.join(same)}")
+        print(f"again: the same bits: {'; '.join(same)}")
         return EXIT_FINISHED
     print("again: other bits")
     for line in explain(run, repeated):
@@ -173,7 +176,7 @@ def what_differs(run: Run, facts: Mapping[str, Any]) -> str | None:
     facts: what run.json will say of it, with the user's "modules" under "code".
     """
     rows = [row for row in differing("config", run["config"], facts["config"]) if not row[1].startswith(ELSEWHERE)]
-    rows += differing("data", run["data"], facts["data"])
+    rows += [row for row in differing("data", run["data"], facts["data"]) if row[1] != FILE_TIMES]
     ranks = "number of ranks"
     size = {ranks: facts["life"]["world_size"]}
     rows += differing("ranks", {ranks: run["lives"][-1]["world_size"]}, size)

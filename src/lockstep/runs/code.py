@@ -4,16 +4,13 @@ import hashlib
 import os
 import platform
 import subprocess
-import sys
-from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.monitor.code_owner import is_users
+from lockstep.monitor.code_hashes import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
 
-ROOT = Path(__file__).parents[3]  # the folder of src/ and conf/
-PARTS = ("src", "conf")
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 DIFF = "uncommitted.diff"
 LARGEST_DIFF = 2**18  # bytes; of a longer one only its hash is kept
@@ -21,6 +18,7 @@ NAMED = 50  # untracked files in a record
 GIT_SECONDS = 30.0
 
 
+@cache
 def versions() -> dict[str, str]:
     """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
     found = {"python": platform.python_version()}
@@ -32,39 +30,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hash_of_source(root: Path = ROOT) -> str:
-    """16 hex digits over the names and contents of the Python and YAML files in src/ and conf/."""
-    digest = hashlib.sha256()
-    for part in PARTS:
-        for path in sorted(path for path in (root / part).rglob("*") if path.suffix in (".py", ".yaml")):
-            if path.is_relative_to(root / "conf" / "local"):  # of this machine; the config shows what it sets
-                continue
-            try:
-                content = path.read_bytes()
-            except OSError:  # an editor is just replacing it
-                continue
-            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
-
-
-def user_modules() -> dict[str, str]:
-    """{module: hash of its file} of the loaded modules that are the user's own."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file is not None and file.endswith(".py") and is_users(file) and not file.startswith(f"{ROOT / 'src'}/"):
-            with suppress(OSError):  # it was moved after the import
-                found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-    return found
-
-
 def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
     """(facts for run.json, the uncommitted diff of src/ and conf/ or nothing). Takes some ms.
 
     The facts are "source", a hash of src/ and conf/, "modules", those of the user, and where git knows these folders
     "commit", "diff_sha256", "diff_bytes" and "untracked", a list of files.
     """
-    facts: dict[str, Any] = {"source": hash_of_source(root), "modules": user_modules()}
+    facts: dict[str, Any] = {"source": hash_of_source(root), "modules": module_hashes(users_only=True)}
     commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
     if commit is None:  # no git, no repository, or one that does not have this folder
         return facts, b""
@@ -75,8 +47,17 @@ def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
     if len(status) == len(untracked):
         return facts, b""
     diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
-    facts |= {"diff_sha256": hashlib.sha256(diff).hexdigest()[:16], "diff_bytes": len(diff)}
+    facts |= {"diff_sha256": hashlib.sha256(diff).hexdigest()[:DIGITS], "diff_bytes": len(diff)}
     return facts, diff if len(diff) <= LARGEST_DIFF else b""
+
+
+@cache
+def loaded_code_facts() -> tuple[dict[str, Any], bytes]:
+    """`code_facts` when this process asked first: it had loaded the code by then, and so have its forks.
+
+    The user's modules may be loaded later.
+    """
+    return code_facts()
 
 
 def _git(root: Path, *words: str) -> bytes | None:

@@ -18,7 +18,7 @@ FORMAT = 1
 REPEATED = "LOCKSTEP_AGAIN"  # names a run's folder to its repetition, which is refused if it would be another run
 KEYS = {"command", "overrides", "config", "data", "code", "environment", "lives", "objective", "steps"}
 KEYS |= {"samples_per_second"}
-RUNNING, FAILED, KILLED = "running", "failed", "killed"
+RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
 STATES = {"killed": KILLED, "hang": "hang", "silent": "hang"}  # by the kind of a failure report
 # struct flock of <fcntl.h> on 64-bit systems, and where its l_type is.
 FLOCK, LOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi", 0)
@@ -83,7 +83,8 @@ def _below(folder: str) -> Iterator[Path]:
 
 
 def state_of(run: Run) -> str:
-    """How a run ended, in one word: finished, stopped, diverged, failed, hang, killed, or running if it goes on.
+    """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
+    or running if it goes on.
 
     A rank 0 that was killed could not write its end. Then nobody holds the folder's lock.
     """

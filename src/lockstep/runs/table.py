@@ -11,7 +11,7 @@ from lockstep.runs.record import Run, find_runs, read_run, state_of
 
 COLUMNS = ("date", "run", "state", "objective", "best_step", "steps", "speed", "changed")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
-NOT_CHANGED = ("launch", "hydra")  # typed words that say where a run computes, and a folder
+NOT_CHANGED = ("launch", "hydra", "sweep.")  # typed words that say where a run computes, a folder, and what else runs
 
 
 def read_runs(folders: Sequence[str]) -> tuple[list[Run], list[str]]:

@@ -11,7 +11,7 @@ from lockstep.training.state import TrainState
 
 def require_finite_loss(state: TrainState, totals: Tensor) -> None:
     """Raise TrainingDiverged, on all ranks, if the sum of losses in `totals` (see Meter.totals) is not finite."""
-    loss = totals[state.meter.names.index("loss")].item()
+    loss = totals[state.meter.places["loss"]].item()
     if not math.isfinite(loss):
         raise state.nan.non_finite_loss(loss, state.progress.step)
 

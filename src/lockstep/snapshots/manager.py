@@ -25,7 +25,7 @@ from lockstep.snapshots.files import (
     save_snapshot,
     step_of,
 )
-from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes, plain_values
+from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
 from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
@@ -42,7 +42,7 @@ class SnapshotManager:
 
     As a context manager it finishes the pending writes, however the run ends.
 
-    fingerprint: flat dict of what a snapshot must have in common with the run that resumes from it.
+    fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
     config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
     epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last: how many snapshots to keep.
     before_save: an attribute, called on rank 0 before each save. It writes what must not be older than the snapshot.
@@ -60,7 +60,7 @@ class SnapshotManager:
         keep_last: int,
     ) -> None:
         self.state, self.world, self.run_dir = state, world, Path(run_dir)
-        self.fingerprint, self.config = plain_values(fingerprint), plain_values(config)
+        self.fingerprint, self.config = fingerprint, config
         self.epoch_samples, self.keep_last = epoch_samples, keep_last
         self.interval = SaveInterval(every)
         self.vote = StopVote(world, flags=2)

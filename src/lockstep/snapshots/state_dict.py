@@ -51,19 +51,24 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
-    strategy = state.strategy
-    strategy.model.load_state_dict(strategy.shard_state(saved["model"]))
+    restore_weights(state, saved)
     _restore_optimizer(state, saved)
     restore_scheduler(state.scheduler, saved["scheduler"]["built"], saved["scheduler"]["state"])
     if saved["scaler"]:  # empty after a run without loss scaling
         state.scaler.load_state_dict(saved["scaler"])
+    for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
+        setattr(state.progress, name, value)
+    _restore_measurements(state, saved)
+
+
+def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
+    """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
+    strategy = state.strategy
+    strategy.model.load_state_dict(strategy.shard_state(saved["model"]))
     if state.ema is not None:
         averages = _to_parameter_layout(strategy, saved["ema"] or {})
         # In the model's order: the average is updated parameter by parameter.
         state.ema.averages = {name: averages[name] for name, _ in strategy.model.named_parameters() if name in averages}
-    for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
-        setattr(state.progress, name, value)
-    _restore_measurements(state, saved)
 
 
 def plain_copy(value: Any) -> Any:
@@ -123,7 +128,7 @@ def _resumed_groups(state: TrainState, saved: dict[str, Any], built: list[dict[s
 
 def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
     """Go on with the epoch's sums and the best evaluation, unless the task now measures something else."""
-    if saved["meter"]["names"] == state.meter.names:
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
         state.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", state.progress.step)

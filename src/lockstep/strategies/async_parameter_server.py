@@ -54,6 +54,9 @@ class AsyncParameterServer(Strategy):
         """All of a global batch: a worker computes whole batches. An evaluation is shared by all ranks."""
         return micro_batch_parts(batch, accumulation_steps, rank=0, size=1)
 
+    def sum_counts(self, count: Tensor) -> Tensor:
+        return count
+
     def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
         """Yields when the ranks have synchronised: only then they hold the same weights, progress and counts."""
         self.staleness = []

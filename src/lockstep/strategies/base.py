@@ -157,6 +157,10 @@ class Strategy:
             outputs = self.module(inputs)
         loss_function(outputs, targets).backward()
 
+    def sum_counts(self, count: Tensor) -> Tensor:
+        """`count`, 0-d, of this rank's parts of a global batch -> that of the whole batch. A collective."""
+        return count if self.data_parallel_size(self.world.size) == 1 else self.world.all_reduce_sum(count)
+
     def gradient_divide_factor(self) -> int:
         """What gradient averaging divides the sum of the ranks' gradients by. The loss is multiplied by it before."""
         return 1

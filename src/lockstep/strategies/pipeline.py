@@ -24,14 +24,14 @@ from lockstep.strategies.layer_groups import layer_groups
 
 
 class Stage(nn.Sequential):
-    """Neighbouring layers of the model. Outputs are contiguous and have the inputs' type, as the next rank expects."""
+    """Neighbouring layers of the model. Outputs are contiguous and have the model's type, as the next rank expects."""
 
     autocast: AbstractContextManager[Any] = nullcontext()
 
     def forward(self, rows: Tensor) -> Tensor:
         with self.autocast:
             outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
-        return outputs.to(rows.dtype).contiguous()
+        return outputs.to(next(self.parameters()).dtype).contiguous()
 
 
 class Pipeline(Strategy):
@@ -75,7 +75,7 @@ class Pipeline(Strategy):
                 "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential); "
                 "type model=convnet, model=mlp or model=toy_parallel"
             )
-        layer_groups(model, world_size)
+        _refuse_shared_parameters(layer_groups(model, world_size))
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
@@ -156,7 +156,7 @@ class Pipeline(Strategy):
                 self.world.rank,
                 self.world.size,
                 self.world.device,
-                entering.detach().requires_grad_(with_backward),
+                entering.detach().requires_grad_(with_backward and entering.is_floating_point()),
                 leaving.detach().requires_grad_(with_backward),
             )
             chosen: Any = get_schedule_class(self.schedule_name)
@@ -190,3 +190,16 @@ class Pipeline(Strategy):
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         mine = self.model.state_dict()
         return {name: values for name, values in named.items() if name in mine}
+
+
+def _refuse_shared_parameters(groups: list[dict[str, nn.Module]]) -> None:
+    """Raise ConfigError if layers of different groups have a parameter in common: each rank would train its own."""
+    owners: dict[int, int] = {}
+    for number, layers in enumerate(groups):
+        for name, layer in layers.items():
+            for parameter_name, parameter in layer.named_parameters():
+                if owners.setdefault(id(parameter), number) != number:
+                    raise ConfigError(
+                        f"strategy=pipeline puts layers on different ranks, and {name}.{parameter_name} is also a "
+                        f"weight of a layer on another rank; type model.tied=false if model=gpt, or strategy=ddp"
+                    )

@@ -67,7 +67,7 @@ class VirtualRanks(Strategy):
         autocast: AbstractContextManager[Any],
         is_last: bool,
     ) -> None:
-        with self._virtual_rank(len(inputs), is_last):
+        with self._virtual_rank(len(targets), is_last):
             super().forward_backward(inputs, targets, loss_function, autocast, is_last)
 
     @contextmanager

@@ -1,7 +1,6 @@
 """The folder of a sweep: its lock, and `sweep.json`, which tells what the sweep is."""
 
 import fcntl
-import hashlib
 import json
 import os
 import socket
@@ -10,12 +9,12 @@ from typing import IO, Any
 
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
+from lockstep.monitor.code_hashes import source_hashes
 from lockstep.runs.record import write_whole
 from lockstep.sweeps.table import TABLE
 
 RECORD = "sweep.json"
 SCHEMA = 1
-SOURCE = Path(__file__).parents[2]
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 COMPARED = (
@@ -23,6 +22,7 @@ COMPARED = (
     "sweep.eta",
     "sweep.first_rung",
     "sweep.seed",
+    "sweep.constraints",
 )  # all the same: another search does not fit the table
 OF_ONE_COMMAND = ("sweep.resume=", "sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
 SHOWN = 6  # differences that a message names
@@ -102,9 +102,8 @@ def recorded_arguments(folder: Path) -> list[str]:
 
 
 def hash_code() -> dict[str, str]:
-    """{file: 16 hex digits} of this project's Python files."""
-    files = sorted(path for path in SOURCE.rglob("*.py"))
-    return {str(path.relative_to(SOURCE)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    """{file: hash} of this project's Python files. What conf/ says is in the config."""
+    return {file: digest for file, digest in source_hashes().items() if file.endswith(".py")}
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,14 @@ class Rungs:
 
 
 def rung_epochs(first: int, eta: int, epochs: int) -> list[int]:
-    """The rungs up to `epochs`, which is the last one: rung_epochs(1, 3, 10) is [1, 3, 9, 10]."""
-    rungs = []
-    while first < epochs:
-        rungs.append(first)
-        first *= eta
+    """The rungs up to `epochs`, which is the last one: rung_epochs(1, 2, 9) is [1, 2, 4, 9].
+
+    first: less than `epochs`. A rung is left out if the last one comes before eta times its epochs: it would drop jobs
+    just before the end, and save little.
+    """
+    rungs = [first]
+    while rungs[-1] * eta**2 <= epochs:
+        rungs.append(rungs[-1] * eta)
     return [*rungs, epochs]
 
 

@@ -4,15 +4,16 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.errors import EXIT_RESUMABLE, ConfigError
 from lockstep.sweeps.ending import at_end
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, Work, reported_cause
+from lockstep.sweeps.job_process import Work, record_outcome, reported_cause
 from lockstep.sweeps.search import Job, Search
 from lockstep.sweeps.sweep import OpenSweep
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, Row
@@ -64,8 +65,10 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
         turn += 1
         started = time.time()
         outcome = work(job, row)
-        failures += outcome.state == FAILED
-        _record(sweep, job, outcome, started)
+        if outcome.state == FAILED:  # the report names the rank that failed first
+            failures += 1
+            outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
+        record_outcome(table, job.number, outcome, outcome.state, time.time() - started)
         search.tell(job.number, outcome.objective)
         if outcome.state == STOPPED:
             sweep.stop_code = outcome.code
@@ -73,17 +76,6 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
     if signals.stop_requested():
         sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
     store.set(f"turn/{turn}", json.dumps({"end": True}))
-
-
-def _record(sweep: OpenSweep, job: Job, outcome: Outcome, started: float) -> None:
-    """started: by the clock of the wall."""
-    table, row = sweep.table, sweep.table.rows[job.number]
-    cause = outcome.cause
-    if outcome.state == FAILED:  # the report names the rank that failed first
-        cause = reported_cause(table.folder / row.folder, started) or cause
-    values: dict[str, Any] = {"state": outcome.state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
-    seconds = round(row.seconds + time.time() - started, 2)
-    table.update(job.number, seconds=seconds, **values, **table.read_best(job.number))
 
 
 def _follow(store: "Store", work: Work) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
 from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import SENTENCES
 from lockstep.sweeps.search import Job
-from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
+REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 
 
@@ -38,20 +39,50 @@ class Outcome:
         return STOPPED if self.code in STOP_CODES else FAILED
 
 
+turns: list[int] = []  # in a job that has not had its turn: the pipe on which it waits
+
+
+def wait_for_turn() -> None:
+    """In a job of a sweep: wait until the job before it has ended. Code of the user's, such as what prepares the data,
+    must not run earlier: two processes at once could disturb each other.
+    """
+    if turns:
+        is_asked = os.read(turns[0], 1)
+        os.close(turns.pop())
+        if not is_asked:  # the sweep was killed
+            os._exit(EXIT_FAILED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
+
+
 Work = Callable[[Job, Row], Outcome]
 """Runs a job in this process, prints its errors, and says how it ended."""
 
 
 @dataclass
 class JobProcess:
-    """A running job. output: the read end of what it prints, None if it prints to this process's own streams."""
+    """A job that runs, or that is ready to. output: the read end of what it prints, None if it prints to this process's
+    own streams. turn: the end of a pipe that `begin` writes to.
+    """
 
     job: Job
     pid: int
     results: int
     output: int | None
     slot: int
+    turn: int
     started: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> None:
+        """It is the job's turn: it may train."""
+        self.started = time.monotonic()
+        with suppress(BrokenPipeError):  # it has ended already
+            os.write(self.turn, b"1")
+        os.close(self.turn)
+
+    def discard(self) -> None:
+        """End a job whose turn does not come."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
     def poll(self, run_dir: Path) -> Outcome | None:
         """How the job ended, None while it runs. run_dir: its run folder."""
@@ -63,7 +94,7 @@ class JobProcess:
         os.close(self.results)
         cause = outcome.cause
         if outcome.state == FAILED:
-            cause = reported_cause(run_dir, self.started_at, was_killed=code < 0) or cause or _end_in_words(code)
+            cause = self._reported(run_dir, code) or cause or _end_in_words(code)
         return Outcome(code, outcome.objective, " ".join(cause.split())[:LONGEST_CAUSE])
 
     @property
@@ -71,43 +102,69 @@ class JobProcess:
         """By the clock of the wall."""
         return time.time() - (time.monotonic() - self.started)
 
+    def _reported(self, run_dir: Path, code: int) -> str:
+        """What the failure report says. That of a hang is written when the job has ended."""
+        deadline = time.monotonic() + (REPORT_SECONDS if code == EXIT_HANG else 0.0)
+        cause = reported_cause(run_dir, self.started_at, was_killed=code < 0)
+        while not cause and time.monotonic() < deadline:
+            time.sleep(0.01)
+            cause = reported_cause(run_dir, self.started_at)
+        return cause
+
     def _sent(self, code: int) -> Outcome:
         with suppress(BlockingIOError, ValueError):
             return Outcome(code, **json.loads(os.read(self.results, 65536)))
         return Outcome(code)
 
 
+def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
+    """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
+    cause = outcome.cause
+    if state == FINISHED and outcome.objective is None:
+        state, cause = RUNNING, SUBMITTED
+    seconds = round(table.rows[number].seconds + seconds, 2)
+    values: dict[str, Any] = {"state": state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
+    return table.update(number, seconds=seconds, **values, **table.read_best(number))
+
+
 def start_job(
     job: Job, work: Callable[[], Outcome], slot: int, environment: Mapping[str, str], cores: set[int], captured: bool
 ) -> JobProcess:
-    """Fork a process that runs `work()`. Signals must be blocked here; the job listens to them itself.
+    """Fork a process that runs `work()`, which composes the job and waits in `wait_for_turn` until `JobProcess.begin`.
+
+    Signals must be blocked here; the job listens to them itself when its turn has come.
 
     environment: added to its own. cores: those that it may use, empty for all. captured: read what it prints.
     """
     reader, writer = os.pipe()
+    turn, begin = os.pipe()
     output, stream = os.pipe() if captured else (None, None)
     for text in (sys.stdout, sys.stderr):
         text.flush()
     pid = os.fork()
     if pid == 0:
+        os.close(begin)
         if stream is not None:
             os.dup2(stream, 1)
             os.dup2(stream, 2)
-        _become(work, writer, environment, cores)
+        _become(work, writer, turn, environment, cores)
     os.close(writer)
+    os.close(turn)
     os.set_blocking(reader, False)
     if stream is not None and output is not None:
         os.close(stream)
         os.set_blocking(output, False)
-    return JobProcess(job, pid, reader, output, slot)
+    return JobProcess(job, pid, reader, output, slot, begin)
 
 
-def _become(work: Callable[[], Outcome], results: int, environment: Mapping[str, str], cores: set[int]) -> None:
+def _become(
+    work: Callable[[], Outcome], results: int, turn: int, environment: Mapping[str, str], cores: set[int]
+) -> None:
     """Turn this forked process into the job. Never returns."""
     code = EXIT_FAILED
+    turns.append(turn)
     try:
         signals.end_at_signals()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
         end_with_parent()
         os.environ.update(environment)
         if cores and hasattr(os, "sched_setaffinity"):

@@ -19,7 +19,7 @@ PLOT = "sweep.png"
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 300, 70, 52, 30, 20  # of a panel, and of its margins
 PANELS_IN_A_ROW = 3
 LONGEST_LABEL = 14  # characters
-INK, GRID, DOT, BEST = "#222222", "#dddddd", "#3b75af", "#d1495b"
+INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class Axis:
 
 
 def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> bool:
-    """Write the plot of the finished jobs into the sweep's folder. best: the number of the best job.
+    """Write the plot of all jobs with an objective into the sweep's folder. best: the number of the best job.
 
-    Returns False where there is nothing to plot: no parameter with two values, or fewer than two finished jobs.
+    Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
+    Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
     """
     from PIL import Image, ImageDraw
 
-    points = [(row, values_of(row)) for row in rows if row.state == FINISHED and row.objective is not None]
+    points = [(row, values_of(row)) for row in rows if row.objective is not None]
     axes = axes_of([values for _, values in points])
     if not axes or len(points) < 2:
         return False
@@ -49,12 +50,20 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     for index, axis in enumerate(axes):
         panel = _Panel(canvas, WIDTH * (index % columns), HEIGHT * (index // columns))
         panel.frame(axis, objective, [row.objective or 0.0 for row, _ in points])
-        order = sorted(zip(points, heights, strict=True), key=lambda point: point[0][0].number == best)
-        for (row, values), height in order:
+        for (row, values), height in sorted(
+            zip(points, heights, strict=True), key=lambda point: _layer(point[0][0], best)
+        ):
             if axis.key in values:
-                panel.dot(axis.places[values[axis.key]], height, BEST if row.number == best else DOT)
+                panel.dot(axis.places[values[axis.key]], height, (PALE, DOT, BEST)[_layer(row, best)])
+        if any(row.state != FINISHED for row, _ in points):
+            panel.note("pale: not trained to the end")
     image.save(folder / PLOT)
     return True
+
+
+def _layer(row: Row, best: int) -> int:
+    """Higher layers are drawn later: 0 for jobs not trained to the end, 1 for finished ones, 2 for the best."""
+    return 2 if row.number == best else int(row.state == FINISHED)
 
 
 def values_of(row: Row) -> dict[str, str]:
@@ -109,6 +118,10 @@ class _Panel:
             across, _ = self._at(place, 0.0)
             drop = 6 + 14 * (number % 2)  # neighbours' labels do not overlap
             self.canvas.text((across, self.floor + drop), label[:LONGEST_LABEL], fill=INK, anchor="ma")
+
+    def note(self, text: str) -> None:
+        """A line below the axes."""
+        self.canvas.text((self.x + LEFT, self.floor + BOTTOM - 16), text, fill=INK)
 
     def dot(self, place: float, height: float, colour: str) -> None:
         across, up = self._at(place, height)

@@ -10,12 +10,13 @@ from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
 from lockstep.runs.record import is_locked
-from lockstep.sweeps.job_process import JobProcess, Outcome, Work, start_job
-from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
+from lockstep.sweeps.screen import Screen
+from lockstep.sweeps.search import Search
 from lockstep.sweeps.slots import Slot
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SUBMITTED, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SweepTable
 
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.005
 LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 
 
@@ -28,7 +29,8 @@ class SweepRunner:
         self.table, self.search, self.work = table, search, work
         self.max_failures, self.slots = max_failures, slots
         self.running: dict[int, JobProcess] = {}  # slot -> its job
-        self.lines: dict[int, bytes] = {}  # slot -> the begin of a line that its job has printed
+        self.screen = Screen()
+        self.ready: JobProcess | None = None  # the next job, which waits for its turn
         self.failures = 0
         self.stop_code: int | None = None  # of the jobs that a signal has stopped
 
@@ -38,80 +40,77 @@ class SweepRunner:
             while self._fill(relay) or self.running:
                 time.sleep(POLL_SECONDS)
                 for slot, process in list(self.running.items()):
-                    self._forward(process)
+                    self.screen.forward(process)
                     outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
                     if outcome is not None:
-                        self._forward(process, to_end=True)
+                        self.screen.forward(process, to_end=True)
                         del self.running[slot]
                         self._record(process, outcome, asked=relay.first is not None)
             if relay.first is not None and self.stop_code is None:
                 self.stop_code = EXIT_RESUMABLE  # it came between two jobs
+        if self.ready is not None:
+            self.ready.discard()
+            with suppress(OSError):  # a job that goes on has files there
+                (self.table.folder / self.table.rows[self.ready.job.number].folder).rmdir()
 
     def _fill(self, relay: Relay) -> bool:
         """Start jobs in the free slots. Returns whether any was started."""
         started = False
-        for number, slot in enumerate(self.slots):
+        for number in range(len(self.slots)):
             if number in self.running or relay.first is not None or self._is_hopeless():
                 continue
-            job = self.search.ask()
-            if job is None:
+            process = self.ready or self._prepare(number)
+            if process is None:
                 break
-            self._start(job, number, slot, relay)
+            self.ready = None
+            self._start(process, relay)
             started = True
+        if started and len(self.slots) == 1:  # with more of them the cores have work already
+            self.ready = self._prepare(0)
         return started
 
     def _is_hopeless(self) -> bool:
         return self.max_failures is not None and self.failures >= self.max_failures
 
-    def _start(self, job: Job, number: int, slot: Slot, relay: Relay) -> None:
-        row = self.table.rows[job.number]
+    def _prepare(self, number: int) -> JobProcess | None:
+        """The next job, which prepares itself and waits for its turn. None if the search has none now."""
+        job = self.search.ask()
+        if job is None:
+            return None
+        row, slot = self.table.rows[job.number], self.slots[number]
+        environment = slot.environment | {SWEEP_FOLDER: str(self.table.folder)}
+        captured = len(self.slots) > 1
+        if captured:
+            environment |= self.screen.environment
+        with blocked():
+            return start_job(job, lambda: self.work(job, row), number, environment, set(slot.cores), captured)
+
+    def _start(self, process: JobProcess, relay: Relay) -> None:
+        row = self.table.rows[process.job.number]
         folder = self.table.folder / row.folder
         deadline = time.monotonic() + LOCK_SECONDS
         while is_locked(folder) and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.table.update(job.number, state=RUNNING, cause="")
-        captured = len(self.slots) > 1
-        if not captured:
-            print(f"sweep: {job.describe(row.overrides)}", flush=True)
-        environment = slot.environment | {SWEEP_FOLDER: str(self.table.folder)}
+        self.table.update(process.job.number, state=RUNNING, cause="")
+        if process.output is None:
+            print(f"sweep: {process.job.describe(row.overrides)}", flush=True)
         with blocked():
-            process = start_job(job, lambda: self.work(job, row), number, environment, set(slot.cores), captured)
-            self.running[number] = process
+            self.running[process.slot] = process
             if relay.first is None:
                 relay.pids = [running.pid for running in self.running.values()]
             else:
                 relay.start([process.pid])
+        process.begin()
 
     def _record(self, process: JobProcess, outcome: Outcome, asked: bool) -> None:
         job, state = process.job, outcome.state
-        row = self.table.rows[job.number]
         if asked and state == FAILED and outcome.code < 0:
             state = STOPPED  # its launcher or a second signal has killed it
-        cause = outcome.cause
-        if state == FINISHED and outcome.objective is None:
-            state, cause = RUNNING, SUBMITTED
-        if state == STOPPED:
+        row = record_outcome(self.table, job.number, outcome, state, time.monotonic() - process.started)
+        if row.state == STOPPED:
             self.stop_code = max(self.stop_code or 0, outcome.code if outcome.code > 0 else EXIT_RESUMABLE)
-        self.failures += state == FAILED
-        seconds = round(row.seconds + time.monotonic() - process.started, 2)
-        best = self.table.read_best(job.number)
-        self.table.update(job.number, state=state, objective=outcome.objective, seconds=seconds, cause=cause, **best)
-        self.search.tell(job.number, outcome.objective if state == FINISHED else None)
+        self.failures += row.state == FAILED
+        self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:
             os.close(process.output)
-            print(f"sweep: job {job.number} {row.state}, {row.overrides}", flush=True)
-
-    def _forward(self, process: JobProcess, to_end: bool = False) -> None:
-        """Print the whole lines that a job of several at once has printed, with its number before each."""
-        if process.output is None:
-            return
-        text = self.lines.pop(process.slot, b"")
-        with suppress(BlockingIOError):
-            while chunk := os.read(process.output, 65536):
-                text += chunk
-        *lines, rest = text.split(b"\n")
-        if to_end and rest:
-            lines, rest = [*lines, rest], b""
-        self.lines[process.slot] = rest
-        for line in lines:
-            print(f"[{process.job.number}] {line.decode(errors='replace')}", flush=True)
+            self.screen.show([f"sweep: job {job.number} {row.state}, {row.overrides}"])

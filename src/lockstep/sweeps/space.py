@@ -2,11 +2,12 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
 
+DRAWS = 200  # of the values of one job, until the constraints allow one
 DIGITS = 6  # of a drawn number, so that it is read and typed easily, and does not depend on the C library
 
 
@@ -61,6 +62,8 @@ class Choices:
 
 Space = Mapping[str, Numbers | Choices]
 """{key: its values}"""
+Allows = Callable[[Mapping[str, str]], bool]
+"""Whether a job with these values, as typed, may be drawn."""
 
 
 def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
@@ -80,9 +83,22 @@ def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
     return Numbers(int(low), int(high), log, True) if whole else Numbers(low, high, log, False)
 
 
-def draw(space: Space, seed: int, number: int) -> dict[str, str]:
-    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again."""
-    return {key: values.draw(random.Random(f"{seed} {number} {key}")) for key, values in space.items()}
+def allow_all(values: Mapping[str, str]) -> bool:
+    """Without constraints."""
+    return True
+
+
+def draw(space: Space, seed: int, number: int, allows: Allows = allow_all) -> dict[str, str]:
+    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again.
+
+    allows: values that it refuses are drawn again. Raises ConfigError if it refuses all of `DRAWS`.
+    """
+    chances = {key: random.Random(f"{seed} {number} {key}") for key in space}
+    for _ in range(DRAWS):
+        drawn = {key: values.draw(chances[key]) for key, values in space.items()}
+        if allows(drawn):
+            return drawn
+    raise ConfigError(f"sweep.constraints refuse {DRAWS} draws in a row; type other limits, or sweep.constraints=[]")
 
 
 def words(values: Mapping[str, str]) -> list[str]:

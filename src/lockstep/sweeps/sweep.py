@@ -28,6 +28,7 @@ class SweepSettings:
     first_rung: int
     trials: int | None
     seed: int
+    constraints: list[str]
     objective: str
     mode: str
     epochs: int

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
 from lockstep.sweeps.search import Job, Search
-from lockstep.sweeps.space import Choices, Numbers, Space, words
+from lockstep.sweeps.space import DRAWS, Allows, Choices, Numbers, Space, allow_all, draw, words
 from lockstep.sweeps.table import FAILED, FINISHED, Row, SweepTable
 
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ class Tpe(Search):
         slots: int,
         mode: str,
         retry_failed: bool,
+        allows: Allows,
     ) -> None:
         self.table, self.space, self.fixed, self.name = table, space, tuple(fixed), name
         self.trials, self.seed, self.slots, self.mode = trials, seed, slots, mode
+        self.allows = allows
         done = {FINISHED} if retry_failed else {FINISHED, FAILED}
         self.started = {row.number for row in table if row.state in done}
 
@@ -62,14 +64,19 @@ class Tpe(Search):
         before = [self.table.rows[earlier] for earlier in range(number - self.slots + 1)]
         if any(row.state not in (FINISHED, FAILED) for row in before):
             return False
-        chosen = words(suggest(self.space, before, self.seed, number, self.mode))
+        chosen = words(suggest(self.space, before, self.seed, number, self.mode, self.allows))
         changed = shlex.join(chosen)
         self.table.add([Row(number, changed, self.name(number, changed, [*self.fixed, *chosen]))])
         return True
 
 
-def suggest(space: Space, rows: Sequence[Row], seed: int, number: int, mode: str) -> dict[str, str]:
-    """{key: value as typed} of the job with this number. rows: those whose results count. mode: "min" or "max"."""
+def suggest(
+    space: Space, rows: Sequence[Row], seed: int, number: int, mode: str, allows: Allows = allow_all
+) -> dict[str, str]:
+    """{key: value as typed} of the job with this number. rows: those whose results count. mode: "min" or "max".
+
+    allows: values that it refuses are drawn again; if it refuses too many, the job is drawn at random.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -82,10 +89,14 @@ def suggest(space: Space, rows: Sequence[Row], seed: int, number: int, mode: str
             typed = {key: _value(space[key], word) for key, word in parameters.items()}
             trial = optuna.trial.create_trial(params=typed, distributions=distributions, value=row.objective)
             study.add_trial(trial)
-    drawn = study.ask(distributions).params
-    return {
-        key: values.word(drawn[key]) if isinstance(values, Numbers) else drawn[key] for key, values in space.items()
-    }
+    for _ in range(DRAWS):
+        drawn = study.ask(distributions).params
+        values = {
+            key: each.word(drawn[key]) if isinstance(each, Numbers) else drawn[key] for key, each in space.items()
+        }
+        if allows(values):
+            return values
+    return draw(space, seed, number, allows)
 
 
 def read_values(row: Row) -> dict[str, str]:

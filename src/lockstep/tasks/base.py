@@ -45,8 +45,12 @@ class Report:
 class Task:
     """A loss and its metrics, as sums over samples: sums add up over any split of the data, means do not.
 
+    A mean is a sum over a whole global batch or data set, divided by its `count`: of samples, or of what a task says.
+
     metrics: {name: "min" or "max"}, which says for each metric whether lower or higher is better. "loss" is the first.
     monitor: the metric that decides which weights are the best ones. Raises ConfigError if it is not in `metrics`.
+    sums: an attribute, {name: number of values} of what a call returns. By default one value for each metric. A task
+    whose metrics are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
     """
 
     def __init__(self, metrics: dict[str, str], monitor: str) -> None:
@@ -54,10 +58,30 @@ class Task:
             names = " or ".join(f"task.monitor={name}" for name in metrics)
             raise ConfigError(f"task.monitor={monitor} is not a metric of this task; type {names}")
         self.metrics, self.monitor = metrics, monitor
+        self.sums = dict.fromkeys(metrics, 1)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(outputs of the model, targets) -> (the summed loss, which has a gradient; {metric: 0-d sum})."""
+        """(outputs of the model, targets) -> (the summed loss, which has a gradient; {name: sum}).
+
+        The sums have the names and numbers of values of `self.sums`; one value is a 0-d tensor. "loss" is one of them.
+        """
         raise NotImplementedError
+
+    def count(self, targets: Tensor) -> int | Tensor:
+        """What these targets add to what a mean is divided by: how many they are.
+
+        Where it depends on their values, as with labels that are ignored: a 0-d tensor of whole numbers, on their
+        device. The ranks then add up their counts before each step.
+        """
+        return len(targets)
+
+    def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
+        """{metric: value} from the sums over all ranks (float64, on the CPU) and the count that is behind them."""
+        return {name: total.item() / max(count, 1) for name, total in totals.items()}
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """{column: (N,) or (N, values)}: what mode=predict writes of the outputs (N, ...)."""
+        return {"output": outputs}
 
     def report(self, share: Share, images: int) -> Report | None:
         """What an evaluation shall show. images: how many test samples at most. None: nothing but the metrics."""

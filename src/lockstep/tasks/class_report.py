@@ -81,7 +81,7 @@ class ClassReport(Report):
             tiles = [
                 Tile(
                     sample(shown.number),
-                    f"{_name(classes, shown.prediction)} ({shown.confidence:.0%})",
+                    f"{_name(classes, shown.prediction)[:8]} ({shown.confidence:.0%})",
                     f"is {_name(classes, shown.truth)}",
                     shown.prediction == shown.truth,
                 )

@@ -1,4 +1,6 @@
-"""Classification: cross entropy and accuracy."""
+"""Classification: cross entropy, accuracy and top-k accuracy."""
+
+import re
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,17 +11,50 @@ from lockstep.tasks.class_report import ClassReport
 
 
 class Classification(Task):
-    """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions."""
+    """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions.
+
+    Targets may be probabilities (N, classes), as MixUp makes them; then the most probable class is the correct one. A
+    metric top<k>, such as top5, is the share of samples whose class is among the k best. label_smoothing: the share of
+    a target that is spread evenly over all classes, in training and evaluation (Szegedy et al. 2016).
+    """
+
+    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float) -> None:
+        super().__init__(metrics, monitor)
+        self.label_smoothing = label_smoothing
+        self.tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top[1-9]\d*", name)}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if targets.is_floating_point() or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        self._require_fit(outputs, targets)
+        logits, labels = at_least_float32(outputs), class_numbers(targets)
+        if targets.is_floating_point():
+            targets = targets.to(logits.dtype)
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+        sums = {"loss": loss, "accuracy": (outputs.argmax(dim=1) == labels).sum()}
+        for name, k in self.tops.items():
+            best = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
+            sums[name] = (best == labels.unsqueeze(1)).sum()
+        return loss, sums
+
+    def _require_fit(self, outputs: Tensor, targets: Tensor) -> None:
+        if targets.is_floating_point():
+            fits = outputs.dim() == 2 and outputs.shape[1] > 1 and outputs.shape == targets.shape
+        else:
+            fits = outputs.shape[:1] + outputs.shape[2:] == targets.shape
+        if not fits:
             raise ConfigError(
                 f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type task=regression for targets that are numbers"
             )
-        loss = F.cross_entropy(at_least_float32(outputs), targets, reduction="sum")
-        return loss, {"loss": loss, "accuracy": (outputs.argmax(dim=1) == targets).sum()}
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        logits = at_least_float32(outputs)
+        return {"prediction": logits.argmax(1), "probability": logits.softmax(1)}
 
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)
+
+
+def class_numbers(targets: Tensor) -> Tensor:
+    """Class numbers (N, ...) as they are; of probabilities (N, classes) the most probable class (N,)."""
+    return targets.argmax(1) if targets.is_floating_point() else targets

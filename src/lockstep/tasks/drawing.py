@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -9,9 +10,11 @@ from torch import Tensor
 
 WHITE, BLACK, GREY = (255, 255, 255), (0, 0, 0), (120, 120, 120)
 RIGHT, WRONG = (27, 120, 55), (178, 24, 43)  # told apart by people who do not tell green from red, too
-TILE, LINE, GAP, COLUMNS = 96, 15, 8, 5
+WIDTH = 350  # pixels of TensorBoard's cards, which leave out rows and columns of larger images: text would be illegible
+TILE, LINE, GAP, COLUMNS = 80, 15, 6, 4  # side by side they have this width
 MARGIN = 60
-LARGEST = 640  # pixels of a matrix or of bars
+LARGEST = 640  # pixels of the bars of many classes
+FEWEST_CELLS = 8  # in the width of a matrix
 
 Colour = tuple[int, int, int]
 
@@ -34,7 +37,7 @@ def draw_tiles(tiles: Sequence[Tile]) -> Tensor:
     """A grid, row by row. Under each image stand the prediction and the truth."""
     rows = -(-len(tiles) // COLUMNS)
     height = TILE + 2 * LINE + GAP
-    canvas, draw = _canvas(COLUMNS * (TILE + GAP) + GAP, rows * height + GAP)
+    canvas, draw = _canvas(WIDTH, rows * height + GAP)
     for number, tile in enumerate(tiles):
         left, top = GAP + number % COLUMNS * (TILE + GAP), GAP + number // COLUMNS * height
         canvas.paste(_picture(tile.sample), (left, top))
@@ -45,9 +48,9 @@ def draw_tiles(tiles: Sequence[Tile]) -> Tensor:
 
 def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> Tensor:
     """A row for each true class, a column for each predicted one. A colour is a share of its row."""
-    cell = max(3, min(36, LARGEST // len(names)))
+    cell = max(3, (WIDTH - MARGIN - GAP) // max(len(names), FEWEST_CELLS))
     side = cell * len(names)
-    canvas, draw = _canvas(MARGIN + side + GAP, MARGIN + side + GAP)
+    canvas, draw = _canvas(max(WIDTH, MARGIN + side + GAP), MARGIN + side + GAP)
     _text(draw, GAP, GAP, "row: truth   column: prediction", GREY)
     for row, (name, line) in enumerate(zip(names, counts, strict=True)):
         top, total = MARGIN + row * cell, sum(line) or 1.0
@@ -59,14 +62,14 @@ def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> T
             colour = _shade(RIGHT if row == column else WRONG, count / total)
             draw.rectangle((left, top, left + cell - 1, top + cell - 1), colour, GREY if cell >= LINE else None)
             if count and cell >= 24:
-                _text(draw, left + 3, top + (cell - LINE) // 2, f"{count:.0f}", WHITE if count > total / 2 else BLACK)
+                _text(draw, left + 2, top + (cell - LINE) // 2, f"{count:.0f}", WHITE if count > total / 2 else BLACK)
     return _tensor(canvas)
 
 
 def draw_accuracies(accuracies: Sequence[float | None], names: Sequence[str]) -> Tensor:
     """A bar for each class, from 0 to 1. None: no test sample of this class."""
     height = max(3, min(20, LARGEST // len(names)))
-    length = 320
+    length = WIDTH - 2 * MARGIN
     canvas, draw = _canvas(MARGIN + length + MARGIN, height * len(names) + 2 * GAP)
     for number, (name, accuracy) in enumerate(zip(names, accuracies, strict=True)):
         top, share = GAP + number * height, accuracy or 0.0
@@ -81,7 +84,7 @@ def draw_accuracies(accuracies: Sequence[float | None], names: Sequence[str]) ->
 
 def draw_points(points: Sequence[tuple[float, float]]) -> Tensor:
     """A point for each (predicted, true), and the line on which both are equal."""
-    side = 420
+    side = WIDTH - MARGIN - GAP
     canvas, draw = _canvas(MARGIN + side + GAP, side + MARGIN)
     low, high = min(map(min, points)), max(map(max, points))
     scale = side / ((high - low) or 1.0)
@@ -101,7 +104,13 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 
 def _text(draw: ImageDraw.ImageDraw, left: float, top: float, words: str, colour: Colour) -> None:
-    draw.text((left, top), words, fill=colour, font=ImageFont.load_default(12))
+    draw.text((left, top), words, fill=colour, font=_font())
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Read once: unpacking it takes as long as writing with it."""
+    return ImageFont.load_default(12)
 
 
 def _shade(colour: Colour, share: float) -> Colour:

@@ -21,5 +21,8 @@ class Regression(Task):
         loss = F.mse_loss(at_least_float32(outputs), targets, reduction="none").flatten(1).mean(1).sum()
         return loss, {"loss": loss}
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": at_least_float32(outputs)}
+
     def report(self, share: Share, images: int) -> Report | None:
         return ValueReport(share)

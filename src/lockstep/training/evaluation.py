@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.tasks.base import ReadSample, Report, Share
 from lockstep.training.loop import evaluate
@@ -57,13 +57,13 @@ class Evaluator:
     def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective."""
         loader, report = self.loader, None
-        if self.wanted.images > 0:
+        # A report counts samples to know their numbers, and shows some of them.
+        if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
             report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
         means = evaluate(self.state, loader, on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
-            classes = [str(name) for name in getattr(loader.dataset, "classes", ())]
-            self.logger.log_report(report, self._sample, classes, self.state.progress.step)
+            self.logger.log_report(report, self._sample, class_names(loader.dataset), self.state.progress.step)
         if self.wanted.histograms:
             self._log_histograms()
         if self.graph_is_due:
@@ -72,8 +72,7 @@ class Evaluator:
         return means
 
     def _sample(self, number: int) -> Tensor:
-        sample: Tensor = self.loader.dataset[number][0]
-        return sample
+        return self.loader.shown_sample(number)
 
     def _log_histograms(self) -> None:
         """Of the whole model, whichever rank holds which part of it. A collective."""
@@ -92,6 +91,5 @@ class Evaluator:
         if not (strategy.ranks_agree or strategy.world.size == 1):
             log.warning("no graph is written: with this strategy no rank has the whole model; type strategy=ddp")
             return
-        sample, target = loader.dataset[0]
-        inputs, _ = loader.converter(loader.converter.to_device(sample[None]), torch.as_tensor(target)[None])
+        inputs, _ = loader.first_sample()
         self.logger.log_graph(strategy.model, inputs)

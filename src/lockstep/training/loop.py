@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
 from lockstep.distributed.stop_vote import StopVote
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.strategies.base import Advance
 from lockstep.tasks.base import Report
@@ -22,11 +23,14 @@ AfterStep = Callable[[int], None]
 """Called after every step with the global number of samples since its last call. It may raise to stop."""
 
 
+UNTIMED = StepTimer()  # it keeps nothing
+
+
 def train_epoch(
     state: TrainState,
     loader: BatchLoader,
-    timer: StepTimer,
-    after_step: Sequence[AfterStep],
+    timer: StepTimer = UNTIMED,
+    after_step: Sequence[AfterStep] = (),
 ) -> int:
     """The rest of one epoch: from `state.progress.samples` to its end, or to `max_steps`. Returns the global samples.
 
@@ -69,8 +73,13 @@ def _report(after_step: Sequence[Callable[[int], None]], advance: Advance) -> No
         callback(advance.samples)
 
 
+def stop() -> NoReturn:
+    """A rank was asked to stop, and there is nothing to save."""
+    raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+
+
 def evaluate(
-    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn], report: Report | None = None
+    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn] = stop, report: Report | None = None
 ) -> dict[str, float]:
     """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
 
@@ -80,11 +89,11 @@ def evaluate(
     monitor.enter("evaluation")
     state.average_replicas()
     state.strategy.sync_buffers()
-    meter = Meter(list(state.task.metrics), state.strategy.world)
+    meter = Meter(state.task, state.strategy.world)
     context = autocast(state.strategy.world.device, state.settings.precision)
 
     def count(outputs: Tensor, targets: Tensor) -> None:
-        meter.add(state.task(outputs, targets)[1], len(targets))
+        meter.add(state.task(outputs, targets)[1], state.task.count(targets))
         if report is not None:
             report.add(outputs, targets)
 

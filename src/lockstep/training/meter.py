@@ -2,27 +2,33 @@
 
 import math
 from collections import deque
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.tasks.base import Task
 
 LOSSES_KEPT = 1000
 BUFFERED_STEPS = 64  # steps added up together: the calls for a sum of two numbers cost more than the sum
 
 
 class Meter:
-    """Adds up named sums and a sample count in float64 on the device. A mean over all ranks costs one all-reduce.
+    """Adds up a task's sums and its count in float64 on the device. Its metrics cost one all-reduce.
 
-    Counts are exact up to 2**53 samples, so an accuracy is the integer count of one process, divided once.
+    Counts are exact up to 2**53, so an accuracy is the integer count of one process, divided once.
     """
 
-    def __init__(self, names: list[str], world: World) -> None:
-        self.names, self.world = names, world
-        self.sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=world.device)
+    def __init__(self, task: Task, world: World) -> None:
+        self.task, self.world, self.names = task, world, list(task.sums)
+        sizes = list(task.sums.values())
+        ends = list(accumulate(sizes))
+        self.places = {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
+        self.sums = torch.zeros(ends[-1] + 1, dtype=torch.float64, device=world.device)
         self.reported = torch.zeros_like(self.sums)
-        self.buffered: list[tuple[int, int, list[Tensor]]] = []  # (step, samples, sums)
+        self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
 
     def clear(self) -> None:
@@ -32,15 +38,25 @@ class Meter:
         self.sums.zero_()
         self.reported.zero_()
 
-    def add(self, sums: dict[str, Tensor], count: int, step: int = 0) -> None:
-        """sums: {name: 0-d tensor, summed over this rank's `count` samples}. Never waits for the device.
+    def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
+        """sums, count: what `task` returned for some samples of this rank. Never waits for the device.
 
         What is added for one step, counted from 1, can be taken out by `discard` until the next step is added.
         """
         if len(self.buffered) >= BUFFERED_STEPS and (step == 0 or step != self.buffered[-1][0]):
             self._add_buffered()
         self.recent_losses.append((step, sums["loss"].detach()))
-        self.buffered.append((step, count, [sums[name].detach() for name in self.names]))
+        self.buffered.append((step, count, self._values(sums)))
+
+    def _values(self, sums: dict[str, Tensor]) -> list[Tensor]:
+        """The sums in the order of `names`. Raises ConfigError if the task does not return them all."""
+        missing = [name for name in self.names if name not in sums]
+        if missing:
+            raise ConfigError(
+                f"{type(self.task).__name__} returns no sum {missing[0]}, but {', '.join(sums)}; "
+                f"type ~task.metrics.{missing[0]}"
+            )
+        return [sums[name].detach() for name in self.names]
 
     def discard(self, step: int) -> None:
         """Take out what was added for `step`, the last one."""
@@ -56,13 +72,14 @@ class Meter:
     def _add_buffered(self) -> None:
         if self.buffered:
             values = [values for _, _, values in self.buffered]
-            columns = [torch.stack(column).sum(dtype=torch.float64) for column in zip(*values, strict=True)]
-            count = sum(count for _, count, _ in self.buffered)
-            self.sums += torch.stack([*columns, self.sums.new_full((), count)])
+            columns = [torch.stack(column).sum(0, dtype=torch.float64) for column in zip(*values, strict=True)]
+            known = [count for _, count, _ in self.buffered if isinstance(count, int)]
+            counted = [count for _, count, _ in self.buffered if isinstance(count, Tensor)]
+            self.sums += torch.hstack([*columns, sum(counted, self.sums.new_full((), sum(known)))])
             self.buffered = []
 
     def totals(self, beside: Tensor | None = None) -> Tensor:
-        """(len(names) + 1,): the sums over all ranks and, last, the number of samples. A collective.
+        """(values + 1,): the sums over all ranks, name by name, and last the count. A collective.
 
         beside: float64 values (n,) that are summed over all ranks in the same all-reduce, in place.
         """
@@ -74,11 +91,11 @@ class Meter:
         return both[: len(self.sums)]
 
     def means(self) -> dict[str, float]:
-        """{name: mean over every sample of every rank}. A collective."""
+        """{metric: its value over every sample of every rank}. A collective."""
         return self._means(self.totals())
 
     def means_since_last(self, beside: Tensor | None = None) -> dict[str, float]:
-        """The means over what was added since the last call, over all ranks. beside: see `totals`. A collective."""
+        """The metrics of what was added since the last call, over all ranks. beside: see `totals`. A collective."""
         totals = self.totals(beside)
         recent, self.reported = totals - self.reported, totals
         means = self._means(recent)
@@ -93,8 +110,9 @@ class Meter:
         return min(found, default=None)
 
     def _means(self, totals: Tensor) -> dict[str, float]:
-        *sums, count = totals.tolist()
-        return {name: value / max(count, 1) for name, value in zip(self.names, sums, strict=True)}
+        values = totals.cpu()
+        named = {name: values[place] for name, place in self.places.items()}
+        return self.task.finish(named, int(values[-1]))
 
     def restore(self, totals: Tensor) -> None:
         """Go on from the `totals` in a snapshot, perhaps of another world size: rank 0 holds them all."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.nested import tensors_in
 from lockstep.data.partition import Batch
 from lockstep.errors import ConfigError, TrainingDiverged
 from lockstep.strategies.base import JobSpec, Strategy
@@ -146,8 +147,8 @@ class NanPolicy:
         newest, batch = self.newest_batch
         found: list[int] = []
         for part in batch.parts if batch is not None and newest == step else []:
-            if part.inputs.is_floating_point():
-                broken = ~part.inputs.flatten(1).isfinite().all(1)
+            for inputs in filter(torch.is_floating_point, tensors_in(part.inputs)):
+                broken = ~inputs.flatten(1).isfinite().all(1)
                 found += part.indices.to(broken.device)[broken].tolist()
         return found
 

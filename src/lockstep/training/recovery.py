@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
 from lockstep.strategies.base import Advance
+from lockstep.tasks.base import Task
 from lockstep.training.meter import Meter
 from lockstep.training.state import Progress, TrainState
 
@@ -29,16 +31,22 @@ class PagedMeter(Meter):
     one, so the page holds more steps than two.
     """
 
-    def __init__(self, names: list[str], world: World, pages: Tensor) -> None:
-        super().__init__(names, world)
+    def __init__(self, task: Task, world: World, pages: Tensor) -> None:
+        super().__init__(task, world)
+        self.values = len(self.sums) + 1
+        if self.values > pages.shape[2]:
+            raise ConfigError(
+                f"launch.recover=live has room for {pages.shape[2] - 2} sums, and this task has {self.values - 2}; "
+                f"type launch.recover=restart"
+            )
         self.pages = pages
-        self.rows = pages[world.rank, :, : len(names) + 2]
+        self.rows = pages[world.rank, :, : self.values]
 
-    def add(self, sums: dict[str, Tensor], count: int, step: int = 0) -> None:
+    def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
         """As in the base class, but added up at once."""
         self.recent_losses.append((step, sums["loss"].detach()))
-        for index, name in enumerate(self.names):
-            self.sums[index] += sums[name].detach()
+        for place, value in zip(self.places.values(), self._values(sums), strict=True):
+            self.sums[place] += value
         self.sums[-1] += count
         self.note(step)
 
@@ -49,8 +57,8 @@ class PagedMeter(Meter):
         row[0] = step
 
     def noted_by_all(self, step: int) -> Tensor:
-        """(ranks, len(names) + 1): the sums of all ranks of this world after `step`, of dead ranks, too."""
-        rows = self.pages[: self.world.size, step % PAGE_ROWS, : len(self.names) + 2]
+        """(ranks, values + 1): the sums of all ranks of this world after `step`, of dead ranks, too."""
+        rows = self.pages[: self.world.size, step % PAGE_ROWS, : self.values]
         return torch.where(rows[:, :1] == step, rows[:, 1:], 0.0)
 
     def go_back(self, sums: Tensor, reported: Tensor) -> None:

@@ -40,11 +40,11 @@ class RunningMetrics:
 
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
-        step, every = self.state.progress.step, self.state.settings.log_every
-        is_due = step // every > self.last_step // every  # a strategy may report several steps at once
+        step = self.state.progress.step
+        is_logged = self.state.settings.is_logged(step, step - self.last_step)  # a strategy may report several at once
         self.last_step = step
         self.logger.on_step(step, samples)
-        if not is_due:
+        if not is_logged:
             return
         world, stragglers = self.state.strategy.world, self.stragglers
         memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)

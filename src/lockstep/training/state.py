@@ -24,20 +24,24 @@ class TrainSettings:
     """
 
     epochs: int
-    max_steps: int | None
-    pause_after: int | None  # epochs
-    batch_size: int
-    gradient_accumulation_steps: int
-    max_grad_norm: float | None
-    precision: str
-    eval_batch_size: int
-    eval_every: int  # epochs
-    patience: int | None  # evaluations
-    log_every: int  # steps
+    max_steps: int | None = None
+    pause_after: int | None = None  # epochs
+    batch_size: int = 64
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    eval_batch_size: int = 128
+    eval_every: int = 1  # epochs
+    patience: int | None = None  # evaluations
+    log_every: int = 10  # steps
 
     def steps_per_epoch(self, samples: int) -> int:
         """Optimizer steps in an epoch of `samples` samples."""
         return math.ceil(samples / self.batch_size)
+
+    def is_logged(self, step: int, steps: int = 1) -> bool:
+        """Whether the loss is reported after optimizer step `step`, the last of `steps` that were taken together."""
+        return step // self.log_every > (step - steps) // self.log_every
 
     def total_steps(self, samples: int) -> int:
         """Optimizer steps in the whole run."""
@@ -92,6 +96,7 @@ class TrainState:
     ema: ExponentialMovingAverage | None
     nan: NanPolicy
     progress: Progress = field(default_factory=Progress)
+    sums_are_checked: bool = False  # whether the task was found to return sums, in the first step of this process
     grad_norm: tuple[int, Tensor] | None = None
     gradients: dict[str, Tensor] | None = None
     compare_weights: Callable[[], None] = lambda: None

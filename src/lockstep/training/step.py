@@ -11,6 +11,7 @@ from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.monitor import rank as monitor
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
+from lockstep.training.sums_check import require_sums
 from lockstep.training.timer import StepTimer
 
 
@@ -63,14 +64,14 @@ class TrainStepRunner:
         """The gradient of a step is the gradient of the mean over the global batch.
 
         Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
-        divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples.
+        divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples or tokens.
         """
         monitor.current_batch(batch)
         strategy, step = self.state.strategy, self.state.progress.step + steps_ahead
         if step + 1 in self.state.nan.left_out:
             return
         self.state.nan.begin(step + 1, batch)
-        loss_function = partial(self._weighted_loss, step + 1, strategy.gradient_divide_factor() / batch.count)
+        loss_function = partial(self._weighted_loss, step + 1, self._loss_weight(batch))
         for number, part in enumerate(batch.parts, start=1):
             self.timer.phase("forward")
             set_seed(fold_in(self.loader.seed, step, part.number))
@@ -78,11 +79,24 @@ class TrainStepRunner:
             strategy.forward_backward(part.inputs, part.targets, loss_function, self.autocast, is_last)
         self.timer.phase("optimizer")
 
-    def _weighted_loss(self, step: int, weight: float, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss_weight(self, batch: Batch) -> float | Tensor:
+        """What a sum of losses of this step is multiplied by. A collective if the task counts by values."""
+        strategy = self.state.strategy
+        counts = [self.state.task.count(part.targets) for part in batch.parts]
+        counted = [count for count in counts if isinstance(count, Tensor)]
+        if not counted:
+            return strategy.gradient_divide_factor() / batch.count
+        total = strategy.sum_counts(torch.stack(counted).sum()).double()
+        return strategy.gradient_divide_factor() / total.clamp(min=1)  # without any counted, the loss is 0
+
+    def _weighted_loss(self, step: int, weight: float | Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss as it is minimised: summed, times `weight`, scaled for fp16. Its sums go to the meter."""
         loss, sums = self.state.task(outputs, targets)
-        self.state.meter.add(sums, len(targets), step)
-        weighted = loss * weight
+        if not self.state.sums_are_checked:
+            self.state.sums_are_checked = True
+            require_sums(self.state.task, outputs, targets)
+        self.state.meter.add(sums, self.state.task.count(targets), step)
+        weighted = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
         if self.scales_loss:
             weighted = self.state.scaler.scale(weighted)
         self.timer.phase("backward")
@@ -105,9 +119,9 @@ class TrainStepRunner:
 
     def _update(self) -> None:
         state = self.state
-        step, every = state.progress.step, state.settings.log_every
-        if (step + 1) // every > step // every:  # its loss will be reported
-            state.grad_norm = step + 1, state.strategy.grad_norm() / self._loss_scale()
+        step = state.progress.step + 1
+        if state.settings.is_logged(step):
+            state.grad_norm = step, state.strategy.grad_norm() / self._loss_scale()
         if state.gradients is not None and self.steps_left == 1:
             named = state.strategy.model.named_parameters()
             scale = self._loss_scale()

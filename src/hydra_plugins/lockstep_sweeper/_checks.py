@@ -1,0 +1,107 @@
+"""What is refused before the first job of a sweep starts. The scan for plugins leaves this file out."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import cli
+from lockstep.cli_errors import as_config_error
+from lockstep.config.check import Node
+from lockstep.distributed import signals
+from lockstep.distributed.host import end_with_parent
+from lockstep.errors import ConfigError
+from lockstep.launchers.processes import preload
+from lockstep.sweeps.constraints import Constraint
+from lockstep.sweeps.search import changed_words
+from lockstep.sweeps.table import FINISHED, read_rows
+
+if TYPE_CHECKING:
+    from hydra_plugins.lockstep_sweeper._jobs import HydraJobs
+
+MISSING = object()
+PREFLIGHTED = 200  # jobs; their configs stay in memory until then
+
+Checked = Sequence[tuple[Sequence[str], Node]]
+"""(overrides, all values of the config) of jobs."""
+
+
+def constrained(jobs: "HydraJobs") -> Callable[[Sequence[str]], bool]:
+    """Whether the config of a job with these overrides satisfies `sweep.constraints`. Raises ConfigError."""
+    constraints = [Constraint(text) for text in jobs.base.sweep.constraints]
+
+    def allows(overrides: Sequence[str]) -> bool:
+        if not constraints:
+            return True
+        config = jobs.compose(overrides, 0)
+        keys = {key for constraint in constraints for key in constraint.keys}
+        found = {key: OmegaConf.select(config, key, default=MISSING) for key in keys}
+        values = {key: value for key, value in found.items() if value is not MISSING}
+        return all(constraint.holds(values) for constraint in constraints)
+
+    return allows
+
+
+def check_jobs(jobs: "HydraJobs", lists: Sequence[Sequence[str]]) -> Checked:
+    """Raise ConfigError for the first job whose values alone are wrong. Writes nothing. Without torch."""
+    finished = {row.overrides for row in read_rows(jobs.folder) if row.state == FINISHED}
+    checked: list[tuple[Sequence[str], Node]] = []
+    for number, overrides in enumerate(lists):
+        if changed_words(overrides, set(jobs.fixed)) not in finished:
+            with _naming(overrides, jobs.fixed):
+                values = cli.check_values(jobs.config(overrides, number))
+            if len(checked) < PREFLIGHTED:
+                checked.append((overrides, values))
+    return checked
+
+
+def preflight_jobs(checked: Checked, fixed: Sequence[str]) -> None:
+    """Raise ConfigError for the first job that would be refused when it starts, as far as this needs no data.
+
+    A forked process checks them: this one may not ask CUDA, as the jobs are forked from it. If that process cannot
+    tell, the job itself does.
+    """
+    preload("fork")
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _preflight_in_child(checked, fixed, writer)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        sentence = pipe.read()
+    os.waitpid(pid, 0)
+    if sentence:
+        raise ConfigError(sentence)
+
+
+def _preflight_in_child(checked: Checked, fixed: Sequence[str], writer: int) -> NoReturn:
+    try:
+        signals.end_at_signals()
+        end_with_parent()
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
+        os.dup2(nothing, 2)
+        from lockstep.preflight import preflight_job
+
+        for overrides, values in checked:
+            with _naming(overrides, fixed):
+                preflight_job(DictConfig(values))
+    except ConfigError as error:
+        os.write(writer, str(error).encode())
+    finally:
+        os._exit(0)
+
+
+@contextmanager
+def _naming(overrides: Sequence[str], fixed: Sequence[str]) -> Iterator[None]:
+    """An error of the user's input becomes a ConfigError that begins with what the job changes."""
+    try:
+        yield
+    except Exception as error:
+        known = as_config_error(error, list(overrides))
+        if known is None:
+            raise
+        changed = changed_words(overrides, set(fixed))
+        raise ConfigError(f"the job {changed}: {known}" if changed else str(known)) from error

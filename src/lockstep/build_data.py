@@ -1,0 +1,73 @@
+"""Builds the data sets of a run from its config, and completes the config from the data."""
+
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.config.check import as_dict, nodes_with_target
+from lockstep.config.instantiate import instantiate
+from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
+from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
+from lockstep.data.random_numbers import random_states_kept
+from lockstep.data.samples import Samples
+from lockstep.data.stream import require_stream
+from lockstep.tasks.classification import Classification
+
+
+def datasets(cfg: DictConfig) -> tuple[Any, Any]:
+    """The data sets for training and for tests. Raises ConfigError if one has no samples."""
+    with random_states_kept():  # the initial weights depend on the seed, not on what a data set draws
+        train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
+    mixes = any(transform.mixes for transform in instantiate(cfg.dataset.batch_transforms))
+    require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
+    require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
+    require_samples(train, "training data", "dataset.train")
+    require_samples(test, "test data", "dataset.test")
+    return train, test
+
+
+def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
+    """`dataset` as a loader reads it. name: "training data" or "test data"."""
+    data = cfg.dataset
+    transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
+    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
+        return dataset
+    classes = data.classes if _has_class_targets(cfg) else None
+    return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), classes)
+
+
+def _has_class_targets(cfg: DictConfig) -> bool:
+    task = get_object(cfg.task._target_)
+    return isinstance(task, type) and issubclass(task, Classification)
+
+
+def complete_config(cfg: DictConfig, dataset: Any, read: InMemoryDataset | Samples) -> None:
+    """Give every `shape` and `classes` that is null in `cfg` its value, from the training data.
+
+    Raises ConfigError where the data and a value in the config contradict each other.
+    """
+    inputs, targets = first_sample(read)
+    asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
+    names = {key.rpartition(".")[2] for key in asked}
+    found: dict[str, Any] = {}
+    if "shape" in names:
+        found["shape"] = sample_shape(inputs)
+    if "classes" in names:
+        found["classes"] = class_count(dataset, targets)
+    for key in _unknown(cfg):
+        name = key.rpartition(".")[2]
+        if name in found:
+            OmegaConf.update(cfg, key, found[name])
+    check_shape(dataset, cfg.model.get("shape"))
+    if cfg.dataset.classes is not None:
+        check_classes(dataset, cfg.dataset.classes)
+
+
+def _unknown(cfg: DictConfig) -> list[str]:
+    """The keys `shape` and `classes` that are null: of the groups, and of what changes batches."""
+    nodes = [("dataset", cfg.dataset), ("model", cfg.model), ("task", cfg.task)]
+    nodes += nodes_with_target(as_dict(cfg.dataset).get("batch_transforms"), "dataset.batch_transforms")
+    return [
+        f"{key}.{name}" for key, node in nodes for name in ("shape", "classes") if name in node and node[name] is None
+    ]

@@ -1,0 +1,62 @@
+"""`lockstep.load`: a trained net from its run folder, without the command line and without a process group."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from lockstep.config.arguments import locate
+from lockstep.config.check import nodes_with_target
+from lockstep.config.instantiate import instantiate_as
+from lockstep.config.targets import is_open
+from lockstep.data.converter import Converter
+from lockstep.errors import ConfigError
+from lockstep.modes.base import recorded_classes
+from lockstep.modes.trained_net import TrainedNet
+from lockstep.snapshots.files import load_first_good
+from lockstep.snapshots.trained import snapshots_to_try
+from lockstep.training.setup import model_dtype, model_memory_format
+
+
+def load(run: str | Path, which: str, device: str | torch.device, model: nn.Module | None) -> TrainedNet:
+    """See `lockstep.load`."""
+    found = load_first_good(snapshots_to_try(str(run), which, "load"))
+    assert found is not None  # `snapshots_to_try` gave one at least
+    saved, path = found
+    config = saved["config"]
+    net = build_model(config) if model is None else model
+    precision, memory_format = config["trainer.precision"], model_memory_format(net, config["trainer.channels_last"])
+    net = net.to(device, model_dtype(precision))  # before the weights come: float64 would lose digits
+    if memory_format == torch.channels_last:
+        net = net.to(memory_format=torch.channels_last)
+    weights = saved["model"] | (saved["ema"] or {} if config["trainer.ema"] is not None else {})
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:  # of a model of the user's
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None
+    mean, std = config.get("dataset.mean"), config.get("dataset.std")
+    converter = Converter(torch.device(device), model_dtype(precision), memory_format, mean, std)
+    folder = path.parent.parent if path.parent.name == "snapshots" else path.parent
+    trained = TrainedNet(net, converter, precision, recorded_classes(folder))
+    trained.mean, trained.std = mean, std
+    return trained
+
+
+def build_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a flat config. Raises ConfigError for a class that a run's record may not name."""
+    nested = OmegaConf.create({})
+    for key, value in config.items():
+        if key.startswith("model."):
+            OmegaConf.update(nested, key, value)
+    for key, node in nodes_with_target(OmegaConf.to_container(nested.model), "model"):
+        if not is_open(node["_target_"]):
+            raise ConfigError(
+                f"{key}._target_={node['_target_']} may run anything, and the record of a run may be a stranger's; "
+                f"if you trust it, type lockstep.load(..., model=<your net, built by yourself>)"
+            )
+        locate(f"{key}._target_", node["_target_"], "model")
+    return instantiate_as(nn.Module, nested.model, "model")

@@ -1,0 +1,94 @@
+"""A run's config as it is compared and written. Made once, before ranks start: OmegaConf reads all keys in 5 ms."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lockstep.config.check import as_dict, flatten
+from lockstep.config.environment_values import as_written, values_as_written
+from lockstep.launchers.slurm import config_flags
+
+
+@dataclass(frozen=True)
+class ConfigRecord:
+    """Plain values, which ranks get beside their config.
+
+    flat: {key: value}, resolved. shown: the same, as files and messages may have it: without the values that
+    environment variables decide. files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself,
+    once it holds the run folder's lock: a refused command must not overwrite the record of a running one. options:
+    {config group: the option chosen}. facts: what run.json says of the command.
+    """
+
+    flat: Mapping[str, Any]
+    shown: Mapping[str, Any]
+    files: Mapping[str, str]
+    options: Mapping[str, str | None]
+    facts: Mapping[str, Any]
+
+    def completed(self, cfg: DictConfig) -> "ConfigRecord":
+        """With the values of `cfg` for keys that were null, which the data have given since."""
+        unknown = [key for key, value in self.flat.items() if value is None]
+        values = {key: OmegaConf.select(cfg, key) for key in unknown}
+        found = plain_values({key: value for key, value in values.items() if value is not None})
+        facts = {**self.facts, "config": {**self.facts["config"], **found}}
+        return replace(self, flat={**self.flat, **found}, shown={**self.shown, **found}, facts=facts)
+
+
+def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -> ConfigRecord:
+    """composed: with its interpolations, such as ${oc.env:KEY}. cfg: `composed`, checked and resolved."""
+    flat = plain_values(flatten(as_dict(cfg)))
+    shown = as_written(flat, values_as_written(composed))
+    overrides = _as_typed(hydra_cfg.overrides.task)
+    files = {
+        "config.yaml": OmegaConf.to_yaml(composed),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
+        "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
+    }
+    flags = [*config_flags(sys.argv[1:]), *(word for word in sys.argv if word.startswith("hydra.searchpath="))]
+    facts = {
+        "command": _command(overrides, flags),
+        "flags": flags,
+        "overrides": overrides,
+        "cwd": os.getcwd(),
+        "seed": shown["seed"],
+        "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
+    }
+    return ConfigRecord(flat, shown, files, cast(dict[str, str | None], dict(hydra_cfg.runtime.choices)), facts)
+
+
+def plain_values(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat` with lists, dicts and plain values only, as a snapshot can store it. Other values become text."""
+    return {key: _plain_value(value) for key, value in flat.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, list | tuple | ListConfig):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, dict):
+        return plain_values(value)
+    return value if type(value) in (bool, int, float, str, type(None)) else str(value)
+
+
+def _as_typed(words: Any) -> list[str]:
+    """Hydra's list of overrides, with ${oc.env:KEY} as it is: to read an item of the list would resolve it."""
+    return [str(word) for word in OmegaConf.to_container(words, resolve=False)]
+
+
+def _command(overrides: Sequence[str], flags: Sequence[str]) -> str:
+    """What was typed, or what gives the same run if this process was started by another program than the shell."""
+    script, *words = sys.argv
+    if not script.endswith("train.py"):
+        script, words = "src/train.py", [*overrides, *flags]
+    return shlex.join(["python", script, *words])
+
+
+def _without_folder(value: Any, folder: str) -> Any:
+    """Loggers have keys that name a place in the run folder. Two runs with the same config shall have the same hash."""
+    is_inside = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
+    return value.replace(folder, "${run_dir}", 1) if is_inside else value

@@ -1,0 +1,203 @@
+"""Reads a data set sample by sample: each with random numbers of its own, and an error that names it."""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from lockstep.data.nested import map_tensors
+from lockstep.data.partition import fold_in
+from lockstep.data.random_numbers import random_states_kept, seed_all
+from lockstep.data.stream import Stream
+from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
+TRANSFORMS = 1  # folded into the seed: nothing else draws from these streams
+TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
+IGNORED = -100  # the target that torch's losses leave out
+MOST_UNREADABLE = 100  # in a row; more of them mean that the data set is broken, not a sample
+
+Key = tuple[int, int]
+"""(epoch, number of the sample in the data set)."""
+
+
+class SampleError(RuntimeError):
+    """A sample cannot be read."""
+
+
+class Read(NamedTuple):
+    """What was read of one batch: `kept` samples and their numbers, or one that stands in for none."""
+
+    numbers: list[int]
+    samples: list[Any]
+    kept: int
+
+
+class Samples:
+    """A data set as a DataLoader reads it: map-style, or iterable (see `Stream`).
+
+    Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
+    sample). So its random numbers are the same in whichever rank or worker, and after a resume.
+
+    name: for messages. transforms: applied one after the other. on_error: "fail" raises SampleError for a sample that
+    cannot be read; "skip" takes the next readable one in training, and leaves it out of an evaluation. collate_fn:
+    list of samples -> batch. classes: targets are numbers below it; None: they are not checked.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        name: str = "data",
+        seed: int = 0,
+        transforms: Sequence[Callable[..., Any]] = (),
+        on_error: str = "fail",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        classes: int | None = None,
+    ) -> None:
+        self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
+        self.skips, self.classes = on_error == "skip", classes
+        self.collate_fn = collate_fn or default_collate
+        self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
+        self.named: set[int] = set()  # unreadable samples that the log has named
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: list[Key]) -> Read:
+        with random_states_kept():
+            read = [(number, sample) for key in keys for number, sample in self._read(*key)]
+            kept = len(read)
+            if not read:  # a batch of no samples needs one, for its shape
+                read = [self._readable(EVALUATION, 0)]
+        return Read([number for number, _ in read], [sample for _, sample in read], kept)
+
+    def _read(self, epoch: int, number: int) -> list[tuple[int, Any]]:
+        """[(number, sample)], empty for one that is left out."""
+        if not self.skips:
+            return [(number, self._transformed(epoch, number))]
+        if epoch != EVALUATION:
+            return [self._readable(epoch, number)]
+        try:
+            return [(number, self._transformed(epoch, number))]
+        except SampleError as error:
+            self._note(number, f"{error}; it is left out")
+            return []
+
+    def _readable(self, epoch: int, number: int) -> tuple[int, Any]:
+        """The first sample from `number` on that can be read."""
+        for later in range(number, number + min(len(self), MOST_UNREADABLE)):
+            candidate = later % len(self)
+            try:
+                return candidate, self._transformed(epoch, candidate)
+            except SampleError as error:
+                if not self.skips:
+                    raise
+                self._note(candidate, f"{error}; the next one takes its place")
+                last = error
+        raise last
+
+    def _note(self, number: int, sentence: str) -> None:
+        if number not in self.named:
+            self.named.add(number)
+            log.warning(sentence)
+
+    def _transformed(self, epoch: int, number: int) -> Any:
+        try:
+            if self.stream is None:
+                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
+                sample = self.dataset[number]
+            else:
+                sample = self.stream.read(epoch, number)
+                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
+            for transform in self.transforms:
+                sample = apply_transform(transform, sample)
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or "no message"
+            raise SampleError(
+                f"sample {number} of the {self.name} cannot be read: {type(error).__name__}: {reason}"
+            ) from error
+        return sample
+
+    def one(self, number: int = 0) -> tuple[Any, Any]:
+        """(inputs, targets) of one sample as a batch. Raises ConfigError if it has a form that is not known."""
+        with random_states_kept():
+            number, sample = self._readable(EVALUATION, number)
+        found = self.collate(Read([number], [sample], 1))
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def collate(self, read: Read) -> tuple[Any, Any] | ConfigError:
+        """(inputs, targets) of the kept samples. A sentence for the user is returned, since a worker cannot raise it
+        without a traceback around it."""
+        try:
+            inputs, targets = split_batch(self.collate_fn(read.samples), self.name)
+            self._check_labels(read.numbers, targets)
+        except ConfigError as error:
+            return error
+        if read.kept == 0:
+            inputs, targets = (map_tensors(lambda tensor: tensor[:0], value) for value in (inputs, targets))
+        return inputs, targets
+
+    def _check_labels(self, numbers: list[int], targets: Any) -> None:
+        if self.classes is None or not is_class_numbers(targets):
+            return
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= self.classes)
+        for row in wrong.nonzero().flatten().tolist()[:1]:
+            raise ConfigError(wrong_label(numbers[row], int(targets[row]), self.name, self.classes))
+
+
+def is_class_numbers(targets: Any) -> bool:
+    """Whether targets are one whole number for each sample."""
+    if not isinstance(targets, Tensor) or targets.dim() != 1:
+        return False
+    return not targets.is_floating_point() and targets.dtype != torch.bool
+
+
+def wrong_label(number: int, label: int, name: str, classes: int) -> str:
+    """The sentence for a class number that the model has no output for."""
+    typed = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
+    return f"sample {number} of the {name} has the target {label}, and the classes are 0 to {classes - 1}; type {typed}"
+
+
+def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
+    """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image.
+
+    Any other one gets the inputs alone, or the whole sample if that is a dict.
+    """
+    v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
+    if isinstance(sample, tuple | list) and not (v2 and isinstance(transform, v2.Transform)):
+        return (transform(sample[0]), *sample[1:])
+    return transform(sample)
+
+
+def split_batch(batch: Any, name: str) -> tuple[Any, Any]:
+    """(inputs, targets) of a collated batch: a pair, or a dict with one of TARGET_KEYS.
+
+    A dict's other values are the inputs: the value itself if there is one, else a dict. Raises ConfigError.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    advice = "type dataset.collate_fn._target_=<module>.<function> for a function that makes (inputs, targets)"
+    if not isinstance(batch, Mapping):
+        found = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"one {type(batch).__name__}"
+        raise ConfigError(
+            f"a sample of the {name} has {found}, and (inputs, target) is wanted, where inputs may be a tuple or a "
+            f"dict; return such a pair from __getitem__, or {advice}"
+        )
+    keys = [key for key in TARGET_KEYS if key in batch]
+    if len(keys) != 1:
+        raise ConfigError(
+            f"a sample of the {name} is a dict of {', '.join(map(str, batch))}, and one key named "
+            f"{', '.join(TARGET_KEYS[:-1])} or {TARGET_KEYS[-1]} is wanted; rename the target's key, or {advice}"
+        )
+    inputs = {key: value for key, value in batch.items() if key != keys[0]}
+    return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), batch[keys[0]]

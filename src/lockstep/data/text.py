@@ -1,0 +1,143 @@
+"""A text file as token numbers in memory: windows of it to train on, and the rest of it, once, for tests."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.errors import ConfigError
+
+TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests
+IGNORED = -100  # the target of a token that is not counted
+TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """tokens: (L,) int64. symbols: what each token number stands for, sorted: characters, or numbers of bytes."""
+
+    tokens: Tensor
+    symbols: list[str] | list[int]
+
+    def encode(self, text: str) -> Tensor:
+        """Token numbers (length,) of `text`. Raises ConfigError for a character that is not among the symbols."""
+        written: str | bytes = text if isinstance(self.symbols[0], str) else text.encode()
+        numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
+        unknown = sorted({str(symbol) for symbol in written if symbol not in numbers})
+        if unknown:
+            raise ConfigError(f"the text has no {unknown[0]!r}, so the model has not learned it; type another prompt")
+        return torch.tensor([numbers[symbol] for symbol in written], dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of token numbers (length,). Bytes that are no UTF-8 are shown as a question mark."""
+        symbols = [self.symbols[token] for token in tokens.tolist()]
+        if isinstance(self.symbols[0], str):
+            return "".join(map(str, symbols))
+        return bytes(map(int, symbols)).decode(errors="replace")
+
+
+@cache
+def read_text(path: str, symbols: str) -> Text:
+    """The whole file as "characters" or as "bytes". Raises ConfigError if it cannot be read so."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(_how_to_get(path, error)) from None
+    if not content:
+        raise ConfigError(f"dataset.path={path} is empty; type dataset.path=<a text file>")
+    if symbols == "bytes":
+        return Text(torch.from_numpy(np.frombuffer(content, np.uint8).astype(np.int64)), list(range(256)))
+    try:
+        points = np.frombuffer(content.decode().encode("utf-32-le"), np.uint32)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"dataset.path={path} is no UTF-8 text (byte {error.start}); type dataset.symbols=bytes dataset.classes=256"
+        ) from None
+    present, tokens = np.unique(points, return_inverse=True)
+    return Text(torch.from_numpy(tokens.astype(np.int64).reshape(-1)), [chr(point) for point in present])
+
+
+def _how_to_get(path: str, error: OSError) -> str:
+    if Path(path).parts[-2:] != ("tinyshakespeare", "input.txt"):
+        return f"dataset.path={path} cannot be read ({error.strerror}); type dataset.path=<a text file>"
+    return (
+        f"{path} cannot be read ({error.strerror}); type dataset.path=<a text file>, or get this one: "
+        f"curl --create-dirs -o {path} {TINY_SHAKESPEARE}"
+    )
+
+
+def check_text(path: str, symbols: str, block: int, classes: int) -> None:
+    """Raise ConfigError if the text cannot be read, is too short, or has another number of symbols than `classes`."""
+    text = read_text(path, symbols)
+    if len(text.symbols) != classes:
+        raise ConfigError(
+            f"dataset.classes={classes} but {path} has {len(text.symbols)} different {symbols}; "
+            f"type dataset.classes={len(text.symbols)}"
+        )
+    tokens = _train_tokens(text)
+    if tokens <= block or len(text.tokens) - tokens < 2:
+        raise ConfigError(
+            f"dataset.block={block} is too long for the {tokens} tokens of {path} to train on; "
+            f"type dataset.block={max(1, tokens // 10)}, or dataset.path=<a longer text>"
+        )
+
+
+def _train_tokens(text: Text) -> int:
+    return int(TRAIN_SHARE * len(text.tokens))
+
+
+def training_text(path: str, symbols: str, block: int, samples: int | None) -> "TextWindows":
+    """Every window of `block` tokens in the text's first 90 %, of which an epoch draws `samples` at random.
+
+    samples: None for as many as fit side by side.
+    """
+    text = read_text(path, symbols)
+    tokens = text.tokens[: _train_tokens(text)]
+    return TextWindows(*_windows(tokens, block), text, tokens, samples or (len(tokens) - 1) // block)
+
+
+def held_out_text(path: str, symbols: str, block: int) -> InMemoryDataset:
+    """The rest of the text, in blocks (N, block) side by side, so that each token but the first is a target once.
+
+    The last block is filled up with targets of -100, which are not counted.
+    """
+    text = read_text(path, symbols)
+    tokens = text.tokens[_train_tokens(text) :]
+    missing = -(len(tokens) - 1) % block
+    inputs = torch.cat([tokens[:-1], torch.zeros(missing, dtype=torch.int64)])
+    targets = torch.cat([tokens[1:], torch.full((missing,), IGNORED)])
+    return InMemoryDataset(inputs.view(-1, block), targets.view(-1, block))
+
+
+def _windows(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Samples and targets (windows, block): views of the tokens, and of those after them."""
+    return tokens[:-1].unfold(0, block, 1), tokens[1:].unfold(0, block, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TextWindows(InMemoryDataset):
+    """Every window of `tokens` (L,), the part of `text` to train on. An epoch is `drawn` of them, at random."""
+
+    text: Text
+    tokens: Tensor
+    drawn: int
+
+    @property
+    def block(self) -> int:
+        """Tokens of a sample."""
+        return self.samples.shape[1]
+
+    @property
+    def epoch_samples(self) -> int:
+        return self.drawn
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        return torch.randint(len(self), (self.drawn,), generator=generator)
+
+    def to(self, device: torch.device) -> "TextWindows":
+        tokens = self.tokens.to(device)
+        return TextWindows(*_windows(tokens, self.block), self.text, tokens, self.drawn)

@@ -1,0 +1,1 @@
+"""What a command does: train, or use what was trained."""

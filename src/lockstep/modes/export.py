@@ -1,0 +1,134 @@
+"""mode=export: a trained net as a file for other programs."""
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.modes.base import Mode, TrainedRun
+from lockstep.modes.output import cannot_write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.modes.trained_net import TrainedNet
+    from lockstep.strategies.base import JobSpec
+
+log = logging.getLogger(__name__)
+
+NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "safetensors": ("safetensors",)}
+SUFFIXES = {"torch_export": "pt2", "onnx": "onnx", "safetensors": "safetensors", "state_dict": "pt"}
+EXAMPLES = 5  # samples of the batch by which outputs are compared
+TOLERANCE = 1e-4  # of outputs that another program computes in float32, relative to the largest one
+
+Outputs = Callable[["Tensor"], "Tensor"]
+"""What an exported file computes of raw samples (N, ...)."""
+
+
+class Export(Mode):
+    """torch_export and onnx hold the net with its preprocessing: raw samples (N, ...) in, for any N; outputs out.
+
+    Both compute in the type of the weights, without autocast. safetensors and state_dict hold the weights alone. Each
+    file is read again, and compared with the net, before it gets its name.
+    """
+
+    name = "export"
+
+    def __init__(self, snapshot: str, format: str, file: str | None) -> None:
+        self.snapshot, self.format, self.file = snapshot, format, file
+
+    def validate(self, job: "JobSpec") -> None:
+        missing = [name for name in NEEDS.get(self.format, ()) if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"mode.format={self.format} needs {' and '.join(missing)}; type pip install {' '.join(missing)}"
+            )
+        if job.world_size > 1:
+            raise ConfigError(f"mode=export is the work of one process, not of {job.world_size}; type launch=env")
+
+    def run(self, trained: TrainedRun) -> None:
+        """Raises ConfigError if the file cannot be written, or computes something else."""
+        stem = self.snapshot if self.snapshot in ("last", "best") else trained.snapshot.stem
+        path = Path(self.file) if self.file is not None else trained.folder / f"{stem}.{SUFFIXES[self.format]}"
+        # The suffix stays: torch.export asks for it.
+        temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
+        try:
+            with trained.state.ema_weights():
+                self._write(trained, temporary)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise ConfigError(cannot_write(path, error, "mode.file")) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        log.info("exported: the weights of step %d, as %s", trained.step, self.format)
+        log.info("written to: %s", path)
+
+    def _write(self, trained: TrainedRun, path: Path) -> None:
+        import torch
+
+        from lockstep.modes.trained_net import TrainedNet
+
+        model = trained.state.strategy.model.eval()
+        if self.format in ("state_dict", "safetensors"):
+            return write_weights({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, path)
+        net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
+        samples = trained.eval_loader.raw_inputs(EXAMPLES)
+        if not isinstance(samples, torch.Tensor) or len(samples) < 2:
+            raise ConfigError(f"mode.format={self.format} wants samples of one tensor; type mode.format=state_dict")
+        with torch.no_grad():
+            exported = write_onnx(net, samples, path) if self.format == "onnx" else write_program(net, samples, path)
+            for batch in (samples, samples[:1]):
+                require_same_outputs(net(batch), exported(batch), self.format)
+
+
+def write_weights(weights: dict[str, "Tensor"], path: Path) -> None:
+    """The suffix of `path` says how."""
+    import torch
+
+    if path.suffix != f".{SUFFIXES['safetensors']}":
+        torch.save(weights, path)
+        return
+    from safetensors.torch import save_file
+
+    save_file({name: value.clone() for name, value in weights.items()}, path)  # tied weights are written twice
+
+
+def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
+    """torch.export. `torch.export.load(path).module()` is the net."""
+    import torch
+
+    batch = torch.export.Dim("batch", min=1)
+    torch.export.save(torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}}), path)
+    return torch.export.load(path).module()
+
+
+def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
+    """ONNX with the input "samples" and the output "outputs"."""
+    import torch
+
+    if any(parameter.dtype == torch.float64 for parameter in net.parameters()):
+        raise ConfigError("mode.format=onnx is for float32 weights; type trainer.precision=fp32 mode.format=onnx")
+    for name in ("onnxscript", "onnx_ir"):  # they log each of their passes
+        logging.getLogger(name).setLevel(logging.WARNING)
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    batch: Any = torch.export.Dim("batch", min=1)
+    names = {"input_names": ["samples"], "output_names": ["outputs"], "dynamic_shapes": {"samples": {0: batch}}}
+    torch.onnx.export(net, (samples,), path, dynamo=True, external_data=False, verbose=False, **names)  # type: ignore[arg-type]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda batch: torch.from_numpy(session.run(["outputs"], {"samples": batch.cpu().numpy()})[0])
+
+
+def require_same_outputs(ours: "Tensor", theirs: "Tensor", format: str) -> None:
+    """Raise ConfigError if an exported net computes something else than the net."""
+    if ours.shape != theirs.shape:
+        problem = f"the shape {list(theirs.shape)} instead of {list(ours.shape)}"
+    else:
+        difference = float((ours.cpu() - theirs.cpu()).abs().max())
+        if difference <= TOLERANCE * max(1.0, float(ours.abs().max())):
+            return
+        problem = f"values that differ by {difference:.2g}"
+    raise ConfigError(f"mode.format={format}: the exported net gives {problem}; type mode.format=state_dict")

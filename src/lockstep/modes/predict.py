@@ -1,0 +1,122 @@
+"""mode=predict: what a trained net says of each sample, as a CSV file."""
+
+import csv
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
+from lockstep.modes.base import Mode, TrainedRun
+from lockstep.modes.output import write_output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Columns = dict[str, "Tensor"]
+"""{name: (N,) or (N, values)} on the CPU, one row for each sample."""
+
+
+class Predict(Mode):
+    """One row for each sample, in the data set's order, whatever the number of ranks.
+
+    The columns are index, what `Task.predictions` gives, and truth. split, file: as for `Evaluate`.
+    """
+
+    name = "predict"
+
+    def __init__(self, snapshot: str, split: str, file: str | None) -> None:
+        self.snapshot, self.split, self.file = snapshot, split, file
+
+    def run(self, trained: TrainedRun) -> None:
+        """Raises ConfigError, on all ranks, if the file cannot be written."""
+        loader, world = trained.loader(self.split), trained.world
+        if loader.leaves_out:
+            raise ConfigError("mode=predict writes a row for each sample; type dataset.on_error=fail")
+        columns = predict(trained, self.split)
+        rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
+        if rows != len(loader):
+            raise ConfigError(
+                f"{len(loader) - rows} samples of {len(loader)} have no prediction; type dataset.on_error=fail"
+            )
+        shares = world.gather_state({"share": loader.rank, "columns": columns})
+        path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
+        lines = table(in_order(shares, loader.size, len(loader)), trained.classes) if world.is_rank_zero else iter(())
+        write_output(world, path, lines, "mode.file")
+        log.info("predicted: %d samples of %s at step %d", len(loader), self.split, trained.step)
+        log.info("written to: %s", path)
+
+
+def predict(trained: TrainedRun, split: str) -> Columns:
+    """The columns of this rank's share, without rows where another rank computes the outputs."""
+    import torch
+
+    from lockstep.distributed import signals
+    from lockstep.monitor import rank as monitor
+    from lockstep.training.setup import autocast
+
+    state, parts = trained.state, list[Columns]()
+    strategy, settings = state.strategy, state.settings
+
+    def keep(outputs: "Tensor", targets: "Tensor") -> None:
+        columns = state.task.predictions(outputs) | {"truth": targets}
+        parts.append({name: values.detach().cpu() for name, values in columns.items()})
+
+    monitor.enter("evaluation")
+    strategy.module.eval()
+    context = autocast(strategy.world.device, settings.precision)
+    with state.ema_weights(), torch.no_grad():
+        for inputs, targets in trained.loader(split).eval_batches(settings.eval_batch_size):
+            strategy.eval_step(inputs, targets, keep, context)
+            monitor.heartbeat()
+            if signals.stop_requested():
+                raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Columns:
+    """The columns of all samples. shares: of each rank; share r of `size` has the samples r, r + size, ..."""
+    whole: Columns = {}
+    for share in shares:
+        for name, values in share["columns"].items():
+            if name not in whole:
+                whole[name] = values.new_empty((samples, *values.shape[1:]))
+            whole[name][share["share"] :: size] = values
+    return whole
+
+
+def table(columns: Columns, classes: Sequence[str]) -> Iterator[str]:
+    """The lines of the file. classes: names that replace the numbers of classes, empty if they have none."""
+    flat = {name: values.flatten(1) if values.dim() > 1 else values for name, values in columns.items()}
+    header = ["index"]
+    for name, values in flat.items():
+        count = values.shape[1] if values.dim() > 1 else 0
+        labels = classes if name == "probability" and len(classes) == count else range(count)
+        header += [f"{name}_{label}" for label in labels] if count else [name]
+    yield csv_line(header)
+    cells = [_texts(values, classes) for values in flat.values()]
+    for index, row in enumerate(zip(*cells, strict=True)):
+        yield csv_line([str(index), *(text for texts in row for text in texts)])
+
+
+def _texts(values: "Tensor", classes: Sequence[str]) -> Iterator[list[str]]:
+    """The cells of each row. Floating-point numbers have as many digits as it takes to read the same number again."""
+    digits = 17 if values.dtype.itemsize == 8 else 9
+    for row in values if values.dim() > 1 else values[:, None]:
+        numbers = row.tolist()
+        if values.is_floating_point():
+            yield [f"{number:.{digits}g}" for number in numbers]
+        elif values.dim() == 1 and classes:
+            yield [classes[number] if 0 <= number < len(classes) else str(number) for number in numbers]
+        else:
+            yield [str(number) for number in numbers]
+
+
+def csv_line(cells: Sequence[str]) -> str:
+    """With quotes where a name has a comma or a line end."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
+    return line.getvalue()

@@ -1,0 +1,68 @@
+"""mode=sample: text that a trained language model writes."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from lockstep.errors import ConfigError
+from lockstep.modes.base import Mode, TrainedRun
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from lockstep.strategies.base import JobSpec
+
+log = logging.getLogger(__name__)
+
+
+class Sample(Mode):
+    """Prints `prompt` and the `length` tokens that the model writes after it.
+
+    temperature: logits are divided by it; 0 takes the likeliest token. top_k: only the k likeliest are drawn from; None
+    for all. seed: of what is drawn.
+    """
+
+    name = "sample"
+
+    def __init__(
+        self, snapshot: str, prompt: str, length: int, temperature: float, top_k: int | None, seed: int
+    ) -> None:
+        self.snapshot, self.prompt, self.length = snapshot, prompt, length
+        self.temperature, self.top_k, self.seed = temperature, top_k, seed
+
+    def validate(self, job: "JobSpec") -> None:
+        if job.world_size > 1:
+            raise ConfigError(f"mode=sample writes in one process, not in {job.world_size}; type launch=env")
+
+    def run(self, trained: TrainedRun) -> None:
+        """Raises ConfigError if the run was not trained on a text, or not on a character of the prompt."""
+        import torch
+
+        from lockstep.data.text import TextWindows
+        from lockstep.training.setup import autocast
+
+        dataset = trained.train_loader.dataset
+        if not isinstance(dataset, TextWindows):
+            raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
+        state, device = trained.state, trained.world.device
+        model = state.strategy.model.eval()
+        tokens = dataset.text.encode(self.prompt).to(device)
+        generator = torch.Generator(device).manual_seed(self.seed)
+        with state.ema_weights(), torch.no_grad(), autocast(device, state.settings.precision):
+            for _ in range(self.length):
+                tokens = torch.cat([tokens, self._next(model, tokens[-dataset.block :], generator)])
+        print(dataset.text.decode(tokens))
+        log.info("sampled: %d tokens at step %d", self.length, trained.step)
+
+    def _next(self, model: "nn.Module", tokens: "Tensor", generator: "torch.Generator") -> "Tensor":
+        """The token (1,) after `tokens` (T,)."""
+        import torch
+
+        logits = model(tokens[None])[0, -1].float()
+        if self.temperature == 0:
+            chosen: Tensor = logits.argmax().view(1)
+            return chosen
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        return torch.multinomial((logits / self.temperature).softmax(0), 1, generator=generator)

@@ -1,0 +1,39 @@
+"""A trained net together with its preprocessing."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.converter import Converter
+from lockstep.data.nested import map_tensors
+from lockstep.training.setup import AUTOCAST_TYPES, autocast
+
+
+class TrainedNet(nn.Module):
+    """Raw samples (N, ...) -> the outputs that an evaluation computes: uint8 images, or floats, not normalised yet.
+
+    net: the net itself. classes: their names, empty if they have none. precision: as trainer.precision.
+    mean, std: attributes, by which samples are normalised; None where they are not.
+    """
+
+    def __init__(self, net: nn.Module, converter: Converter, precision: str, classes: Sequence[str]) -> None:
+        super().__init__()
+        self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
+        self.mean: list[float] | None = None
+        self.std: list[float] | None = None
+        self.eval()
+
+    def forward(self, samples: Any) -> Any:
+        moved = map_tensors(lambda tensor: tensor.to(self.converter.device), samples)
+        inputs, _ = self.converter(moved, ())
+        with autocast(self.converter.device, self.precision) if self.precision in AUTOCAST_TYPES else nullcontext():
+            return self.net(inputs)
+
+    def predict(self, samples: Any) -> list[str | int]:
+        """The class of each sample: its name, or its number if classes have no names."""
+        with torch.no_grad():
+            numbers = self(samples).argmax(1).tolist()
+        return [self.classes[number] if self.classes else number for number in numbers]

@@ -1,0 +1,61 @@
+"""Hashes of code: of this project's files, and of the modules that this process has loaded."""
+
+import hashlib
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from lockstep.monitor.code_owner import is_library
+
+ROOT = Path(__file__).parents[3]  # the folder of src/ and conf/
+PARTS = ("src", "conf")
+DIGITS = 16  # hex digits of a hash
+
+
+def source_hashes(root: Path = ROOT) -> dict[str, str]:
+    """{file: hash} of the Python and YAML files in src/ and conf/, sorted by their names relative to `root`."""
+    found = {}
+    for part in PARTS:
+        for path in (root / part).rglob("*"):
+            if path.suffix not in (".py", ".yaml") or path.is_relative_to(root / "conf" / "local"):
+                continue  # conf/local is of this machine; the config shows what it sets
+            with suppress(OSError):  # an editor is just replacing it
+                found[str(path.relative_to(root))] = hash_of_file(path)
+    return dict(sorted(found.items()))
+
+
+def hash_of_source(root: Path = ROOT) -> str:
+    """One hash over the names and contents of the files of `source_hashes`."""
+    return hashlib.sha256(str(source_hashes(root)).encode()).hexdigest()[:DIGITS]
+
+
+def module_hashes(users_only: bool = False) -> dict[str, str]:
+    """{module: hash of its file} of every loaded module that is neither Python's own nor an installed package.
+
+    users_only: without this project's own.
+    """
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        digest = _hash_of_loaded(file)
+        if digest is not None and not (users_only and file.startswith(f"{ROOT / 'src'}/")):
+            # A launcher's child imports the entry point under another name.
+            found[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
+    return found
+
+
+@cache
+def _hash_of_loaded(file: str) -> str | None:
+    """None for a library. It is read once: a file that changes later is not the code that runs."""
+    if not file.endswith(".py") or is_library(file):
+        return None
+    try:
+        return hash_of_file(Path(file))
+    except OSError:  # it was moved after the import
+        return None
+
+
+def hash_of_file(path: Path) -> str:
+    """Raises OSError."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]

@@ -1,0 +1,128 @@
+"""A hash of a data set: another run, another rank or a resumed run shall see that its data is another one."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lockstep.data.image_folder import ImageFolder
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.random_numbers import random_states_kept
+from lockstep.training.weight_check import digest
+
+LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
+TENSOR_ROWS = 64  # sampled of such a tensor
+FILES = 4096  # whose sizes and times are read of a folder of images
+ITEMS = 16  # sampled of any other data set, where loading an item may take a while
+
+_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def data_fingerprint(dataset: Any) -> str:
+    """A hash of a map-style data set, and what it covers: "0123456789abcdef of all samples and targets".
+
+    In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. Of a folder of images the names of all
+    files count, and the sizes of up to `FILES` of them. Elsewhere the length and some numeric targets count, since
+    random transforms change the inputs; an item that cannot be loaded counts as one without a target.
+    """
+    try:
+        known = _known.get(dataset)  # ranks that regroup, as with launch.recover=live, keep their data
+        if known is None:
+            known = _known[dataset] = _fingerprint(dataset)
+        return known
+    except TypeError:  # a list
+        return _fingerprint(dataset)
+
+
+def file_times(dataset: Any) -> str | None:
+    """A hash of when the files of a folder of images were changed. None for other data sets.
+
+    It is no part of the fingerprint: copies on other machines have other times.
+    """
+    images = _image_files(dataset)
+    if images is None:
+        return None
+    times = [time for _, time in _sizes_and_times(images[1])]
+    return f"{_hash(len(times), times)} of {len(times)} files"
+
+
+def _fingerprint(dataset: Any) -> str:
+    if isinstance(dataset, InMemoryDataset):
+        return _of_tensors(dataset)
+    images = _image_files(dataset)
+    if images is not None:
+        return _of_files(*images)
+    targets = _numeric_targets(dataset)
+    return f"{_hash(len(dataset), targets)} of the length and {len(targets)} targets"
+
+
+def _hash(*content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _of_tensors(dataset: InMemoryDataset) -> str:
+    tensors = [dataset.samples.detach(), dataset.targets.detach()]
+    described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
+    covers = "all samples and targets"
+    if max(tensor.nbytes for tensor in tensors) > LARGEST_TENSOR:
+        rows = torch.tensor(_evenly_spaced(len(dataset), TENSOR_ROWS), dtype=torch.int64)
+        tensors = [tensor[rows.to(tensor.device)] for tensor in tensors]
+        covers = f"{len(rows)} of {len(dataset)} samples and targets"
+    return f"{_hash(described, [int(digest(tensor)) for tensor in tensors])} of {covers}"
+
+
+def _image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, int]]] | None:
+    """(folder, [(file, class)]) of this project's and torchvision's folders of images. None for other data sets."""
+    if isinstance(dataset, ImageFolder):
+        return str(dataset.folder), dataset.files
+    vision = sys.modules.get("torchvision.datasets")
+    if vision is not None and isinstance(dataset, vision.DatasetFolder):
+        return str(dataset.root), dataset.samples
+    return None
+
+
+def _of_files(folder: str, files: Sequence[tuple[Any, int]]) -> str:
+    names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
+    sizes = [size for size, _ in _sizes_and_times(files)]
+    return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
+
+
+def _sizes_and_times(files: Sequence[tuple[Any, int]]) -> list[tuple[int, int]]:
+    """(bytes, ns) of up to `FILES` files; (0, 0) of one that is gone: training will show it."""
+    found = []
+    for index in _evenly_spaced(len(files), FILES):
+        try:
+            status = os.stat(files[index][0])
+            found.append((status.st_size, status.st_mtime_ns))
+        except OSError:
+            found.append((0, 0))
+    return found
+
+
+def _evenly_spaced(length: int, count: int) -> list[int]:
+    """Up to `count` indices below `length`, evenly spaced, the first included."""
+    count = min(count, length)
+    return [index * length // count for index in range(count)]
+
+
+def _numeric_targets(dataset: Any) -> list[float | None]:
+    """The targets of a few items; None for a target that is not a number."""
+    with random_states_kept():  # the data set may draw random numbers; the run's must not change
+        return [_numeric_target(dataset, index) for index in _evenly_spaced(len(dataset), ITEMS)]
+
+
+def _numeric_target(dataset: Any, index: int) -> float | None:
+    try:
+        item = dataset[index]
+        if not isinstance(item, tuple | list) or not item:
+            return None
+        target = item[-1]
+        if isinstance(target, int | float) or (torch.is_tensor(target) and target.dim() == 0):
+            return float(target)
+    except Exception:  # the data set's own code: training will show what is wrong
+        return None
+    return None

@@ -1,0 +1,131 @@
+"""Fine-tuning: weights of another run or file to start from, and parameters that are not trained."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.patterns import matching_parameters, require_matches
+from lockstep.snapshots.files import list_snapshots
+
+log = logging.getLogger(__name__)
+
+WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before names
+NAMED = 8  # names in a line of the report
+
+
+def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
+    """Train no parameter that `patterns` name: it gets no gradient and no optimizer state.
+
+    Raises ConfigError for a pattern without a parameter, and if no parameter is left.
+    """
+    found = _matching("freeze", model, patterns)
+    for name, parameter in model.named_parameters():
+        if name in found:
+            parameter.requires_grad_(False)
+    if found and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; type freeze=[<fewer names>]"
+        )
+    if found:
+        frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+        everything = sum(parameter.numel() for parameter in model.parameters())
+        log.info("freeze: %d of %d weights are not trained: %s", frozen, everything, _listed(sorted(found)))
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequence[object]) -> None:
+    """Copy the weights of `where` into `model`, and log what matched.
+
+    where: a state dict's file, a snapshot (its averaged weights, if it has any), or a run folder (its model.pt,
+    else its newest snapshot). new_layers: patterns of parameters that keep their random weights. Raises ConfigError if
+    another parameter is missing in the file, or has another shape there.
+    """
+    new = _matching("new_layers", model, new_layers)
+    if where is None:
+        return
+    path = _file(where)
+    saved = _without_wrappers(_state_dict(path, where))
+    own = model.state_dict(keep_vars=True)
+    wanted = {name: value for name, value in own.items() if name not in new}
+    taken = {name for name, value in wanted.items() if name in saved and saved[name].shape == value.shape}
+    _refuse_differences(where, {name: wanted[name] for name in wanted.keys() - taken}, saved)
+    if not taken:
+        raise ConfigError(f"init={where} has no weight of this model; it has {_listed(list(saved))}; type model=...")
+    for name in taken:
+        own[name].copy_(saved[name])
+    weights = sum(own[name].numel() for name in taken)
+    log.info("init: %d of %d tensors (%d numbers) are those of %s", len(taken), len(own), weights, path)
+    for what, names in (("keep their first values", own.keys() - taken), ("not used", saved.keys() - taken)):
+        if names:
+            log.info("init: %s: %s", what, _listed(sorted(names)))
+
+
+def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str]:
+    words = [str(pattern) for pattern in patterns]  # a layer's name may be a number
+    found = [matching_parameters(model, word) for word in words]
+    require_matches(key, words, map(bool, found), [name for name, _ in model.named_parameters()])
+    return set().union(*found)
+
+
+def _file(where: str) -> Path:
+    path = Path(where)
+    if path.is_dir():
+        snapshots = list_snapshots(path / "snapshots") or list_snapshots(path)
+        candidates = [path / "model.pt", *snapshots]
+        path = next((candidate for candidate in candidates if candidate.is_file()), path)
+    if not path.is_file():
+        what = "holds neither model.pt nor a snapshot" if path.is_dir() else "does not exist"
+        raise ConfigError(f"init={where} {what}; type init=<a file of weights, a snapshot or a run folder>")
+    return path
+
+
+def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
+    try:
+        contents: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many types
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "weights_only" in str(error) or "Weights only" in str(error):  # torch advises to switch the check off
+            reason = "it holds more than tensors and plain values, and loading that could run code"
+        raise ConfigError(f"init={where}: {path} cannot be read ({reason}); type init=<another file>") from None
+    if isinstance(contents, dict) and isinstance(contents.get("model"), dict):  # a snapshot, or many people's files
+        contents = contents["model"] | (contents.get("ema") or {})
+    elif isinstance(contents, dict) and isinstance(contents.get("state_dict"), dict):
+        contents = contents["state_dict"]
+    if not isinstance(contents, dict) or not any(isinstance(value, Tensor) for value in contents.values()):
+        raise ConfigError(
+            f"init={where}: {path} holds no state dict; type init=<a file of torch.save(net.state_dict())>"
+        )
+    return {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+
+
+def _without_wrappers(saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in WRAPPERS:
+        if all(name.startswith(prefix) for name in saved):
+            saved = {name.removeprefix(prefix): value for name, value in saved.items()}
+    return saved
+
+
+def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Raise ConfigError if one of the tensors that were not taken is a parameter."""
+    left = {name: value for name, value in left.items() if isinstance(value, nn.Parameter)}
+    if not left:
+        return
+    described = [
+        f"{name} is {list(value.shape)} here and {list(saved[name].shape) if name in saved else 'missing'} there"
+        for name, value in sorted(left.items())
+    ]
+    layers = sorted({name.rpartition(".")[0] or name for name in left})
+    raise ConfigError(
+        f"init={where} does not fit the model: {_listed(described)}; "
+        f"to train {'it' if len(layers) == 1 else 'them'} from random weights type new_layers=[{','.join(layers)}]"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,64 @@
+"""The weights of a trained run: which snapshot, and back into the net of this rank."""
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.monitor import rank as monitor
+from lockstep.snapshots.files import find_snapshots, load_first_good
+from lockstep.snapshots.fingerprint import require_same_model
+from lockstep.snapshots.state_dict import restore_weights
+from lockstep.training.state import TrainState
+
+
+def snapshots_to_try(resume: str | None, which: str, mode: str) -> list[Path]:
+    """The snapshots that `resume` and `which` name, newest first.
+
+    resume: a run folder, a folder of snapshots, or a snapshot. which: "last", "best" or a snapshot's file, which wins.
+    mode: the name of what asks. Raises ConfigError if nothing is there.
+    """
+    if resume is None:
+        raise ConfigError(f"mode={mode} wants a trained run; type resume=<a run folder>")
+    if which == "last":
+        return find_snapshots(resume, Path())
+    if which != "best":
+        return find_snapshots(which, Path())
+    folder = Path(resume).parent if Path(resume).is_file() else Path(resume)
+    for path in (folder / "snapshots" / "best.pt", folder / "best.pt"):
+        if path.is_file():
+            return find_snapshots(path, Path())
+    raise ConfigError(f"resume={resume} has no snapshots/best.pt: no epoch was evaluated; type mode.snapshot=last")
+
+
+def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Bring the weights of the first good snapshot of `paths` into `state`. Returns it, and its contents. A collective.
+
+    model_config: {key: value} of the net that was built. Raises ConfigError on all ranks if the snapshot is of another
+    net, and as `load_first_good` does.
+    """
+    monitor.enter("resume")
+    world = state.strategy.world
+    saved: dict[str, Any] | None = None
+    answer: tuple[str | None, str] = (None, "")
+    if world.is_rank_zero:
+        saved, answer = _load(paths, model_config)
+    error, found = world.broadcast_json(answer)
+    if error is not None:
+        raise ConfigError(error)
+    path = Path(found)
+    if saved is None:
+        saved, _ = load_first_good([path]) or ({}, path)
+    restore_weights(state, saved)
+    return path, saved
+
+
+def _load(paths: list[Path], model_config: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[str | None, str]]:
+    """(contents, (error, path))."""
+    try:
+        found = load_first_good(paths)
+        assert found is not None  # `snapshots_to_try` gave one at least
+        saved, path = found
+        require_same_model(path, saved["fingerprint"], model_config)
+        return saved, (None, str(path))
+    except ConfigError as error:
+        return None, (str(error), "")

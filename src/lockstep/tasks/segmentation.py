@@ -1,0 +1,45 @@
+"""Semantic segmentation: a class for each pixel."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.tasks.base import Task, at_least_float32
+from lockstep.tasks.class_counts import COUNTS, class_counts, class_scores, require_known
+
+
+class Segmentation(Task):
+    """Cross entropy over logits (N, classes, H, W) and class numbers (N, H, W), averaged over each image's own pixels.
+
+    ignored_label: pixels with it count nowhere. accuracy: the share of right pixels. iou (the mean over classes of
+    intersection over union), f1, precision and recall come from counts over all pixels of all ranks; iou_<class> is
+    the one of a class.
+    """
+
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: int, ignored_label: int) -> None:
+        super().__init__(metrics, monitor)
+        require_known(metrics, ("loss", "accuracy"), classes)
+        self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes)
+        self.classes, self.ignored_label = classes, ignored_label
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        wanted = (targets.shape[0], self.classes, *targets.shape[1:])
+        if outputs.dim() < 3 or outputs.shape != wanted or targets.is_floating_point():
+            raise ConfigError(
+                f"{type(self).__name__} wants outputs (N, {self.classes}, H, W) and whole numbers (N, H, W), and these "
+                f"are {list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
+                f"type model._target_=<a net with an output for each class and pixel>, or task=classification"
+            )
+        numbers = targets.long()
+        losses = F.cross_entropy(
+            at_least_float32(outputs), numbers, reduction="none", ignore_index=self.ignored_label
+        ).flatten(1)
+        counted = (numbers != self.ignored_label).flatten(1).sum(1)
+        loss = (losses.sum(1) / counted.clamp(min=1)).sum()
+        labels = numbers.masked_fill(numbers == self.ignored_label, -1)
+        return loss, {"loss": loss} | class_counts(outputs.argmax(dim=1), labels, self.classes)
+
+    def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
+        found = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
+        found["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
+        return {name: found[name] for name in self.metrics}

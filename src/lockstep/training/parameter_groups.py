@@ -1,0 +1,82 @@
+"""Parameter groups by rule: which hyperparameters differ for which parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.models.patterns import matching_parameters, require_matches
+from lockstep.strategies.base import Strategy
+
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
+"""(parameters, or groups of them) -> an optimizer."""
+
+
+class ParameterRules:
+    """The rules of `optimizer.no_decay` and `optimizer.groups`.
+
+    no_decay: patterns of parameters without weight decay. groups: [{"match": pattern or patterns, "lr": 0.01, ...}];
+    where several match a parameter, the last one wins. Patterns: see `lockstep.models.patterns`.
+    """
+
+    def __init__(self, no_decay: Sequence[object], groups: Sequence[Mapping[str, Any]]) -> None:
+        self.rules: list[tuple[str, list[str], dict[str, Any]]] = []  # (key, patterns, hyperparameters)
+        for group in groups:
+            named = group["match"] if isinstance(group["match"], Sequence) else [group["match"]]
+            patterns = [named] if isinstance(named, str) else [str(name) for name in named]
+            values = {name: value for name, value in group.items() if name != "match"}
+            self.rules.append(("optimizer.groups", patterns, values))
+        if no_decay:
+            self.rules.append(("optimizer.no_decay", [str(name) for name in no_decay], {"weight_decay": 0.0}))
+
+    def optimizer(
+        self, make: Callable[[list[Any]], torch.optim.Optimizer], strategy: Strategy
+    ) -> torch.optim.Optimizer:
+        """`make` with `parameters`. Raises ConfigError, too, for a hyperparameter that the optimizer does not have."""
+        optimizer = make(self.parameters(strategy.model, strategy.world))
+        for key, _, values in self.rules:
+            for name in values:
+                if name not in optimizer.defaults:  # torch would keep it, and never read it
+                    known = ", ".join(optimizer.defaults)
+                    raise ConfigError(
+                        f"{key}: {type(optimizer).__name__} has no {name}, but {known}; type {key}=[] or one of these"
+                    )
+        return optimizer
+
+    def parameters(self, model: nn.Module, world: World) -> list[Any]:
+        """What an optimizer takes: the trained parameters, in groups if there are rules. A collective.
+
+        The groups and their order are the same on all ranks, though a rank may hold only some layers: a group can be
+        empty. Parameters that no rule names come first. Raises ConfigError for a pattern that no rank's model has.
+        """
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not self.rules:
+            return list(trained.values())
+        matched = self._matched(model, world)
+        kinds = {name: [number for number, names in enumerate(matched) if name in names] for name in trained}
+        everyones = [kind for kinds_there in world.all_gather_json(list(kinds.values())) for kind in kinds_there]
+        return [
+            {"params": [trained[name] for name in trained if kinds[name] == list(kind)]} | self._values(kind)
+            for kind in sorted(set(map(tuple, everyones)))
+        ]
+
+    def _matched(self, model: nn.Module, world: World) -> list[set[str]]:
+        """The parameters of this rank that each rule names."""
+        matched = []
+        for key, patterns, _ in self.rules:
+            found = [matching_parameters(model, pattern) for pattern in patterns]
+            names = [name for name, _ in model.named_parameters()]
+            everyones = world.all_gather_json([[bool(some) for some in found], names])
+            has_match = [any(flags) for flags in zip(*(flags for flags, _ in everyones), strict=True)]
+            require_matches(key, patterns, has_match, [name for _, names in everyones for name in names])
+            matched.append(set().union(*found))
+        return matched
+
+    def _values(self, kind: Sequence[int]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for number in kind:
+            values |= self.rules[number][2]
+        return values

@@ -1,0 +1,199 @@
+"""Tasks whose metrics come from counts, against numbers worked out sample by sample, at several world sizes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.distributed.world import init_distributed
+from lockstep.errors import ConfigError
+from lockstep.tasks.base import Task
+from lockstep.tasks.classification import Classification
+from lockstep.tasks.classification_f1 import ClassificationF1
+from lockstep.tasks.multi_label import MultiLabel
+from lockstep.tasks.segmentation import Segmentation
+from lockstep.training.meter import Meter
+from lockstep.training.sums_check import require_sums
+from support.worlds import in_world
+
+SAMPLES, CLASSES, IGNORED = 37, 4, 255
+
+
+def asked(*names: str) -> dict[str, str]:
+    return {"loss": "min"} | dict.fromkeys(names, "max")
+
+
+def classification() -> Task:
+    return ClassificationF1(asked("accuracy", "top2", "f1", "precision", "recall", "f1_2"), "f1", 0.0, CLASSES)
+
+
+def segmentation() -> Task:
+    return Segmentation(asked("accuracy", "iou", "iou_1"), "iou", CLASSES, IGNORED)
+
+
+def multi_label() -> Task:
+    return MultiLabel(asked("accuracy", "all_right", "f1"), "f1", CLASSES)
+
+
+def data(kind: str) -> tuple[Tensor, Tensor]:
+    """(outputs, targets) of all samples, in float64."""
+    generator = torch.Generator().manual_seed(5)
+    shape = (SAMPLES, CLASSES, 3, 2) if kind == "segmentation" else (SAMPLES, CLASSES)
+    outputs = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if kind == "multi_label":
+        return outputs, torch.randint(2, (SAMPLES, CLASSES), generator=generator)
+    targets = torch.randint(CLASSES - 1, (SAMPLES, *shape[2:]), generator=generator)  # class 3 is predicted only
+    if kind == "segmentation":
+        targets[torch.rand(targets.shape, generator=generator) < 0.3] = IGNORED
+    return outputs, targets
+
+
+def measure(make_task: Callable[[], Task], batch: int) -> dict[str, float]:
+    """The metrics of all samples, each on one of the ranks of this world."""
+    outputs, targets = data(make_task.__name__)
+    with init_distributed("gloo", 60) as world:
+        task = make_task()
+        meter = Meter(task, world)
+        mine = torch.arange(world.rank, SAMPLES, world.size)
+        for part in mine.split(batch):
+            meter.add(task(outputs[part], targets[part])[1], len(part))
+        return meter.means()
+
+
+def f1(right: float, predicted: float, true: float) -> float:
+    return 2 * right / (predicted + true) if predicted + true else math.nan
+
+
+def counts(predicted: Tensor, true: Tensor) -> list[tuple[int, int, int]]:
+    """(right, predicted, true) of each class, by counting."""
+    pairs = list(zip(predicted.flatten().tolist(), true.flatten().tolist(), strict=True))
+    return [(pairs.count((c, c)), sum(p == c for p, _ in pairs), sum(t == c for _, t in pairs)) for c in range(CLASSES)]
+
+
+def expected_classification() -> dict[str, float]:
+    outputs, targets = data("classification")
+    of_classes = counts(outputs.argmax(1), targets)
+    best = outputs.argsort(1, descending=True)[:, :2].tolist()
+    return {
+        "loss": F.cross_entropy(outputs, targets).item(),
+        "accuracy": sum(right for right, _, _ in of_classes) / SAMPLES,
+        "top2": sum(target in two for target, two in zip(targets.tolist(), best, strict=True)) / SAMPLES,
+        "f1": sum(f1(*numbers) for numbers in of_classes) / CLASSES,
+        "precision": sum(right / predicted for right, predicted, _ in of_classes) / CLASSES,
+        "recall": sum(right / max(true, 1) for right, _, true in of_classes) / CLASSES,
+        "f1_2": f1(*of_classes[2]),
+    }
+
+
+def expected_segmentation() -> dict[str, float]:
+    outputs, targets = data("segmentation")
+    counted = targets != IGNORED
+    of_classes = counts(outputs.argmax(1)[counted], targets[counted])
+    union = [right / (predicted + true - right) for right, predicted, true in of_classes]
+    images = zip(outputs, targets, strict=True)
+    losses = [F.cross_entropy(o[None], t[None], ignore_index=IGNORED).item() for o, t in images]
+    return {
+        "loss": sum(losses) / SAMPLES,
+        "accuracy": sum(right for right, _, _ in of_classes) / int(counted.sum()),
+        "iou": sum(union) / CLASSES,
+        "iou_1": union[1],
+    }
+
+
+def expected_multi_label() -> dict[str, float]:
+    outputs, targets = data("multi_label")
+    predicted, true = outputs > 0, targets.bool()
+    columns = [
+        f1(int((predicted & true)[:, c].sum()), int(predicted[:, c].sum()), int(true[:, c].sum()))
+        for c in range(CLASSES)
+    ]
+    return {
+        "loss": F.binary_cross_entropy_with_logits(outputs, targets.double()).item(),
+        "accuracy": (predicted == true).double().mean().item(),
+        "all_right": (predicted == true).all(1).double().mean().item(),
+        "f1": sum(columns) / CLASSES,
+    }
+
+
+@pytest.mark.parametrize(
+    ("make_task", "expected"),
+    [
+        (classification, expected_classification),
+        (segmentation, expected_segmentation),
+        (multi_label, expected_multi_label),
+    ],
+)
+def test_metrics_are_those_of_all_samples_at_any_world_size(make_task: Any, expected: Any) -> None:
+    for size, batch in ((1, SAMPLES), (1, 5), (3, 4)):
+        for found in in_world(size, measure, make_task, batch):
+            assert found == pytest.approx(expected(), rel=1e-12), (size, batch)
+
+
+def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
+    labels = torch.zeros(5, dtype=torch.long)
+    for make_task, outputs, targets in (
+        (classification, torch.zeros(5, CLASSES, 7), labels),
+        (segmentation, torch.zeros(5, CLASSES, 3, 3), torch.zeros(5, 3, 4, dtype=torch.long)),
+        (segmentation, torch.zeros(5, CLASSES), labels),
+        (multi_label, torch.zeros(5, CLASSES), labels),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            make_task()(outputs, targets)
+        assert str(list(outputs.shape)) in str(refused.value)
+        assert str(list(targets.shape)) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["f2", "f1_4", "iou_x", "top"])
+def test_a_metric_that_is_not_measured_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"task.metrics.{name} is not measured by this task; type one of loss, "):
+        ClassificationF1(asked(name), "loss", 0.0, CLASSES)
+
+
+def test_top_k_counts_among_as_many_classes_as_there_are() -> None:
+    task = Classification(asked("top3", "top9"), "loss", 0.0)
+    outputs, targets = data("classification")
+    sums = task(outputs, targets)[1]
+    assert sums["top9"] == SAMPLES
+    assert sums["top3"] == sum(outputs.topk(3).indices[n].tolist().count(targets[n].item()) for n in range(SAMPLES))
+
+
+class Means(Classification):
+    """What many people write first."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = F.cross_entropy(outputs, targets)
+        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+
+
+class Compares(Classification):
+    """A loss of all pairs of a batch."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = torch.cdist(outputs, outputs).sum()
+        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+
+
+def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outputs, targets = data("classification")
+    for number in (SAMPLES, 2):
+        with pytest.raises(ConfigError, match="Means returns a mean as its loss.* return a sum over samples"):
+            require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:number], targets[:number])
+    require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:1], targets[:1])
+    require_sums(classification(), outputs, targets)
+    assert not caplog.records
+    require_sums(Compares(asked("accuracy"), "loss", 0.0), outputs, targets)
+    assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
+
+
+def test_an_ignored_image_costs_nothing() -> None:
+    task = segmentation()
+    outputs, targets = torch.randn(2, CLASSES, 3, 2, requires_grad=True), torch.full((2, 3, 2), IGNORED)
+    loss, sums = task(outputs, targets.to(torch.uint8))
+    loss.backward()
+    assert (loss.item(), sums["true"].sum().item(), outputs.grad.abs().sum().item()) == (0, 0, 0)  # type: ignore[union-attr]

@@ -1,0 +1,82 @@
+"""Folders of images as people have them: hidden folders, empty classes, damaged files, a test half named val."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.data.image_folder import ImageFolder
+from lockstep.data.samples import SampleError, Samples
+from lockstep.errors import ConfigError
+
+
+def save(path: Path, shade: int = 100) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L" if path.suffix == ".png" else "RGB", (20, 30), shade if path.suffix == ".png" else (shade,) * 3).save(
+        path
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split in ("train", "test"):
+        for name in ("cat", "dog", "ship"):
+            save(tmp_path / split / name / "a.jpg")
+    return tmp_path
+
+
+def folder(root: Path, split: str = "train", size: int | None = 8) -> ImageFolder:
+    return ImageFolder(str(root), split, size, None)
+
+
+def test_classes_are_those_of_the_training_images_in_every_split(root: Path) -> None:
+    save(root / "train" / "zebra" / "a.jpg")
+    (root / "test" / "cat" / "a.jpg").unlink()
+    (root / "test" / "cat").rmdir()
+    test = folder(root, "test")
+    assert test.classes == ["cat", "dog", "ship", "zebra"]
+    assert test.targets == [1, 2]
+    (root / "test" / "dog").rename(root / "test" / "eel")
+    with pytest.raises(ConfigError, match="test has a class folder eel and .*train has none"):
+        folder(root, "test")
+
+
+def test_hidden_folders_and_files_are_left_out_and_an_empty_class_is_named(root: Path, caplog) -> None:
+    for name in (".ipynb_checkpoints/a.jpg", "cat/.hidden.jpg", "cat/.cache/a.jpg"):
+        save(root / "train" / name)
+    (root / "train" / "empty").mkdir()
+    with caplog.at_level(logging.WARNING):
+        train = folder(root)
+    assert train.classes == ["cat", "dog", "empty", "ship"]
+    assert train.targets == [0, 1, 3]
+    assert "train has no image of empty" in caplog.text
+
+
+def test_images_of_any_mode_and_in_nested_folders_are_read_and_may_keep_their_size(root: Path) -> None:
+    save(root / "train" / "cat" / "more" / "grey.png", shade=7)
+    image, number = folder(root)[1]
+    assert (image.shape, image.dtype, number) == ((3, 8, 8), torch.uint8, 0)
+    assert image.unique().tolist() == [7]
+    assert folder(root, size=None)[1][0].shape == (3, 30, 20)
+
+
+def test_the_test_images_may_lie_in_val(root: Path) -> None:
+    (root / "test").rename(root / "val")
+    assert len(folder(root, "val")) == 3
+    with pytest.raises(ConfigError, match=r"no folder .*test; type dataset.test_split=val$"):
+        folder(root, "test")
+
+
+def test_a_damaged_or_deleted_file_is_named_or_skipped(root: Path) -> None:
+    files = folder(root)
+    cat, dog, ship = (path for path, _ in files.files)
+    cat.write_bytes(cat.read_bytes()[:300])
+    dog.unlink()
+    for number, name in ((0, "cat/a.jpg"), (1, "dog/a.jpg")):
+        with pytest.raises(SampleError, match=f"sample {number} of the training data .*{name}: "):
+            Samples(files, "training data").__getitems__([(0, number)])
+    assert ship.exists()
+    skipping = Samples(files, on_error="skip").__getitems__([(0, 0), (0, 1), (0, 2)])
+    assert (skipping.numbers, skipping.kept) == ([2, 2, 2], 3)

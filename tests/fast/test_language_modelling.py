@@ -1,0 +1,197 @@
+"""A text as token numbers, the mean over counted tokens, and the GPT with one process's numbers everywhere."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.config.check import as_dict
+from lockstep.config.instantiate import instantiate
+from lockstep.config.token_models import check_tokens
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.text import check_text, held_out_text, read_text, training_text
+from lockstep.errors import ConfigError
+from lockstep.models.gpt import gpt
+from lockstep.preflight import preflight
+from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
+from support.configs import composed, with_values
+from support.worlds import distance, in_world, train_all, weights
+
+TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
+WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4
+
+
+def written(folder: Path, text: str = WORDS) -> str:
+    path = folder / "text.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def small(folder: Path, *more: str) -> list[str]:
+    """A text of 288 characters, 28 symbols, in blocks of 8, and a GPT with two blocks."""
+    return [
+        "dataset=text",
+        f"dataset.path={written(folder)}",
+        f"dataset.classes={len(set(WORDS))}",
+        "dataset.block=8",
+        "dataset.samples=26",
+        "model.width=16",
+        "model.heads=2",
+        "model.layers=2",
+        "optimizer=adamw",
+        "trainer.precision=fp64",
+        "trainer.batch_size=8",
+        "trainer.epochs=2",
+        "trainer.max_grad_norm=0.5",
+        "logger=[]",
+        *more,
+    ]
+
+
+def test_the_mean_is_over_the_tokens_that_count() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([[1, IGNORED, 4], [IGNORED, IGNORED, 0]])
+    loss, sums = TASK(logits, targets)
+    mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    count = TASK.count(targets)
+    assert count == 3
+    found = TASK.finish({"loss": sums["loss"].detach()}, int(count))
+    assert found["loss"] == pytest.approx(mean.item(), rel=1e-14)
+    assert found["perplexity"] == pytest.approx(math.exp(mean.item()), rel=1e-14)
+    nothing, _ = TASK(logits, torch.full((2, 3), IGNORED))
+    assert nothing.item() == 0
+    assert TASK.finish({"loss": torch.tensor(1e4)}, 1)["perplexity"] == math.inf
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 3), (2, 3)])
+def test_outputs_that_are_not_one_row_a_token_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{list(shape)} and [2, 3]") + ".*type model=gpt"):
+        TASK(torch.zeros(shape), torch.zeros(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("symbols", ["characters", "bytes"])
+def test_a_text_becomes_numbers_and_every_token_of_the_tests_is_a_target_once(tmp_path: Path, symbols: str) -> None:
+    path = written(tmp_path, "añb\r\n" * 25)
+    text = read_text(path, symbols)
+    assert text.decode(text.tokens) == "añb\r\n" * 25
+    assert torch.equal(text.encode("añb\r\n" * 25), text.tokens)
+    first = int(0.9 * len(text.tokens))
+    rest = text.tokens[first:]
+    tests = held_out_text(path, symbols, 4)
+    counted = tests.targets != IGNORED
+    assert torch.equal(tests.targets[counted], rest[1:])
+    assert torch.equal(tests.samples[counted], rest[:-1])
+    train = training_text(path, symbols, 4, samples=None)
+    assert len(train) == first - 4  # every window is there, and an epoch draws as many as fit side by side
+    assert train.epoch_samples == (first - 1) // 4
+    sample, target = train[7]
+    assert torch.equal(sample, text.tokens[7:11])
+    assert torch.equal(target, text.tokens[8:12])
+
+
+def test_an_epoch_draws_its_windows_from_seed_and_epoch_alone(tmp_path: Path) -> None:
+    dataset = training_text(written(tmp_path), "characters", 8, samples=50)
+    drawn = [dataset.epoch_order(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert len(drawn[0]) == 50
+    assert int(drawn[0].max()) > 50  # from the whole text
+
+
+def test_a_text_that_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    symbols = len(set(WORDS))
+    for arguments, said in (
+        ((str(tmp_path / "none.txt"), "characters", 8, 9), r"none.txt cannot be read .*type dataset.path="),
+        ((str(tmp_path / "tinyshakespeare" / "input.txt"), "characters", 8, 9), r"curl --create-dirs -o \S+input.txt"),
+        ((path, "characters", 8, symbols + 1), f"type dataset.classes={symbols}"),
+        ((path, "bytes", 8, symbols), "type dataset.classes=256"),
+        ((path, "characters", 300, symbols), "type dataset.block=25, or dataset.path"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_text(*arguments)
+    (tmp_path / "picture").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(ConfigError, match="type dataset.symbols=bytes"):
+        read_text(str(tmp_path / "picture"), "characters")
+    with pytest.raises(ConfigError, match="'ß'.*type another prompt"):
+        read_text(path, "characters").encode("ß")
+
+
+def test_models_that_do_not_fit_are_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    for typed, said in (
+        (["model=mlp"], "type model=gpt"),
+        (["model=gpt", "dataset=random"], "type dataset=text"),
+        (["model=convnet"], "type model=gpt"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_tokens(as_dict(composed("dataset=text", *typed)))
+    for typed, said in (
+        (["model.width=18", "model.heads=4"], "type model.width=16"),
+        (["strategy=pipeline"], "embedding.tokens.weight|head.linear.weight.*type model.tied=false"),
+    ):
+        cfg = composed(*small(tmp_path), "launch=spawn", f"run_dir={tmp_path / 'x'}", *typed)
+        with pytest.raises(ConfigError, match=said):
+            preflight(cfg, instantiate(cfg.launch))
+
+
+def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:
+    torch.manual_seed(0)
+    model = gpt([64], 65, layers=4, heads=4, width=128, dropout=0.0, tied=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 804096  # nanoGPT's
+    tokens = torch.randint(65, (2, 64))
+    changed = tokens.clone()
+    changed[:, 40] = (changed[:, 40] + 1) % 65
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40], after[:, 40])
+    loss = F.cross_entropy(before.flatten(0, 1), tokens.flatten().roll(-1))
+    assert loss.item() == pytest.approx(math.log(65), abs=0.1)
+
+
+def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -> None:
+    base = composed(*small(tmp_path))
+    untied = with_values(base, "model.tied=false")
+    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
+    in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
+    in_world(
+        2,
+        train_all,
+        [
+            with_values(base, f"run_dir={tmp_path / 'ddp'}"),
+            composed(*small(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
+            composed(*small(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
+            composed(*small(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
+        ],
+    )
+    for name in ("ddp", "virtual_ranks", "fsdp"):
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+    assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
+
+
+def uneven(path: str, symbols: str, block: int, samples: int | None) -> InMemoryDataset:
+    """Blocks of a text of which some have few tokens that count, and some none."""
+    text = read_text(path, symbols).tokens[: 26 * block + 1]
+    targets = text[1:].clone().view(26, block)
+    for number, row in enumerate(targets):
+        row[number % (block + 1) :] = IGNORED
+    return InMemoryDataset(text[:-1].view(26, block), targets)
+
+
+def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(tmp_path: Path) -> None:
+    target = f"dataset.train._target_={uneven.__module__}.uneven"
+    base = composed(*small(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
+    losses: dict[str, Any] = {}
+    for name, ranks, more in (
+        ("alone", 1, []),
+        ("accumulated", 1, ["trainer.gradient_accumulation_steps=3"]),
+        ("two", 2, []),
+    ):
+        (losses[name], *_) = in_world(ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *more)])
+    assert losses["accumulated"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-12
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "accumulated")) < 1e-12

@@ -1,0 +1,25 @@
+"""The script of docs/modes.md that trains without the command line, in a process of its own."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from support.commands import ROOT
+from support.configs import composed
+from support.worlds import in_world, train
+
+
+def test_the_script_gives_the_numbers_of_the_command(start, tmp_path):
+    page = (ROOT / "docs" / "modes.md").read_text()
+    (script,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fresh_state(" in text]
+    assert len(script.split("with init_distributed")[1].splitlines()) <= 15
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    output = start(sys.executable, "-c", script, PYTHONPATH=path).finish().output
+    losses = re.findall(r"'loss': ([\d.]+)", output)
+    assert len(losses) == 3
+    options = ["model=mlp", "scheduler=constant", "trainer.epochs=3", "objective=test/loss", "logger=[]"]
+    options += [f"run_dir={tmp_path}/run"]
+    (objective,) = in_world(1, train, composed(*options))
+    assert float(losses[-1]) == pytest.approx(objective, rel=1e-4)

@@ -1,0 +1,69 @@
+"""Data sets of the user's own whose YAML has nothing but a `_target_`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep import build_data
+from lockstep.errors import ConfigError
+from support.configs import composed, with_values
+from support.worlds import distance, in_world, train_all, weights
+
+NOTHING_SAID = ["dataset.shape=null", "dataset.classes=null", "dataset.mean=null", "dataset.std=null"]
+
+
+def own(name: str, *overrides: str) -> Any:
+    """A config with the data set `name` of support.own_data for both halves."""
+    base = composed(
+        "model=mlp",
+        "trainer.precision=fp64",
+        "logger=[]",
+        "trainer.batch_size=6",
+        "trainer.epochs=2",
+        "scheduler=constant",
+    )
+    cfg = with_values(base, *NOTHING_SAID)
+    for half in ("train", "test"):
+        OmegaConf.update(cfg, f"dataset.{half}", {"_target_": f"support.own_data.{name}"}, merge=False)
+    return with_values(cfg, *overrides)
+
+
+def completed(cfg: Any) -> Any:
+    train, _ = build_data.datasets(cfg)
+    build_data.complete_config(cfg, train, build_data.samples(cfg, train, "training data"))
+    return cfg
+
+
+@pytest.mark.parametrize("name", ["Named", "tensors"])
+def test_a_model_is_built_for_the_shape_and_the_classes_of_the_data(name: str) -> None:
+    cfg = completed(own(name))
+    assert (list(cfg.model.shape), cfg.model.classes) == ([4], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Empty", "the training data has no samples; check the keys of dataset.train"),
+        ("Points", "does not say how many classes it has; type dataset.classes=<how many>"),
+        ("Pairs", "the samples have several inputs, and this model has a key for one shape"),
+        ("Triples", "a sample of the training data has 3 values"),
+    ],
+)
+def test_data_that_says_too_little_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        completed(own(name))
+
+
+def test_own_random_data_trains_alike_at_any_ranks_and_workers_and_after_a_resume(tmp_path: Path) -> None:
+    def configs(*names: str) -> list[Any]:
+        return [own("Noisy", "dataset.classes=2", f"run_dir={tmp_path / name}") for name in names]
+
+    (alone,) = configs("alone")
+    paused, shared = configs("resumed", "shared")
+    in_world(1, train_all, [alone, with_values(paused, "trainer.max_steps=3")])
+    in_world(2, train_all, [with_values(shared, "dataset.workers=2"), paused])
+    expected = weights(tmp_path / "alone")
+    assert distance(expected, weights(tmp_path / "shared")) < 1e-12
+    assert distance(expected, weights(tmp_path / "resumed")) < 1e-12

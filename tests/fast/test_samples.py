@@ -1,0 +1,154 @@
+"""Samples that are read one by one: their random numbers, their forms, and those that cannot be read."""
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.data.converter import Converter
+from lockstep.data.loader import BatchLoader
+from lockstep.data.nested import tensors_in
+from lockstep.data.partition import micro_batch_parts
+from lockstep.data.samples import SampleError, Samples
+from lockstep.data.stream import require_stream
+from lockstep.errors import ConfigError
+from support import own_data
+
+SEED = 3
+
+
+def loader(dataset: Any, rank: int = 0, size: int = 1, workers: int = 0, **options: Any) -> BatchLoader:
+    converter = Converter(torch.device("cpu"), torch.float64, torch.contiguous_format, None, None)
+    samples = Samples(dataset, "training data", SEED, **options)
+    return BatchLoader(samples, converter, rank, size, SEED, workers=workers)
+
+
+def trained_on(dataset: Any, epoch: int, size: int = 1, workers: int = 0, skip: int = 0, **options: Any) -> Tensor:
+    """The inputs of an epoch over all ranks, in the order of the global batches."""
+    ranks = []
+    for rank in range(size):
+        parts = partial(micro_batch_parts, accumulation_steps=1, rank=rank, size=size)
+        with closing(loader(dataset, rank, size, workers, **options)) as reader:  # workers ignore SIGTERM
+            ranks.append([batch.parts[0].inputs for batch in reader.epoch(epoch, 5, parts, skip)])
+    return torch.cat([part for batch in zip(*ranks, strict=True) for part in batch])
+
+
+def evaluated(dataset: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    batches = list(loader(dataset, **options).eval_batches(4))
+    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+
+
+def test_random_transforms_are_alike_in_all_ranks_and_workers_and_after_a_resume() -> None:
+    noisy, transforms = own_data.Noisy(), [own_data.shake]
+    alone = trained_on(noisy, 1, transforms=transforms)
+    assert torch.equal(trained_on(noisy, 1, size=2, transforms=transforms), alone)
+    assert torch.equal(trained_on(noisy, 1, workers=2, transforms=transforms), alone)
+    assert torch.equal(trained_on(noisy, 1, size=3, workers=1, transforms=transforms), alone)
+    assert torch.equal(trained_on(noisy, 1, size=2, skip=10, transforms=transforms), alone[10:])
+
+
+def test_random_transforms_differ_from_sample_to_sample_and_from_epoch_to_epoch() -> None:
+    noisy = own_data.Noisy()
+    noise = [trained_on(noisy, epoch)[:, 0] - trained_on(own_data.Points(), epoch)[:, 0] for epoch in (0, 1)]
+    assert len(set(torch.cat(noise).tolist())) == 2 * len(noisy)
+
+
+def test_an_evaluation_draws_the_same_numbers_each_time_and_leaves_the_ranks_generators_alone() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, second = evaluated(own_data.Noisy())[0], evaluated(own_data.Noisy())[0]
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dicts_and_tuples_reach_the_model_as_they_are() -> None:
+    points = own_data.Points()
+    for dataset, kind in ((own_data.Dicts(), dict), (own_data.Pairs(), tuple)):
+        inputs, targets = loader(dataset).first_sample()
+        assert isinstance(inputs, kind)
+        assert torch.equal(torch.cat(list(tensors_in(inputs)), 1)[0], points[0][0])
+        assert targets.tolist() == [points[0][1]]
+    assert torch.equal(trained_on(own_data.DictsOfOne(), 0), trained_on(points, 0))
+
+
+def test_a_sample_of_another_form_is_refused_and_a_collate_function_takes_it() -> None:
+    with pytest.raises(ConfigError, match="has 3 values, and .inputs, target. is wanted.*type dataset.collate_fn"):
+        evaluated(own_data.Triples())
+    found = evaluated(own_data.Triples(), collate_fn=own_data.first_two)
+    assert torch.equal(found[0], evaluated(own_data.Points())[0])
+    with pytest.raises(ConfigError, match="is a dict of left, right, and one key named"):
+        evaluated(own_data.Points(), collate_fn=lambda samples: {"left": samples, "right": samples})
+
+
+def test_transforms_get_the_inputs_and_those_of_v2_the_whole_sample() -> None:
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    plain = trained_on(own_data.Points(), 0)
+    assert torch.equal(trained_on(own_data.Points(), 0, transforms=[own_data.double, own_data.double]), 4 * plain)
+    image = tv_tensors.Image(torch.arange(4.0).view(1, 2, 2))
+    mask = tv_tensors.Mask(torch.arange(4).view(2, 2))
+    flipped = Samples([(image, mask)], transforms=[v2.RandomHorizontalFlip(1.0)]).__getitems__([(0, 0)]).samples[0]
+    assert flipped[0].tolist() == [[[1.0, 0.0], [3.0, 2.0]]]
+    assert flipped[1].tolist() == [[1, 0], [3, 2]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    with pytest.raises(SampleError, match=r"sample 5 of the training data cannot be read: OSError: image file is trun"):
+        trained_on(own_data.Broken(), 0, workers=workers)
+
+
+def test_a_skipped_sample_is_replaced_in_training_and_left_out_of_an_evaluation() -> None:
+    points, broken = own_data.Points(), own_data.Broken()
+    expected = trained_on(points, 0)
+    rows = [int((points.points == row).all(1).nonzero()) for row in expected]
+    expected[rows.index(own_data.BROKEN)] = points[own_data.BROKEN + 1][0]
+    for size in (1, 3):
+        assert torch.equal(trained_on(broken, 0, size=size, on_error="skip"), expected)
+    inputs, targets = evaluated(broken, on_error="skip")
+    kept = [number for number in range(len(points)) if number != own_data.BROKEN]
+    assert torch.equal(inputs, points.points[kept])
+    assert targets.tolist() == [points[number][1] for number in kept]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_label_that_the_model_has_no_output_for_is_named_with_its_sample(workers: int) -> None:
+    said = "^sample 5 of the training data has the target 7, and the classes are 0 to 1; type dataset.classes=8$"
+    with pytest.raises(ConfigError, match=said):
+        trained_on(own_data.WrongLabel(), 0, workers=workers, classes=2)
+
+
+def test_a_stream_gives_the_same_batches_at_any_ranks_and_after_a_resume_in_its_own_order() -> None:
+    alone = trained_on(own_data.PointStream(), 1)
+    assert torch.equal(trained_on(own_data.PointStream(), 1, size=3), alone)
+    assert torch.equal(trained_on(own_data.PointStream(), 1, size=2, skip=10), alone[10:])
+    points = own_data.Points().points.roll(-1, 0)  # epoch 1
+    assert (alone - points).std(1).max() < 1e-12  # one number of noise for all values of a point
+    again = loader(own_data.PointStream())
+    parts = partial(micro_batch_parts, accumulation_steps=1, rank=0, size=1)
+    epochs = [torch.cat([batch.parts[0].inputs for batch in again.epoch(epoch, 5, parts)]) for epoch in (1, 2, 1)]
+    assert torch.equal(epochs[0], alone)
+    assert torch.equal(epochs[2], alone)
+    assert not torch.equal(epochs[1], alone)
+
+
+def test_a_stream_that_is_too_short_or_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ConfigError, match="PointStream has 20 items, and its __len__ says 23; type return 20 there"):
+        trained_on(own_data.PointStream(missing=3), 0)
+    stream = own_data.PointStream()
+    for options, advice in (
+        ((1, False, "fail"), "dataset.workers=0"),
+        ((0, True, "fail"), r"dataset.batch_transforms=\[\]"),
+        ((0, False, "skip"), "dataset.on_error=fail"),
+    ):
+        with pytest.raises(ConfigError, match=f"the data is an IterableDataset, PointStream, .*; type {advice}"):
+            require_stream(stream, "data", *options)
+
+
+def test_a_sample_is_shown_as_the_data_set_has_it_and_one_of_several_inputs_not_at_all() -> None:
+    assert torch.equal(loader(own_data.DictsOfOne()).shown_sample(3), own_data.Points()[3][0])
+    assert loader(own_data.Dicts()).shown_sample(3).numel() == 0

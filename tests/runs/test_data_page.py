@@ -1,0 +1,56 @@
+"""The examples of docs/data.md, copied to a folder outside the repository and run by the page's own commands."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from support.commands import ROOT, Command
+from support.pages import copy_examples, script
+
+PAGE = (ROOT / "docs" / "data.md").read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[[str], Command]:
+    """run(heading) -> the finished commands of that section, typed as the page prints them."""
+    copy_examples(PAGE, tmp_path)
+    for number in range(8):
+        for split in ("train", "val"):
+            path = tmp_path / "pictures" / split / ("dark", "light")[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (20, 18), 40 + 150 * (number % 2)).save(path)
+
+    def run_section(heading: str) -> Command:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        words = ("bash", "-c", script(PAGE, heading))
+        return start(*words, cwd=tmp_path / "lockstep", HOME=tmp_path, PATH=path).finish()
+
+    return run_section
+
+
+def test_the_least_data_set(run: Callable[[str], Command]) -> None:
+    command = run("The least that works")
+    assert "600 training and 100 test samples" in command.output
+    weights = torch.load(command.folder / "model.pt", weights_only=True)
+    assert weights["1.weight"].shape[1] == 2
+    assert next(reversed(weights.values())).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("heading", "samples"),
+    [
+        ("Random transforms", "600 training and 100 test samples"),
+        ("Whole batches: MixUp, CutMix, random erasing", "1437 training and 360 test samples"),
+        ("Other forms of samples", "600 training and 100 test samples"),
+        ("Folders of images", "8 training and 8 test samples"),
+    ],
+)
+def test_the_commands_of_a_section_train(run: Callable[[str], Command], heading: str, samples: str) -> None:
+    command = run(heading)
+    assert samples in command.output
+    assert len(command.epochs) == 1

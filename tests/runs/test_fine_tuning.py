@@ -1,0 +1,179 @@
+"""Parameter groups by rule, frozen parameters and initial weights, at several world sizes and strategies."""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.models.patterns import matching_parameters
+from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.initial_weights import load_initial_weights
+from support.commands import ROOT, TRAIN, Command
+from support.configs import with_values
+from support.refusals import accepted, answer
+from support.worlds import distance, in_world, train_all, weights
+
+OWN_MODULE = """
+import torch
+from torch import nn
+
+def normed(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, classes))
+
+def by_hand(params, **options):
+    "torch's AdamW with the groups written out: weight, bias, norm's weight, norm's bias, head's weight, head's bias."
+    weight, bias, norm_weight, norm_bias, head, head_bias = params
+    return torch.optim.AdamW([
+        {"params": [weight]},
+        {"params": [head], "lr": 0.03},
+        {"params": [head_bias], "lr": 0.03, "weight_decay": 0.0},
+        {"params": [bias, norm_weight, norm_bias], "weight_decay": 0.0},
+    ], **options)
+"""
+BASE = ["model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._target_=own_groups.normed"]
+BASE += ["optimizer=adamw", "optimizer.weight_decay=0.5", "optimizer.lr=0.01", "optimizer.fused=false"]
+BASE += ["trainer.precision=fp64", "trainer.epochs=2", "scheduler=constant", "logger=[]", "snapshot.every=1epochs"]
+RULES = ["optimizer.no_decay=[bias,norm]", "optimizer.groups=[{match:4,lr:0.03}]"]
+PLACES = {"one": (1, []), "ddp": (2, []), "fsdp": (2, ["strategy=fsdp"]), "pipeline": (2, ["strategy=pipeline"])}
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_groups.py").write_text(OWN_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@functools.cache
+def config(*words: str) -> Any:
+    return accepted(*BASE, *words)
+
+
+def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
+    """The weights of a run in a world of this kind."""
+    size, strategy = PLACES[place]
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+    in_world(size, train_all, [with_values(config(*words, *strategy), f"run_dir={folder}", *changes)])
+    return weights(folder)
+
+
+def snapshot(folder: Path) -> Any:
+    return torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
+
+
+def test_the_commands_of_the_page(start: Callable[..., Command]) -> None:
+    page = (ROOT / "docs" / "fine_tuning.md").read_text()
+    (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    (said,) = re.findall(r"```\n(init: .*?)```", page, re.DOTALL)
+    script = script.replace("python src/train.py", f"{sys.executable} {TRAIN} trainer.batch_size=500")
+    output = start("bash", "-ec", script).finish().output
+    assert all(line in output for line in said.splitlines())
+
+
+def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_path: Path) -> None:
+    by_hand = train(tmp_path / "by_hand", "one", "optimizer._target_=own_groups.by_hand")
+    assert distance(by_hand, train(tmp_path / "plain", "one")) > 1e-2
+    for place in PLACES:
+        assert distance(by_hand, train(tmp_path / place, place, *RULES)) < 1e-12, place
+    groups = [snapshot(tmp_path / place)["optimizer"]["param_groups"] for place in PLACES]
+    assert [[(g["lr"], g["weight_decay"]) for g in of_place] for of_place in groups] == [
+        [(0.01, 0.5), (0.03, 0.5), (0.03, 0.0), (0.01, 0.0)]
+    ] * len(PLACES)
+
+
+def test_a_run_with_groups_and_frozen_weights_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    words = [*RULES, "freeze=[1.weight,2]"]
+    whole = train(tmp_path / "whole", "one", *words)
+    begin = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
+    train(tmp_path / "moved", "ddp", *words, trainer__pause_after=1)
+    assert distance(whole, train(tmp_path / "moved", "fsdp", *words)) < 1e-12
+    state = snapshot(tmp_path / "moved")["optimizer"]["state"]
+    assert sorted(state) == ["1.bias", "4.bias", "4.weight"]
+    trained = torch.load(tmp_path / "moved" / "model.pt", weights_only=True)
+    assert torch.equal(trained["2.weight"], torch.ones(16, dtype=torch.float64))
+    assert torch.equal(trained["1.weight"], begin["1.weight"])
+    assert not torch.equal(trained["2.bias"], trained["1.bias"])
+
+
+def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    train(first, "one", trainer__max_steps=5)
+    trained = torch.load(first / "model.pt", weights_only=True)
+    for where in (first, first / "model.pt", list_snapshots(first / "snapshots")[0]):
+        train(tmp_path / where.name, "ddp", f"init={where}", "freeze=[1,2]", trainer__max_steps=1)
+        found = torch.load(tmp_path / where.name / "model.pt", weights_only=True)
+        assert torch.equal(found["1.weight"], trained["1.weight"])
+        assert distance(found["4.weight"], trained["4.weight"]) < 0.2  # after one step
+    wider = ["model.classes=12", f"init={first}", "new_layers=[4]", "freeze=[1,2]"]
+    train(tmp_path / "wider", "one", *wider, trainer__max_steps=1)
+    found = torch.load(tmp_path / "wider" / "model.pt", weights_only=True)
+    assert torch.equal(found["1.weight"], trained["1.weight"])
+    assert found["4.weight"].shape == (12, 16)
+    log = (tmp_path / "wider" / "train.log").read_text()
+    assert f"init: 4 of 6 tensors (1072 numbers) are those of {first / 'model.pt'}" in log
+    assert "init: keep their first values: 4.bias, 4.weight" in log
+    assert "init: not used: 4.bias, 4.weight" in log
+    assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
+
+
+def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Identity(), torch.nn.ReLU())
+    torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "body.pt")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    start = ["launch=fork", *BASE]
+    for words, said in (
+        (
+            f"init={tmp_path}/none.pt",
+            "none.pt does not exist; type init=<a file of weights, a snapshot or",
+        ),
+        (f"init={tmp_path}", "holds neither model.pt nor a snapshot; type init="),
+        (f"init={tmp_path}/text.pt", "text.pt cannot be read ("),
+        (f"init={tmp_path}/tensor.pt", "tensor.pt holds no state dict; type init="),
+        (f"init={tmp_path}/body.pt", "2.bias is [16] here and missing there, 2.weight is [16] here and missing there"),
+        (f"init={tmp_path}/body.pt", "to train them from random weights type new_layers=[2,4]"),
+        (
+            "freeze=[head]",
+            "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one",
+        ),
+        ("freeze=['*']", "freeze=[*] leaves no parameter to train; type freeze=[<fewer names>]"),
+        (
+            "optimizer.groups=[{lr:0.1}]",
+            "no match, the parameters' name; type optimizer.groups=[{match:fc,lr:0.1}]",
+        ),
+        ("optimizer.groups=[{match:'4',lr:-1}]", "lr=-1 wants a number above 0; type optimizer.groups=[{match:4,lr:"),
+    ):
+        assert said in str(answer(*start, words)), words
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16))
+    load_initial_weights(model, str(tmp_path / "body.pt"), [])
+    assert torch.equal(model[1].weight, net[1].weight)
+
+
+def refusal(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train_all([cfg])
+    return str(refused.value)
+
+
+def test_a_rule_for_nothing_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for words, said in (
+        ("optimizer.no_decay=[layer9]", "optimizer.no_decay: the model has no layer9; the nearest names are"),
+        ("optimizer.groups=[{match:'4',momentum:0.5}]", "optimizer.groups: AdamW has no momentum, but lr, betas, eps"),
+    ):
+        cfg = with_values(config(words, "strategy=pipeline"), f"run_dir={tmp_path / 'refused'}")
+        assert all(said in found for found in in_world(2, refusal, cfg)), words
+
+
+def test_patterns_name_parameters_by_kind_module_and_wildcard() -> None:
+    block = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
+    net = torch.nn.ModuleDict({"layer1": block, "layer10": torch.nn.Linear(1, 1), "layernorm": torch.nn.Linear(1, 1)})
+    assert matching_parameters(net, "bias") == {"layer1.0.bias", "layer1.1.bias", "layer10.bias", "layernorm.bias"}
+    assert matching_parameters(net, "norm") == {"layer1.1.weight", "layer1.1.bias"}
+    assert matching_parameters(net, "layer1") == {f"layer1.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")}
+    assert matching_parameters(net, "layer*.weight") >= {"layer1.0.weight", "layer10.weight"}
+    assert matching_parameters(net, "*.1") == {"layer1.1.weight", "layer1.1.bias"}

@@ -1,0 +1,182 @@
+"""What a trained run is used for: mode=evaluate and its like, as whole commands."""
+
+import csv
+import importlib
+import importlib.util
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lockstep
+from lockstep.build_trained import build_model
+from lockstep.data.digits import digits
+from lockstep.errors import ConfigError
+from support.commands import PYTHON_TRAIN, ROOT, Command
+
+Start = Callable[..., Command]
+TRAINED = ["trainer.epochs=2", "trainer.precision=fp64", "trainer.ema=0.9", "objective=test/loss", "evaluation.every=2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run in float64, whose last evaluation is its only one."""
+    folder = tmp_path_factory.mktemp("trained") / "it's a run"
+    quoted = str(folder).replace("'", "\\'")
+    Command([*PYTHON_TRAIN, *TRAINED, f"hydra.run.dir='{quoted}'"], folder.parent).finish()
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def last_loss(run: Path) -> float:
+    """What the run itself measured at its end, to the last digit."""
+    (step, loss), *_ = json.loads((run / "run.json").read_text())["improvements"][::-1]
+    assert step == 46
+    return float(loss)
+
+
+@pytest.mark.parametrize("launch", ["env", "fork"])
+def test_evaluation_gives_the_numbers_of_the_training(run: Path, start: Start, tmp_path: Path, launch: str) -> None:
+    before = files_of(run)
+    words = [*PYTHON_TRAIN, "mode=evaluate", f'resume="{run}"', f"launch={launch}", "mode.file=found.json"]
+    output = start(*words).finish().output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["metrics"]["loss"] == pytest.approx(last_loss(run), rel=1e-12)
+    assert found["ranks"] == (2 if launch == "fork" else 1)
+    assert found["samples"] == 360
+    assert f"test loss {last_loss(run):.4f}" in output
+    after = files_of(run)
+    assert {name for name in after if name not in before} <= {
+        "evaluate/train.log",
+        "evaluate/logs/rank0.log",
+        "evaluate/logs/rank1.log",
+    }
+    assert all(after[name] == before[name] for name in before if not name.startswith("evaluate/"))
+    assert not list(tmp_path.glob("outputs"))
+
+
+def test_a_mode_of_the_users_own(run: Path, start: Start, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "modes.md").read_text().split("## A mode of your own")[1]
+    for name, text in re.findall(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", page, re.DOTALL):
+        path = tmp_path / "mywork" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (command,) = re.findall(r"```bash\n(.*?)\n```", page, re.DOTALL)
+    flags = ["--config-dir", "mywork/conf"]
+    assert command.endswith("--config-dir ~/mywork/conf mode=confused resume=outputs/a launch=fork")
+    path = os.pathsep.join(["mywork", os.environ.get("PYTHONPATH", "")])
+    words = [*PYTHON_TRAIN, *flags, "mode=confused", f'resume="{run}"', "launch=fork"]
+    output = start(*words, PYTHONPATH=path).finish().output
+    (counts,) = re.findall(r"confused: \[(.*)\]", output)
+    assert 0 < sum(map(int, counts.split(", "))) < 36
+
+
+def predicted(start: Start, run: Path, folder: Path, *words: str) -> list[list[str]]:
+    """The rows of the file, the header first."""
+    start(*PYTHON_TRAIN, "mode=predict", f'resume="{run}"', "mode.file=rows.csv", *words).finish()
+    with open(folder / "rows.csv") as file:
+        return list(csv.reader(file))
+
+
+def test_predictions_are_in_the_data_sets_order_at_any_world_size(run: Path, start: Start, tmp_path: Path) -> None:
+    """Three ranks with 120 samples each, in batches of 50: the last one is smaller."""
+    alone = predicted(start, run, tmp_path)
+    together = predicted(
+        start, run, tmp_path, "launch=fork", "launch.nproc_per_node=3", "evaluation.batch_size=50", "mode.snapshot=best"
+    )
+    assert alone[0] == together[0] == ["index", "prediction", *(f"probability_{n}" for n in range(10)), "truth"]
+    targets = digits(train=False).targets.tolist()
+    for rows in (alone[1:], together[1:]):
+        assert [(int(row[0]), int(row[-1])) for row in rows] == list(enumerate(targets))
+    for one, other in zip(alone[1:], together[1:], strict=True):
+        assert one[1] == other[1]
+        assert list(map(float, one[2:-1])) == pytest.approx(list(map(float, other[2:-1])), rel=1e-9)
+        assert float(one[2 + int(one[1])]) == max(map(float, one[2:-1]))
+    loss = sum(-math.log(float(row[2 + int(row[-1])])) for row in alone[1:]) / 360
+    assert loss == pytest.approx(last_loss(run), rel=1e-9)
+
+
+def images() -> torch.Tensor:
+    return digits(train=False).samples
+
+
+def mean_loss(outputs: torch.Tensor) -> float:
+    return float(F.cross_entropy(outputs.detach().double(), digits(train=False).targets))
+
+
+def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
+    """In this process: no Hydra, no process group."""
+    net = lockstep.load(run)
+    with torch.no_grad():
+        outputs = net(images())
+    assert mean_loss(outputs) == pytest.approx(last_loss(run), rel=1e-12)
+    assert net.predict(images()[:3]) == outputs[:3].argmax(1).tolist()
+    assert (net.mean, net.std, net.training) == ([0.287], [0.353], False)
+    best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
+    assert torch.equal(best(images()), outputs)
+    with pytest.raises(ConfigError, match="does not exist; .* type resume=<a run folder"):
+        lockstep.load(run / "nothing")
+
+
+def test_a_strangers_record_builds_no_class_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"model._target_=os.system may run anything.*model=<your net"):
+        build_model({"model._target_": "os.system", "model.command": "true"})
+
+
+def test_an_exported_net_holds_its_preprocessing_for_any_batch(run: Path, start: Start, tmp_path: Path) -> None:
+    start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.snapshot=best", "mode.file=net.pt2").finish()
+    exported = torch.export.load(tmp_path / "net.pt2").module()
+    assert mean_loss(exported(images())) == pytest.approx(last_loss(run), rel=1e-9)
+    assert exported(images()[:1]).shape == (1, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mode=evaluate"], "mode=evaluate wants a trained run; type resume=<a run folder>"),
+        (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
+        (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
+        (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),
+        (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
+    ],
+)
+def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: str) -> None:
+    filled = [word.replace("{run}", f'"{run}"') for word in words]
+    assert sentence in start(*PYTHON_TRAIN, *filled).finish(2).sentence
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="these packages are installed")
+def test_a_format_whose_packages_are_missing_is_refused(run: Path, start: Start) -> None:
+    command = start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx").finish(2)
+    assert re.search(r"type pip install .*onnxruntime$", command.sentence)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="pip install onnx onnxscript onnxruntime")
+def test_an_onnx_file_gives_the_nets_outputs(run: Path, start: Start, tmp_path: Path) -> None:
+    words = [*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx", "mode.file=net.onnx"]
+    assert "type trainer.precision=fp32" in start(*words).finish(2).sentence
+    start(*words, "trainer.precision=fp32").finish()
+    session = importlib.import_module("onnxruntime").InferenceSession(tmp_path / "net.onnx")
+    for batch in (images(), images()[:1]):
+        (outputs,) = session.run(None, {"samples": batch.numpy()})
+        assert torch.allclose(torch.from_numpy(outputs), lockstep.load(run)(batch).float(), atol=1e-4)
+
+
+def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path, start: Start) -> None:
+    """The defaults would train three more epochs, in float32, and replace model.pt."""
+    before = files_of(run)
+    command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", "trainer.ema=0.5").finish(2)
+    words = "trainer.precision=fp64 objective=test/loss evaluation.every=2"
+    assert f"is a finished run of {words}; to train it on type {words} in this command, too" in command.sentence
+    assert files_of(run) == before
+    assert "nothing to train" in start(*PYTHON_TRAIN, *TRAINED, f'hydra.run.dir="{run}"').finish().output

@@ -1,0 +1,108 @@
+"""Muon with AdamW, and any schedule of torch with a warm-up, against plain torch and over a resume."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from lockstep.errors import ConfigError
+from lockstep.training.optimizers import MuonWithAdamW
+from lockstep.training.schedulers import AnySchedule
+from support.configs import with_values
+from support.event_files import scalars
+from support.refusals import accepted
+from support.worlds import distance, in_world, same_bits, train_all, weights
+
+STEPS_PER_EPOCH, EPOCHS = 4, 6
+SCHEDULES = {
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": EPOCHS},
+    "LinearLR": {"start_factor": 0.25, "total_iters": 3},
+}
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (2.0, 0.5)], lr=1.0)
+
+
+def rates(made: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
+    """The learning rates of each step, of both groups."""
+    found = []
+    for _ in range(steps):
+        found.append([group["lr"] for group in made.param_groups])
+        made.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_schedule_of_torch_moves_on_after_steps_or_epochs_and_warms_up(name: str, every: str) -> None:
+    steps, plain = STEPS_PER_EPOCH * EPOCHS, optimizer()
+    moves = steps if every == "step" else EPOCHS
+    by_move = rates(plain, getattr(lr_scheduler, name)(plain, **SCHEDULES[name]), moves)
+    expected = [by_move[step // (1 if every == "step" else STEPS_PER_EPOCH)] for step in range(steps)]
+    for warmup_epochs, warm in ((0.0, []), (0.75, [1 / 3, 2 / 3])):
+        ours = optimizer()
+        schedule = partial(getattr(lr_scheduler, name), **SCHEDULES[name])
+        scheduler = AnySchedule(ours, STEPS_PER_EPOCH, steps, schedule, every, warmup_epochs)
+        factors = [*warm, *[1.0] * steps]
+        for step, found in enumerate(rates(ours, scheduler, steps)):
+            assert found == pytest.approx([factors[step] * rate for rate in expected[step]], rel=1e-12), step
+
+
+def test_a_schedule_that_wants_a_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wants a metric at each step.*type scheduler=cosine"):
+        AnySchedule(optimizer(), 4, 8, lr_scheduler.ReduceLROnPlateau, "epoch", 0)  # type: ignore[arg-type]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 9), nn.ReLU(), nn.Linear(9, 5)).double()
+
+
+def trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    inputs = torch.randn(7, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(4):
+        model(inputs).square().sum().backward()
+        for one in optimizers:
+            one.step()
+        model.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("head", ["muon", "adamw"])
+def test_muon_takes_the_matrices_and_adamw_the_rest(head: str) -> None:
+    model = net()
+    matrices = [model[2].weight, model[4].weight] if head == "muon" else [model[2].weight]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1)
+    expected = trained(model, muon, torch.optim.AdamW(others, lr=0.003, betas=(0.8, 0.9), weight_decay=0.1))
+    model = net()
+    body, last = list(model.parameters())[:-2], list(model.parameters())[-2:]
+    groups: list[Any] = [*body, *last] if head == "muon" else [{"params": body}, {"params": last, "use_muon": False}]
+    ours = MuonWithAdamW(groups, 0.02, 0.9, 0.1, 0.003, (0.8, 0.9))
+    for found, wanted in zip(trained(model, ours), expected, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14) or head == "adamw" and found.dim() == 1
+
+
+def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Path) -> None:
+    words = ["optimizer=muon", "scheduler=torch", "scheduler.schedule._target_=torch.optim.lr_scheduler.StepLR"]
+    words += ["+scheduler.schedule.step_size=1", "scheduler.schedule.gamma=0.5", "scheduler.warmup_epochs=1.5"]
+    words += ["model=mlp", "trainer.precision=fp64", "trainer.epochs=3", "trainer.batch_size=200", "logging.every=1"]
+    cfg = accepted(*words, "logger=[tensorboard]")
+    whole, moved, alone = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("whole", "moved", "alone"))
+    in_world(2, train_all, [whole, with_values(moved, "trainer.max_steps=10"), moved])
+    assert same_bits(tmp_path / "whole", tmp_path / "moved")
+    assert scalars(tmp_path / "whole")["train/lr"] == scalars(tmp_path / "moved")["train/lr"]
+    in_world(1, train_all, [alone])
+    # Muon computes in bfloat16, whose rounding is 0.4 %.
+    assert distance(weights(tmp_path / "whole"), weights(tmp_path / "alone")) < 1e-2
+    expected = [0.02 * 0.5 ** ((step - 1) // 8) * min(1, step / 12) for step in range(1, 25)]
+    found = [rate for _, rate in scalars(tmp_path / "whole")["train/lr"]]
+    assert found[:-1] == pytest.approx(expected[1:], rel=1e-5)

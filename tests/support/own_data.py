@@ -1,0 +1,117 @@
+"""Data sets of a user, read sample by sample."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+BROKEN = 5  # the sample that `Broken` cannot read
+
+
+class Points(Dataset[Any]):
+    """Sample n is a point (4,) in float64. Its class is 0 or 1."""
+
+    def __init__(self, count: int = 23) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.points = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.points[index], int(self.points[index, 0] > 0)
+
+
+class Noisy(Points):
+    """Noise from all three generators that transforms draw from."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random(), label
+
+
+class Broken(Points):
+    def __getitem__(self, index: int) -> Any:
+        if index == BROKEN:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+class Dicts(Points):
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return {"left": point[:2], "right": point[2:], "labels": label}
+
+
+class DictsOfOne(Points):
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return {"pixel_values": point.numpy(), "label": np.int64(label)}
+
+
+class Pairs(Points):
+    """The inputs are a tuple."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return (point[:2], point[2:]), label
+
+
+class Triples(Points):
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), index
+
+
+class WrongLabel(Points):
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point, 7 if index == BROKEN else label
+
+
+def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function for triples."""
+    return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
+
+
+def double(point: Tensor) -> Tensor:
+    return 2 * point
+
+
+def shake(point: Tensor) -> Tensor:
+    return point + torch.rand(4, dtype=torch.float64)
+
+
+class Named(Points):
+    """Says how many classes it has, as the data sets of torchvision do."""
+
+    classes = ("left", "right")
+
+
+class Empty(Points):
+    def __len__(self) -> int:
+        return 0
+
+
+def tensors(count: int = 23) -> torch.utils.data.TensorDataset:
+    points = Points(count)
+    return torch.utils.data.TensorDataset(points.points, (points.points[:, 0] > 0).long())
+
+
+class PointStream(torch.utils.data.IterableDataset[Any]):
+    """The points in the order of their numbers, turned by the epoch, with noise. `missing` of them never come."""
+
+    def __init__(self, missing: int = 0) -> None:
+        self.points, self.missing, self.first = Noisy(), missing, 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = epoch
+
+    def __iter__(self) -> Any:
+        for number in range(len(self) - self.missing):
+            yield self.points[(number + self.first) % len(self)]

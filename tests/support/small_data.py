@@ -1,0 +1,50 @@
+"""Every data set that conf/ reads from a disk, in its own file format, with a few samples of noise."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+TRAIN, TEST = 96, 40  # samples, of images that are stored in one file
+_noise = np.random.default_rng(0)
+
+
+def write_small_data(folder: Path) -> Path:
+    """Write MNIST, FashionMNIST, CIFAR10 and folders of images for `data_dir=folder`. Returns `folder`."""
+    for name in ("MNIST", "FashionMNIST"):
+        raw = folder / name / "raw"
+        raw.mkdir(parents=True)
+        for split, count in (("train", TRAIN), ("t10k", TEST)):
+            (raw / f"{split}-images-idx3-ubyte").write_bytes(bytes(16) + _pixels(count, 28, 28).tobytes())
+            (raw / f"{split}-labels-idx1-ubyte").write_bytes(bytes(8) + _classes(count).tobytes())
+    _write_cifar10(folder / "cifar-10-batches-py")
+    _write_images(folder)
+    return folder
+
+
+def _write_cifar10(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        batch = {"data": _pixels(20, 3072), "labels": _classes(20).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    names = {"label_names": [str(number) for number in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(names))
+
+
+def _write_images(folder: Path) -> None:
+    from PIL import Image
+
+    for split, count in (("train", 12), ("test", 4)):
+        for name in ("cat", "dog"):
+            images = folder / split / name
+            images.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(_pixels(40, 48, 3)).save(images / f"{number}.jpg")
+
+
+def _pixels(*shape: int) -> np.ndarray:
+    return _noise.integers(0, 256, shape, dtype=np.uint8)
+
+
+def _classes(count: int) -> np.ndarray:
+    return (np.arange(count) % 10).astype(np.uint8)
