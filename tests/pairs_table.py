@@ -1,17 +1,17 @@
-"""`make pairs`: runs every pair of options and writes docs/option_pairs.md. Ends with 1 if one neither runs nor says why."""
+"""`make pairs`: runs every pair of options, writes docs/option_pairs.md, and fails if one neither runs nor says why."""
 
 import sys
 import tempfile
 from pathlib import Path
 
 from support.commands import ROOT
-from support.option_pairs import answers, page
+from support.option_pairs import answers, page, pairs
 
 
 def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for pair, answer in answers(Path(folder), servers=2):
+        for pair, answer in answers(Path(folder), pairs(), servers=2):
             found.append((pair, answer))
             if answer.problem():
                 print(f"{' '.join(pair.words)}: {answer.problem()}\n{answer}", flush=True)

@@ -14,7 +14,7 @@ from support.commands import ROOT
 from support.small_data import write_small_data
 
 CONF = ROOT / "conf"
-NOT_COMBINED = ("experiment", "hydra", "local")  # a preset is a choice of the other groups
+NOT_COMBINED = ("experiment", "hydra", "local", "mode")  # a preset is a choice of the other groups; modes need a run
 NOT_HERE = ("launch=slurm",)  # its answer is the cluster's
 ALONE = ("backend=nccl", "backend=mpi")  # refused for the machine's sake: the other option does not matter
 TWO_RANKS = "launch=fork"
@@ -82,8 +82,8 @@ def _defaults() -> dict[str, list[str]]:
     return found
 
 
-def answers(folder: Path, servers: int = 1) -> Iterator[tuple[Pair, Answer]]:
-    """What each pair's command answers, in the order of `pairs`. servers: commands at once."""
+def answers(folder: Path, chosen: list[Pair], servers: int = 1) -> Iterator[tuple[Pair, Answer]]:
+    """What the command of each chosen pair answers, in their order. servers: commands at once."""
     data = write_small_data(folder / "data")
     running = [CommandServer().__enter__() for _ in range(servers)]
 
@@ -99,7 +99,7 @@ def answers(folder: Path, servers: int = 1) -> Iterator[tuple[Pair, Answer]]:
 
     try:
         with ThreadPoolExecutor(servers) as threads:
-            yield from threads.map(run, enumerate(pairs()))
+            yield from threads.map(run, enumerate(chosen))
     finally:
         for server in running:
             server.__exit__()
@@ -120,8 +120,13 @@ def page(found: list[tuple[Pair, Answer]]) -> str:
         "|---|---|",
     ]
     for pair, sentence in refused:
-        lines.append(f"| {' '.join(f'`{word}`' for word in pair if word)} | {sentence} |")
+        lines.append(row(pair, sentence))
     return "\n".join(lines) + "\n"
+
+
+def row(pair: Pair, sentence: str) -> str:
+    """The line of a refused pair in docs/option_pairs.md."""
+    return f"| {' '.join(f'`{word}`' for word in pair if word)} | {sentence} |"
 
 
 def sentence_of(answer: Answer) -> str:

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 
 TRAIN, TEST = 96, 40  # samples, of images that are stored in one file
+SYMBOLS = 65  # different ones in the text, as in tinyshakespeare
 _noise = np.random.default_rng(0)
 
 
 def write_small_data(folder: Path) -> Path:
-    """Write MNIST, FashionMNIST, CIFAR10 and folders of images for `data_dir=folder`. Returns `folder`."""
+    """Write MNIST, FashionMNIST, CIFAR10, folders of images and a text for `data_dir=folder`. Returns `folder`."""
     for name in ("MNIST", "FashionMNIST"):
         raw = folder / name / "raw"
         raw.mkdir(parents=True)
@@ -19,6 +20,7 @@ def write_small_data(folder: Path) -> Path:
             (raw / f"{split}-labels-idx1-ubyte").write_bytes(bytes(8) + _classes(count).tobytes())
     _write_cifar10(folder / "cifar-10-batches-py")
     _write_images(folder)
+    _write_text(folder / "tinyshakespeare")
     return folder
 
 
@@ -40,6 +42,12 @@ def _write_images(folder: Path) -> None:
             images.mkdir(parents=True)
             for number in range(count):
                 Image.fromarray(_pixels(40, 48, 3)).save(images / f"{number}.jpg")
+
+
+def _write_text(folder: Path) -> None:
+    folder.mkdir()
+    symbols = "".join(map(chr, range(32, 32 + SYMBOLS)))
+    (folder / "input.txt").write_text(symbols * 200)
 
 
 def _pixels(*shape: int) -> np.ndarray:
