@@ -53,15 +53,19 @@ def main(cfg: DictConfig) -> Any:
     composed, cfg = cfg, cli.check_input(cfg)
     record = record_config(composed, cfg, HydraConfig.get())
     signals.set_run_folder(cfg.run_dir)
-    check_arguments(cfg, ("launch",))
-    launcher = instantiate_as(Launcher, cfg.launch, "launch")
+    check_arguments(cfg, ("launch", "mode"))
+    launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
+    if mode.checks:
+        from lockstep.check_run import check_run
+
+        return check_run(cfg, launcher)
     launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
     wait_for_turn()
     preflight(cfg, launcher)
     cli.collect_garbage()
-    if not instantiate_as(Mode, cfg.mode, "mode").trains:
+    if not mode.trains:
         return launcher.launch(mode_worker, cfg, record)
     if launcher.recovers_live:
         return launcher.launch(train_live, cfg, record)

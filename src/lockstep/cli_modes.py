@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from lockstep.cli_arguments import MULTIRUN_FLAGS
+from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text
 from lockstep.cli_errors import typed_value
 from lockstep.config.targets import RECORD, is_open
 from lockstep.errors import ConfigError
 from lockstep.launchers.slurm import config_flags
 
-TRAIN = "train"
+TRAIN, CHECK = "train", "check"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
 NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compile")
@@ -57,14 +57,17 @@ def with_trained_run(argv: list[str]) -> list[str]:
     """The command with the overrides of the run that `resume=` names before what is typed, which wins.
 
     Unchanged for mode=train. The log of the command goes to a folder of the mode inside the run folder, so that no new
-    run folder is made. Raises ConfigError for a run without a record, and for what only its user may type.
+    run folder is made; mode=check gets one that is removed. Raises ConfigError for a run without a record, and for what
+    only its user may type.
     """
     typed = argv[1:]
     mode, resume = typed_value("mode", typed), typed_value("resume", typed)
-    if mode in (None, TRAIN) or resume in (None, "null"):
+    if mode in (None, TRAIN) or (mode != CHECK and resume in (None, "null")):
         return argv
     if MULTIRUN_FLAGS & set(typed):
         raise ConfigError(f"mode={mode} is no training, and a sweep trains; type the command without -m, run by run")
+    if mode == CHECK:
+        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={_quoted(_folder_of_check())}"]
     folder = run_folder(str(resume).strip("'\""))
     _require_flags(folder, typed)
     words = _recorded_words(folder, typed)
@@ -74,6 +77,13 @@ def with_trained_run(argv: list[str]) -> list[str]:
     if typed_value("hydra.run.dir", typed) is None:
         words.append(f"hydra.run.dir={_quoted(folder / str(mode))}")
     return [argv[0], *words, *typed]
+
+
+def _folder_of_check() -> Path:
+    """Hydra makes a run folder before a config is checked. `cli.run_main` removes this one."""
+    from multiprocessing.util import get_temp_dir
+
+    return Path(get_temp_dir()) / CHECK
 
 
 def run_folder(resume: str) -> Path:

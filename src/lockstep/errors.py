@@ -7,6 +7,7 @@ EXIT_DIVERGED = 3  # a loss, a gradient or a weight is not finite
 EXIT_HANG = 4  # no progress, a rank that did not answer, or ranks that make different collective calls
 EXIT_KILLED = 5  # a rank was killed, or left before the end without a word
 EXIT_JOBS_FAILED = 6  # some jobs of a sweep have failed; its table says which, and why
+EXIT_PROMISES = 7  # mode=check found a promise that does not hold for this model and this data
 # EX_TEMPFAIL: stopped early with a good snapshot. Slurm requeues a job only if it does not exit with 0.
 EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist

@@ -72,7 +72,8 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return
-    snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+    if not mode.checks:
+        snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
     if launcher.recovers_live:
         raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
     mode.validate(job)

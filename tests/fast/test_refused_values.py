@@ -37,7 +37,10 @@ OUT_OF_RANGE = [
     ("dataset.mean=[0.1,0.2,0.3]", "wants 1 number, as the images have the shape [1,8,8]; type dataset.mean=[0.5]"),
     ("dataset=cifar10 dataset.std=[0.1,0.2]", "wants 1 or 3 numbers"),
     ("dataset.std=[0]", "wants a list of items, each a number above 0, or null"),
-    ("dataset.test=null", "reads no data; type dataset=<an option in conf/dataset>"),
+    (
+        "dataset.test=null",
+        "leaves nothing to evaluate, and every run is evaluated; type dataset.test='${dataset.train}'",
+    ),
     ("backend.timeout=0", "wants a number above 0; type backend.timeout=300"),
     ("backend.timeout=abc", "wants a number above 0"),
     ("backend.name=tcp", "wants auto, gloo, nccl or mpi"),

@@ -83,6 +83,13 @@ def test_a_resnet_is_adapted_to_small_and_grey_images() -> None:
     assert torchvision_model("resnet18", [1, 64, 64], 10).conv1.weight.shape == (64, 1, 7, 7)
     with pytest.raises(ConfigError, match="type model.name=resnet18"):
         torchvision_model("resnet81", [3, 8, 8], 10)
+    with torch.device("meta"):  # other nets, whose first convolution is somewhere else
+        for name in ("mobilenet_v2", "efficientnet_b0", "shufflenet_v2_x0_5"):
+            first = next(torchvision_model(name, [1, 28, 28], 10).parameters())
+            assert first.shape[1] == 1
+        assert torchvision_model("vit_b_32", [1, 64, 64], 10).conv_proj.weight.shape == (768, 1, 32, 32)
+        with pytest.raises(ConfigError, match="model.name=vit_b_16 cannot be used for images of 1 x 28x28 (.*); type "):
+            torchvision_model("vit_b_16", [1, 28, 28], 10)
     with pytest.raises(ConfigError, match="type model=mlp"):
         convnet([20], 1)
     with pytest.raises(ConfigError, match="type model=mlp"):

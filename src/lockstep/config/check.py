@@ -182,6 +182,11 @@ def _check_dataset(config: Node) -> None:
     dataset = config["dataset"]
     for half in ("train", "test"):
         reader = dataset.get(half)
+        if half == "test" and reader is None:
+            raise ConfigError(
+                "dataset.test=null leaves nothing to evaluate, and every run is evaluated; "
+                "type dataset.test='${dataset.train}' to evaluate the training data"
+            )
         if not isinstance(reader, dict) or "_target_" not in reader:
             raise ConfigError(
                 f"dataset.{half}={show(reader)} reads no data; type dataset=<an option in conf/dataset>, "

@@ -6,6 +6,7 @@ from lockstep.config.fields import LARGEST_SEED, choice, number, value
 from lockstep.config.options import NoKeys, describes
 
 describes("lockstep.modes.train.Train", "mode/train")(NoKeys)
+describes("lockstep.modes.check.Check", "mode/check")(NoKeys)
 
 
 @dataclass

@@ -4,18 +4,22 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.models.shapes import image_shape
 
 SMALL_IMAGE = 64  # pixels; below, a ResNet keeps the image's size in its first layers
+RGB = 3
+WITH_MORE_OUTPUTS = ("googlenet", "inception_v3")  # in training, unless they are told not to
 
 
 def torchvision_model(name: str, shape: Sequence[int], classes: int, **options: Any) -> nn.Module:
     """The model `name` of torchvision.models. (N, *shape) -> (N, classes) logits.
 
-    A ResNet's first convolution is adapted to the number of channels. Raises ConfigError for an unknown name.
+    The first convolution is adapted to the number of channels, and a ResNet to small images. A vision transformer is
+    built for the images' size. Raises ConfigError for an unknown name, and for a model that cannot take such images.
     """
     from torchvision.models import get_model, list_models
 
@@ -24,16 +28,52 @@ def torchvision_model(name: str, shape: Sequence[int], classes: int, **options: 
     if name not in names:
         close = difflib.get_close_matches(name, names, 1) or ["resnet50"]
         raise ConfigError(f"model.name={name} is no model of torchvision; type model.name={close[0]}")
-    model: nn.Module = get_model(name, weights=None, num_classes=classes, **options)
-    if name.startswith("resnet") and (channels != 3 or height < SMALL_IMAGE):
-        _adapt_resnet(model, channels, small=height < SMALL_IMAGE)
+    if name in WITH_MORE_OUTPUTS:
+        options = {"aux_logits": False, "init_weights": True} | options
+    if name.startswith("vit_"):
+        options = {"image_size": height} | options
+    try:
+        model: nn.Module = get_model(name, weights=None, num_classes=classes, **options)
+        if name.startswith("resnet") and height < SMALL_IMAGE:
+            _adapt_resnet(model, channels)
+        elif channels != RGB:
+            _adapt_first_convolution(model, channels)
+        _require_logits(model, shape, classes)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        size = "x".join(map(str, shape[1:]))
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"model.name={name} cannot be used for images of {channels} x {size} ({reason}); type model.name=resnet18, "
+            f"or a Resize in dataset.transforms and dataset.test_transforms, with dataset.shape=null"
+        ) from error
     return model
 
 
-def _adapt_resnet(model: nn.Module, channels: int, small: bool) -> None:
+def _adapt_resnet(model: nn.Module, channels: int) -> None:
     """Small images keep their size in the first layers (He et al. 2015, section 4.2)."""
-    if small:
-        model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-        model.maxpool = nn.Identity()
-    else:
-        model.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
+    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+
+
+def _adapt_first_convolution(model: nn.Module, channels: int) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            same: Any = {key: getattr(layer, key) for key in ("kernel_size", "stride", "padding", "dilation")}
+            adapted = nn.Conv2d(channels, layer.out_channels, bias=layer.bias is not None, **same)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, adapted)
+            return
+
+
+def _require_logits(model: nn.Module, shape: Sequence[int], classes: int) -> None:
+    """Raise ValueError, or an error of the model's own, if it does not make (2, classes) of two samples.
+
+    Shapes alone are computed, on the meta device.
+    """
+    weights = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    with torch.no_grad():
+        outputs = torch.func.functional_call(model, weights, (torch.empty(2, *shape, device="meta"),))
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"its output is a {type(outputs).__name__}")
+    if list(outputs.shape) != [2, classes]:
+        raise ValueError(f"its outputs have the shape {list(outputs.shape[1:])}, and [{classes}] is wanted")

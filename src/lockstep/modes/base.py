@@ -74,6 +74,7 @@ class Mode:
 
     name = ""  # of its option in conf/mode
     trains = False  # whether `train_worker` does the work, and `run` is not called
+    checks = False  # whether `lockstep.check_run` does the work, in ranks of its own
     snapshot = "last"
 
     def validate(self, job: "JobSpec") -> None:

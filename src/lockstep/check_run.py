@@ -1,0 +1,119 @@
+"""mode=check: a few steps on two ranks and on one, and what they show. Nothing of a run is written."""
+
+import io
+import logging
+import multiprocessing.reduction
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from lockstep import build
+from lockstep.config.instantiate import instantiate
+from lockstep.distributed.early_exit import exits_are_failures
+from lockstep.distributed.lazy_dynamo import postpone_dynamo
+from lockstep.distributed.same_input import require_same_data
+from lockstep.distributed.world import init_distributed
+from lockstep.errors import EXIT_PROMISES, ConfigError
+from lockstep.launchers.base import Launcher
+from lockstep.launchers.spawn import SpawnLauncher
+from lockstep.loggers.rank_logs import rank_logs
+from lockstep.modes.check import Options, figures, rows, table
+from lockstep.modes.check_steps import Draws, Facts, FirstSteps, differences, what_is_drawn
+from lockstep.monitor import rank as monitor
+from lockstep.preflight import check_batch_size, check_options, preflight
+from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.training.setup import set_determinism
+
+RANKS = 2
+
+
+def check_run(cfg: DictConfig, launcher: Launcher) -> None:
+    """Print the table. Ends the process with EXIT_PROMISES if a promise does not hold.
+
+    launcher: what `launch` says. It starts nothing: the two ranks are forks of this process on this machine's CPUs.
+    """
+    strategy, ranks = check_options(cfg, launcher)
+    shares = strategy.data_parallel_size(ranks)
+    per_rank = cfg.trainer.batch_size_per_rank is not None
+    cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank = check_batch_size(cfg, shares), None
+    cfg.backend.name, cfg.trainer.compile, cfg.profiler.enabled = "gloo", False, False
+    forks = SpawnLauncher("fork", RANKS, 1, 0, "127.0.0.1", 0, "restart", 0)
+    forks.prepare()
+    try:
+        preflight(cfg, forks)
+    except ConfigError as error:
+        raise ConfigError(f"mode=check runs on {RANKS} ranks: {error}") from None
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+        # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
+        two, _, _ = forks.launch(check_worker, cfg, Path(folder))
+        one, draws, lines = check_worker(cfg, Path(folder))
+        kept = [torch.load(f"{folder}/{number}.pt", weights_only=True) for number in (1, RANKS)]
+    apart = {} if one.diverged or two.diverged else differences(*kept)
+    names = [instantiate(cfg.strategy), instantiate(cfg.gradient_sync)]
+    options = Options(cfg.trainer.precision, names[1].name, type(names[0]).__module__.rpartition(".")[2], per_rank)
+    found = rows(one, two, draws, apart, options)
+    print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
+    if any(row.reasons for row in found):
+        raise SystemExit(EXIT_PROMISES)
+
+
+def check_worker(cfg: DictConfig, folder: Path) -> tuple[Facts, Draws, list[str]]:
+    """What one rank of a world of one or two does. Returns what it found, and lines about it."""
+    postpone_dynamo()
+    strategy = instantiate(cfg.strategy)
+    with rank_logs() as logs, exits_are_failures(), monitor.failures():
+        logging.getLogger().handlers = logs.files  # warnings are shown below the table, once
+        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world:
+            random.seed()  # as in the processes of a launcher that does not fork
+            np.random.seed()
+            set_determinism(cfg.seed, cfg.trainer.deterministic)
+            loader, _ = build.model_and_data(cfg, world, strategy)
+            fingerprint = data_fingerprint(loader.dataset)
+            require_same_data(world, "training data", len(loader), fingerprint)
+            state = build.train_state(cfg, strategy, len(loader))
+            steps, draws, lines = FirstSteps(state), Draws(), list[str]()
+            if world.size == 1:
+                draws, lines = what_is_drawn(state, loader), notes(loader, strategy.model)
+            facts = steps.take(loader, folder)
+        facts.fingerprint = fingerprint
+        warnings = [record.getMessage() for record in logs.kept if record.levelno >= logging.WARNING]
+    return facts, draws, [*lines, *(f"warning:   {text}" for text in dict.fromkeys(warnings))]
+
+
+def notes(loader: Any, model: torch.nn.Module) -> list[str]:
+    """Lines about what breaks no promise here."""
+    found = []
+    if loader.is_stream:
+        found.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
+    parts = {"the model": model} | ({} if loader.reader is None else {"the training data": loader.samples})
+    for name, part in parts.items():
+        reason = not_picklable(part, name)
+        if reason is not None:
+            found.append(f"pickling:  {reason}; only loader workers off Linux need it: there type dataset.workers=0")
+    return found
+
+
+class _Sizeless(multiprocessing.reduction.ForkingPickler):
+    """Pickles everything but the values of tensors and arrays."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (str, ()) if isinstance(value, torch.Tensor | np.ndarray) else NotImplemented
+
+
+def not_picklable(value: Any, name: str) -> str | None:
+    """The innermost attribute or item of `value` that cannot be pickled, and why. None if all can be."""
+    try:
+        _Sizeless(io.BytesIO()).dump(value)
+    except Exception as error:  # of any class: __reduce__ and __getstate__ may be the user's
+        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for key, part in inside.items():
+            found = not_picklable(part, f"{name}.{key}")
+            if found is not None:
+                return found
+        return f"{name} cannot be pickled ({' '.join(str(error).split())})"
+    return None

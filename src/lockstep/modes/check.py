@@ -1,0 +1,162 @@
+"""mode=check: which promises hold for this model and this data, and why not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lockstep.distributed.environment import read_rank_info
+from lockstep.errors import ConfigError
+from lockstep.modes.base import Mode
+
+if TYPE_CHECKING:
+    from lockstep.modes.check_steps import Draws, Facts
+    from lockstep.strategies.base import JobSpec
+
+# How far the first steps of one and of two ranks may be apart, relative to the largest value.
+TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
+EXACT_SYNCS = ("auto", "all_reduce", "shared_memory", "ring", "parameter_server")
+NAMED = 4  # parameters or modules that a line names
+
+
+class Check(Mode):
+    """Takes a few steps on one rank and on two, and prints a table. `lockstep.check_run` does it."""
+
+    name, checks = "check", True
+
+    def validate(self, job: "JobSpec") -> None:
+        started_by = read_rank_info().started_by
+        if started_by != "python":
+            raise ConfigError(
+                f"mode=check starts its two ranks itself, and {started_by} has started this process as one; "
+                f"type python src/train.py mode=check"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A promise, in the README's words. reasons: why it does not hold, empty if it does. seen: what shows that."""
+
+    promise: str
+    reasons: list[str]
+    seen: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the config says, as far as reasons name it."""
+
+    precision: str
+    gradient_sync: str
+    strategy: str
+    per_rank: bool  # whether trainer.batch_size_per_rank is set
+
+
+def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], options: Options) -> list[Row]:
+    """The promises. one, two: of the worlds of one rank and of two. apart: see `check_steps.differences`."""
+    outside = outside_the_seeds(one, two, draws)
+    finite = one.diverged or two.diverged
+    loss = relative(one.loss, two.loss)
+    limit = TOLERANCES[options.precision]
+    numbers = [] if max(loss, *apart.values()) <= limit else causes(two, draws, options) or outside
+    if not numbers and not max(loss, *apart.values()) <= limit:
+        numbers = ["a layer or the loss seems to compare the samples of a batch with each other; cause not found"]
+    if options.per_rank:
+        numbers.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
+    seen = ", ".join(f"{what} {value:.1e}" for what, value in ({"loss": loss} | apart).items())
+    if finite:
+        numbers, seen = ["not checked: there is no first step"], ""
+    return [
+        Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}"),
+        Row("stopped and resumed, the bits of an unbroken run", outside, "samples and outputs are the same twice"),
+        Row("your own work fits", fits(one, two, finite), f"{one.trained:,} numbers get a finite gradient"),
+    ]
+
+
+def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
+    """What is known to make the numbers depend on the number of ranks."""
+    found = []
+    if two.unsynced:
+        found.append(f"batch norm sees a rank's share: {named(two.unsynced)}; type sync_bn=auto")
+    if draws.by_rank:
+        which = f" ({named(draws.dropouts)})" if draws.dropouts else ""
+        found.append(
+            f"the forward pass draws random numbers{which}, other ones on each rank; "
+            f"type strategy=virtual_ranks, or model.dropout=0 if the model has it"
+        )
+    if options.gradient_sync not in EXACT_SYNCS:
+        found.append(f"gradient_sync={options.gradient_sync} is not the exact mean; type gradient_sync=auto")
+    if options.strategy == "async_parameter_server":
+        found.append("strategy=async_parameter_server trains on gradients of older weights; type strategy=ddp")
+    return found
+
+
+def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
+    """What is another one the second time."""
+    found = []
+    if one.fingerprint != two.fingerprint:
+        found.append("the training data is another one at each start: draw it from a seed of its own")
+    other = [name for name, value in one.digests.items() if two.digests.get(name, value) != value]
+    if other:
+        found.append(f"initial weights are not drawn from torch's generator: {named(other)}")
+    if draws.samples:
+        found.append("a sample read twice is another one: draw from torch, numpy or random, which are seeded for it")
+    if draws.outputs:
+        found.append(
+            "the model computed twice gives other outputs: it draws from numpy, random or a generator of its own, or "
+            "keeps what is no buffer; draw from torch's generator"
+        )
+    return found
+
+
+def fits(one: "Facts", two: "Facts", finite: str | None) -> list[str]:
+    """Why the model and the data cannot be trained as they are."""
+    found = [finite] if finite else []
+    if one.not_finite:
+        found.append(f"NaN or infinite gradients: {named(one.not_finite)}")
+    unused = list(dict.fromkeys([*one.unused, *two.unused]))
+    if unused:
+        found.append(
+            f"parameters without a gradient: {named(unused)}; type strategy.find_unused_parameters=true, or "
+            f"freeze=[{','.join(unused[:NAMED])}]"
+        )
+    return found
+
+
+def relative(one: float | None, two: float | None) -> float:
+    """How far two losses are apart."""
+    if one is None or two is None:
+        return float("inf")
+    return abs(one - two) / max(abs(one), 1e-30)
+
+
+def named(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def table(found: Sequence[Row]) -> list[str]:
+    """The lines: a promise, whether it holds, and why not."""
+    cells = [("promise", "holds", "because")]
+    for row in found:
+        first, *others = row.reasons or [row.seen]
+        cells.append((row.promise, "no" if row.reasons else "yes", first))
+        cells += [("", "", reason) for reason in others]
+    width = max(len(promise) for promise, _, _ in cells)
+    return [f"{promise.ljust(width)}  {holds.ljust(5)}  {because}".rstrip() for promise, holds, because in cells]
+
+
+def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
+    """The lines about memory, batches, steps and time. ranks: of the run. shares: that they cut a batch into."""
+    held = ", ".join(f"{size / 2**20:.1f} MiB of {what}" for what, size in two.nbytes.items())
+    smallest, rest = divmod(one.batch, shares)
+    share = f", {smallest}{f' or {smallest + 1}' if rest else ''} for each of {ranks} ranks" if ranks > 1 else ""
+    epoch, whole = one.steps
+    lines = [
+        f"a rank:    {held}; the process took {two.peak:.0f} MiB at most, with Python and torch",
+        f"a batch:   {one.batch} samples{share}",
+        f"steps:     {epoch} in an epoch, {whole} in the run",
+    ]
+    times = [f"{facts.seconds * epoch:.3g} s on {facts.ranks}" for facts in (one, two) if facts.seconds]
+    if times:
+        lines.append(f"an epoch:  about {' or '.join(times)} ranks on CPUs of this machine, without its evaluation")
+    return lines

@@ -1,0 +1,226 @@
+"""What mode=check measures in one world of ranks: its first steps, and what they draw and hold."""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from lockstep.data.loader import BatchLoader
+from lockstep.data.nested import tensors_in
+from lockstep.data.samples import Samples
+from lockstep.distributed.sync_batch_norm import SyncBatchNorm
+from lockstep.errors import ConfigError, TrainingDiverged
+from lockstep.training.loop import UNTIMED, train_epoch
+from lockstep.training.memory import peak_memory
+from lockstep.training.setup import autocast
+from lockstep.training.state import TrainState
+from lockstep.training.step import TrainStepRunner, set_seed
+from lockstep.training.weight_check import digest
+
+TIMED_STEPS = 5  # after the first one, which takes longer
+TIMED_SECONDS = 1.0
+SAMPLES_READ = 8  # twice
+
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Facts:
+    """What a world of `ranks` ranks found. Plain values: a pipe carries them.
+
+    loss: of the first step. seconds: of a later one. diverged: why the first step was none. unused, not_finite: names
+    of parameters without a gradient, or with a NaN or an infinite one. trained: how many numbers have one. unsynced:
+    names of batch norms that see a rank's share. digests: of the weights before the first step. nbytes: what this rank
+    holds. peak: MiB of the process. batch: samples of a step. steps: of an epoch, and of the whole run. fingerprint: of
+    the training data.
+    """
+
+    ranks: int
+    unsynced: list[str]
+    digests: dict[str, int]
+    loss: float | None = None
+    seconds: float | None = None
+    diverged: str | None = None
+    unused: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+    trained: int = 0
+    nbytes: dict[str, int] = field(default_factory=dict)
+    peak: float = 0.0
+    batch: int = 0
+    steps: tuple[int, int] = (0, 0)
+    fingerprint: str = ""
+
+
+@dataclass
+class Draws:
+    """What is drawn outside the seeds, and what is drawn by each rank for itself.
+
+    samples, outputs: whether they are other ones the second time, from the same seeds. by_rank: whether outputs depend
+    on the seed. dropouts: names of modules that make them do so.
+    """
+
+    samples: bool = False
+    outputs: bool = False
+    by_rank: bool = False
+    dropouts: list[str] = field(default_factory=list)
+
+
+class _Enough(Exception):
+    """The steps that were wanted are taken."""
+
+
+class FirstSteps:
+    """Takes the first steps of a run. The first one is kept: `gradients`, before clipping, and `weights` after it."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.gradients, self.ends = state, Named(), list[float]()
+        self.whole: dict[str, Named] = {}
+        model = state.strategy.model
+        self.facts = Facts(
+            ranks=state.strategy.world.size,
+            unsynced=unsynced_batch_norms(model) if state.strategy.supports_sync_bn else [],
+            digests={name: int(digest(value)) for name, value in self._whole(dict(model.named_parameters())).items()},
+        )
+        state.before_update = self._keep_gradients
+
+    def take(self, loader: BatchLoader, folder: Path) -> Facts:
+        """Take the steps. Rank 0 writes what it kept to <number of ranks>.pt in `folder`. A collective."""
+        try:
+            train_epoch(self.state, loader, after_step=[self._after_step])
+        except _Enough:
+            pass
+        except TrainingDiverged as error:
+            self.facts.diverged = str(error)
+        if self.state.strategy.world.is_rank_zero:
+            torch.save(self.whole, folder / f"{self.facts.ranks}.pt")
+        times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
+        self.facts.seconds = statistics.median(times) if times else None
+        settings = self.state.settings
+        self.facts.batch = settings.batch_size
+        self.facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
+        self.facts.peak = peak_memory(self.state.strategy.world.device)
+        return self.facts
+
+    def _keep_gradients(self) -> None:
+        if self.gradients:
+            return
+        named, facts = list(self.state.strategy.model.named_parameters()), self.facts
+        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        facts.not_finite = [name for name, value in self.gradients.items() if not _local(value).isfinite().all()]
+        facts.trained = sum(value.numel() for value in self.gradients.values())
+        facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
+
+    def _after_step(self, samples: int) -> None:
+        state, facts = self.state, self.facts
+        if not self.ends:
+            facts.loss = state.meter.means()["loss"]
+            facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
+            held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
+            self.whole = {what: self._whole(named) for what, named in held.items()}
+        self.ends.append(time.perf_counter())
+        enough = len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
+        fails_next = bool(facts.unused) and facts.ranks > 1  # in DistributedDataParallel
+        if any(state.strategy.world.all_gather_json(enough or fails_next)):
+            raise _Enough
+
+    def _whole(self, named: dict[str, Any]) -> Named:
+        """Tensors of the whole model, on rank 0."""
+        whole = self.state.strategy.full_state(named)
+        return {name: value.detach().cpu().clone() for name, value in whole.items() if isinstance(value, Tensor)}
+
+
+def nbytes(tensors: Any) -> int:
+    """What this rank holds of `tensors`."""
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def unsynced_batch_norms(model: nn.Module) -> list[str]:
+    """Their names in `model`."""
+    synced = (SyncBatchNorm, nn.SyncBatchNorm)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, synced)
+    ]
+
+
+def what_is_drawn(state: TrainState, loader: BatchLoader) -> Draws:
+    """Read some samples twice, and compute the first batch three times. For a world of one rank."""
+    model = state.strategy.model.train()
+    dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p > 0]
+    batch = next(TrainStepRunner(state, loader, UNTIMED).batches(slice(0, 1)))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    first, again, other = (_outputs(state, batch.parts[0].inputs, seed) for seed in (0, 0, 1))
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    same_samples = loader.reader is None or _same(*_read_twice(loader.samples, loader.is_stream))
+    return Draws(not same_samples, not _same(first, again), not _same(first, other), dropouts)
+
+
+def _outputs(state: TrainState, inputs: Any, seed: int) -> list[Tensor]:
+    set_seed(seed)
+    with torch.no_grad(), autocast(state.strategy.world.device, state.settings.precision):
+        return [tensor.clone() for tensor in tensors_in(state.strategy.module(inputs))]
+
+
+def _read_twice(samples: Samples, is_stream: bool) -> list[list[Tensor]]:
+    """The tensors of the first samples of an epoch, read in order and then backwards; a stream in order."""
+    numbers = list(range(min(SAMPLES_READ, len(samples))))
+    forwards = samples.__getitems__([(0, number) for number in numbers])
+    turn = 1 if is_stream else -1
+    read = samples.__getitems__([(0, number) for number in numbers[::turn]])
+    found = []
+    for batch in (forwards, read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn])):
+        collated = samples.collate(batch)
+        if isinstance(collated, ConfigError):
+            raise collated
+        found.append(list(tensors_in(collated)))
+    return found
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Bit by bit, but that a NaN is like a NaN."""
+    return all(torch.equal(first.nan_to_num(), second.nan_to_num()) for first, second in zip(one, other, strict=True))
+
+
+def differences(one: dict[str, Named], two: dict[str, Named]) -> dict[str, float]:
+    """{"gradients": ..., "weights": ...}: how far two worlds are apart, at most, relative to a tensor's largest value.
+
+    Rounding leaves something of a gradient that is zero, and an optimizer such as Adam makes a whole step of it. So
+    gradients are compared with a hundredth of the largest of all at least, and weights only where they had one.
+    """
+    gradients = one["gradients"]
+    floor = 1e-2 * max((float(value.abs().max()) for value in gradients.values() if value.numel()), default=0.0)
+    found = {"gradients": 0.0, "weights": 0.0}
+    for name, value in gradients.items():
+        found["gradients"] = max(found["gradients"], _apart(value, two["gradients"].get(name), floor))
+    for name, value in one["weights"].items():
+        noise = gradients[name].abs() < floor if name in gradients else torch.zeros((), dtype=torch.bool)
+        other = two["weights"].get(name)
+        found["weights"] = max(found["weights"], _apart(value, other, 0.0, noise))
+    return found
+
+
+def _apart(one: Tensor, other: Tensor | None, floor: float, left_out: Tensor | None = None) -> float:
+    if other is None or one.shape != other.shape:
+        return float("inf")
+    apart = (one.double() - other.double()).abs()
+    if left_out is not None:
+        apart = apart.masked_fill(left_out, 0)
+    if not apart.numel() or not apart.any():
+        return 0.0
+    return float(apart.max() / max(floor, float(one.double().abs().max()), 1e-30))
