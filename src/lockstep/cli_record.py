@@ -77,7 +77,8 @@ def _plain_value(value: Any) -> Any:
 
 def _as_typed(words: Any) -> list[str]:
     """Hydra's list of overrides, with ${oc.env:KEY} as it is: to read an item of the list would resolve it."""
-    return [str(word) for word in OmegaConf.to_container(words, resolve=False)]
+    plain: Any = OmegaConf.to_container(words, resolve=False)
+    return [str(word) for word in plain]
 
 
 def _command(overrides: Sequence[str], flags: Sequence[str]) -> str:
