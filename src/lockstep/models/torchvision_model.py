@@ -39,6 +39,8 @@ def torchvision_model(name: str, shape: Sequence[int], classes: int, **options: 
         elif channels != RGB:
             _adapt_first_convolution(model, channels)
         _require_logits(model, shape, classes)
+    except NotImplementedError:  # some need values of their weights, and preflight builds models without
+        raise
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         size = "x".join(map(str, shape[1:]))
         reason = " ".join(str(error).split()) or type(error).__name__
