@@ -20,12 +20,11 @@ def exception_record(error: BaseException) -> dict[str, Any]:
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__  # Hydra wraps what a class of the user's raises
     message = _message(error)
-    left = error.__cause__ if isinstance(error.__cause__, SystemExit) else error  # the line that calls sys.exit()
     return {
         "kind": _kind(error),
         "type": type(error).__name__,
         "message": message[:LONGEST_MESSAGE],
-        **(_place_in_text(message) or _place(left.__traceback__)),
+        **(_place_in_text(message) or _place(_traceback_of_user(error))),
         "traceback": traceback.format_exception(error),
     }
 
@@ -45,6 +44,19 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, RanksDiffer):
         return "different"
     return "stopped" if isinstance(error, StoppedEarly) else "exception"
+
+
+def _traceback_of_user(error: BaseException) -> TracebackType | None:
+    """That of `error`. That of its cause if the user's code raised this one, or called sys.exit()."""
+    cause = error.__cause__
+    if cause is None or _runs_users_code(error.__traceback__):
+        return error.__traceback__
+    is_theirs = isinstance(cause, SystemExit) or _runs_users_code(cause.__traceback__)
+    return cause.__traceback__ if is_theirs else error.__traceback__
+
+
+def _runs_users_code(trace: TracebackType | None) -> bool:
+    return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
 
 
 def _place(trace: TracebackType | None) -> dict[str, Any]:
