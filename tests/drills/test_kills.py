@@ -35,11 +35,11 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 
 
 @pytest.mark.timeout(1200)
-def test_twenty_one_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
+def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     torchrun = [*STANDALONE, "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=20"]
     start(*torchrun, "hydra.run.dir=undisturbed").finish()
     waits = []
-    for number in range(7):
+    for number in range(3):
         folder = tmp_path / str(number)
         run = start_faulty(*torchrun, f"hydra.run.dir={folder}")
         wait_for(lambda folder=folder: position(folder)[0] >= 5, "first snapshot")
