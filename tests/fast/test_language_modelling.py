@@ -19,37 +19,10 @@ from lockstep.models.gpt import gpt
 from lockstep.preflight import preflight
 from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
 from support.configs import composed, with_values
+from support.small_text import WORDS, small_gpt, written
 from support.worlds import distance, in_world, train_all, weights
 
 TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
-WORDS = "the quick brown fox jumps over the lazy dog, and the dog does not mind. " * 4
-
-
-def written(folder: Path, text: str = WORDS) -> str:
-    path = folder / "text.txt"
-    path.write_text(text)
-    return str(path)
-
-
-def small(folder: Path, *more: str) -> list[str]:
-    """A text of 288 characters, 28 symbols, in blocks of 8, and a GPT with two blocks."""
-    return [
-        "dataset=text",
-        f"dataset.path={written(folder)}",
-        f"dataset.classes={len(set(WORDS))}",
-        "dataset.block=8",
-        "dataset.samples=26",
-        "model.width=16",
-        "model.heads=2",
-        "model.layers=2",
-        "optimizer=adamw",
-        "trainer.precision=fp64",
-        "trainer.batch_size=8",
-        "trainer.epochs=2",
-        "trainer.max_grad_norm=0.5",
-        "logger=[]",
-        *more,
-    ]
 
 
 def test_the_mean_is_over_the_tokens_that_count() -> None:
@@ -133,7 +106,7 @@ def test_models_that_do_not_fit_are_refused_before_a_rank_starts(tmp_path: Path)
         (["model.width=18", "model.heads=4"], "type model.width=16"),
         (["strategy=pipeline"], "embedding.tokens.weight|head.linear.weight.*type model.tied=false"),
     ):
-        cfg = composed(*small(tmp_path), "launch=spawn", f"run_dir={tmp_path / 'x'}", *typed)
+        cfg = composed(*small_gpt(tmp_path), "launch=spawn", f"run_dir={tmp_path / 'x'}", *typed)
         with pytest.raises(ConfigError, match=said):
             preflight(cfg, instantiate(cfg.launch))
 
@@ -153,7 +126,7 @@ def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:
 
 
 def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -> None:
-    base = composed(*small(tmp_path))
+    base = composed(*small_gpt(tmp_path))
     untied = with_values(base, "model.tied=false")
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
     in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
@@ -162,12 +135,13 @@ def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -
         train_all,
         [
             with_values(base, f"run_dir={tmp_path / 'ddp'}"),
-            composed(*small(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
-            composed(*small(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
-            composed(*small(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
+            composed(*small_gpt(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
+            composed(*small_gpt(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
+            composed(*small_gpt(tmp_path, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")),
+            composed(*small_gpt(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
         ],
     )
-    for name in ("ddp", "virtual_ranks", "fsdp"):
+    for name in ("ddp", "virtual_ranks", "fsdp", "tensor_parallel"):
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
     assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
 
@@ -183,7 +157,7 @@ def uneven(path: str, symbols: str, block: int, samples: int | None) -> InMemory
 
 def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(tmp_path: Path) -> None:
     target = f"dataset.train._target_={uneven.__module__}.uneven"
-    base = composed(*small(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
+    base = composed(*small_gpt(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
     losses: dict[str, Any] = {}
     for name, ranks, more in (
         ("alone", 1, []),

@@ -14,6 +14,7 @@ from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
 LIVE = ["launch=spawn", "launch.recover=live"]
+TENSOR = ["strategy=tensor_parallel", "model=mlp"]
 ASYNC = ["strategy=async_parameter_server", *THREE]
 
 
@@ -29,6 +30,19 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
         (["strategy=pipeline", "trainer.compile=true"], "type trainer.compile=false"),
         (["strategy=pipeline", "profiler.enabled=true"], "type profiler.enabled=false"),
+        ([*TENSOR, "strategy.replicas=2", *THREE], "type strategy.replicas=1, or strategy=ddp"),
+        ([*TENSOR, "strategy.replicas=3", *THREE], "type strategy.replicas=1, or strategy=ddp"),
+        ([*TENSOR, "strategy.plan=[{1:column}]"], r"type strategy.plan=\[{1:colwise}\]"),
+        ([*TENSOR, "strategy.plan=[{1:colwise},{3:rowwise}]", "launch=spawn"], "3 is a Dropout.*type strategy.plan="),
+        ([*TENSOR, "strategy.plan=[{1:colwise}]", *THREE], "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
+        (["strategy=tensor_parallel", "model=mlp", "launch=spawn"], "type model=gpt, or strategy.plan="),
+        ([*TENSOR, "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
+        ([*TENSOR, "sync_bn=on"], "type sync_bn=off"),
+        ([*TENSOR, "trainer.precision=fp16"], "type trainer.precision=bf16"),
+        ([*TENSOR, "trainer.compile=true"], "type trainer.compile=false"),
+        ([*TENSOR, "optimizer.fused=true"], "type optimizer.fused=false"),
+        ([*TENSOR, "watch.nan=skip", "launch=spawn"], "type watch.nan=stop or watch.nan=rollback"),
+        ([*TENSOR, *LIVE], "type strategy=ddp"),
         (["strategy=virtual_ranks", "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
         (["strategy=virtual_ranks", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=virtual_ranks", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps=1"),
@@ -71,6 +85,7 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
         ["strategy=pipeline", "model=mlp", "model.depth=3", "trainer.batch_size=2", *THREE],
         ["strategy=virtual_ranks", "strategy.count=6", *THREE],
         ["strategy=fsdp", *THREE],
+        [*TENSOR, "strategy.plan=[{1:colwise},{4:rowwise},{7:gathered}]", "launch=spawn"],
         ASYNC,
     ],
     ids=" ".join,

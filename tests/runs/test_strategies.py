@@ -73,8 +73,9 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
     objective, whole = trained(1, tmp_path, moving)[0]
     cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
     stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 3, "FSDP")]
-    for strategy, size, name in [*stops, ("pipeline", 2, "Pipeline")]:
-        assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}")) == [name] * size
+    for strategy, size, name in [*stops, ("tensor_parallel", 2, "TensorParallel"), ("pipeline", 2, "Pipeline")]:
+        more = ["strategy.plan=[{1:colwise},{4:rowwise}]"] if strategy == "tensor_parallel" else []
+        assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}", *more)) == [name] * size
     answers = in_world(2, train, composed(*cfg))
     saved = torch.load(list_snapshots(tmp_path / "moved" / "snapshots")[0], weights_only=True)
     assert list(saved["optimizer"]["state"]) == list(saved["model"])

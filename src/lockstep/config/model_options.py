@@ -1,6 +1,7 @@
 """The options of the groups model, strategy and gradient_sync: the keys of their YAML. As `options.py`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.config.fields import choice, number, value
 from lockstep.config.options import describes
@@ -87,6 +88,17 @@ class FSDP:
     reshard_after_forward: bool = value("Free gathered weights until the backward pass.", example=True)
     wrap_classes: list[str] = value("Class names of the blocks to gather one at a time.", example=["BasicBlock"])
     wrap_min_parameters: int = number("Smaller blocks are gathered with their parent.", min=1, example=1)
+
+
+@describes("lockstep.strategies.tensor_parallel.TensorParallel", "strategy/tensor_parallel")
+@dataclass
+class TensorParallel:
+    replicas: int = number("Groups of ranks with a model each, that share a batch.", min=1, example=1)
+    plan: list[dict[str, Any]] = value(
+        "How layers are cut: colwise, rowwise, gathered, or a ParallelStyle of torch, by the name of a module.",
+        wants="a list of names of modules, each with a style",
+        example=[{"*.widen": "colwise"}, {"*.projection": "rowwise"}],
+    )
 
 
 @describes("lockstep.strategies.pipeline.Pipeline", "strategy/pipeline")

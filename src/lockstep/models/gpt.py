@@ -78,17 +78,19 @@ class Attention(nn.Module):
 
     def __init__(self, heads: int, width: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.heads, self.head_width, self.dropout = heads, width // heads, dropout
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)  # of one head after the other
         self.projection = nn.Linear(width, width, bias=False)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        rows, tokens, width = vectors.shape
-        joint = self.queries_keys_values(vectors).view(rows, tokens, 3, self.heads, width // self.heads)
-        queries, keys, values = joint.permute(2, 0, 3, 1, 4)  # each (N, heads, T, width / heads)
+        joint = self.queries_keys_values(vectors)
+        rows, tokens, numbers = joint.shape
+        heads = numbers // (3 * self.head_width)  # with strategy=tensor_parallel a rank has some of them
+        by_head = joint.view(rows, tokens, heads, 3, self.head_width)
+        queries, keys, values = by_head.permute(3, 0, 2, 1, 4)  # each (N, heads, T, width / heads)
         dropout = self.dropout if self.training else 0.0
         seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=dropout)
-        projected: Tensor = self.projection(seen.transpose(1, 2).reshape(rows, tokens, width))
+        projected: Tensor = self.projection(seen.transpose(1, 2).flatten(2))
         return F.dropout(projected, self.dropout, self.training)
 
 

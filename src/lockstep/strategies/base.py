@@ -96,6 +96,7 @@ class Strategy:
     supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
     ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
     rounds_alike = True  # whether these have the same bits, too
+    counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
     waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
     recovers_live = False  # whether all ranks hold the same weights and optimizer state after each step
     binds_one_device = True  # False if a rank computes on several GPUs
@@ -183,7 +184,8 @@ class Strategy:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
         with autocast:
             outputs = self.model(inputs)
-        count(outputs, targets)
+        if self.counts_samples:
+            count(outputs, targets)
 
     def epoch_metrics(self) -> dict[str, float]:
         """{tag: number} of the epoch just trained, beside loss and metrics."""

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -89,29 +89,10 @@ class FSDP(Strategy):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        def gathered(tensor: DTensor) -> Tensor | None:
-            full = tensor.full_tensor()  # a collective
-            return full.cpu() if self.world.is_rank_zero else None
-
-        result: dict[str, Any] = tree_map_only(DTensor, gathered, named)
-        return result
+        return gather_full(named, self.world)
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        parameters = dict(self.model.named_parameters())
-        return {name: self._sharded_like(parameters.get(name), values) for name, values in named.items()}
-
-    def _sharded_like(self, parameter: nn.Parameter | None, values: Any) -> Any:
-        """The nested tensors of one parameter, those of its shape cut as it is cut."""
-        if not isinstance(parameter, DTensor):
-            return values
-
-        def cut(tensor: Tensor) -> Tensor:
-            if tensor.shape != parameter.shape:  # a step count
-                return tensor
-            whole = tensor.contiguous().to(parameter.device)
-            return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-        return tree_map_only(Tensor, cut, values)
+        return cut_like_parameters(named, self.model)
 
 
 def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters: int) -> list[nn.Module]:

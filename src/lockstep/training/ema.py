@@ -23,7 +23,10 @@ class ExponentialMovingAverage:
     def update(self) -> None:
         """Add the parameters as they are now."""
         if self.averages:
-            self.average_into(list(self.averages.values()), list(self.model.parameters()), None)
+            parameters = dict(self.model.named_parameters())
+            for kind in {type(average) for average in self.averages.values()}:  # torch cannot mix DTensors with others
+                names = [name for name, average in self.averages.items() if type(average) is kind]
+                self.average_into([self.averages[n] for n in names], [parameters[n] for n in names], None)
         else:
             self.averages = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 

@@ -95,7 +95,8 @@ class TrainStepRunner:
         if not self.state.sums_are_checked:
             self.state.sums_are_checked = True
             require_sums(self.state.task, outputs, targets)
-        self.state.meter.add(sums, self.state.task.count(targets), step)
+        if self.state.strategy.counts_samples:
+            self.state.meter.add(sums, self.state.task.count(targets), step)
         weighted = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
         if self.scales_loss:
             weighted = self.state.scaler.scale(weighted)
