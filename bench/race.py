@@ -1,6 +1,6 @@
 """`make bench`: Lockstep against what one would run otherwise, in turns: the same model, data, batch and samples.
 
-python bench/race.py [--quick] [--rounds=4] [--only=train,floor,startup,sweep,memory,help]
+python bench/race.py [--quick] [--rounds=4] [--only=train,floor,text,startup,sweep,memory,help]
 
 Every contender (bench/contenders/) is a command started as its users start it. Lockstep is src/train.py with its
 defaults: Hydra, TensorBoard, progress bar, metrics and snapshots are on. Only sync_bn=off is passed, because no
@@ -27,7 +27,7 @@ from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
 PYTHON = [sys.executable]
 ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
-PARTS = ("train", "floor", "startup", "sweep", "memory", "help")
+PARTS = ("train", "floor", "text", "startup", "sweep", "memory", "help")
 SLOW_PARTS = {"startup", "sweep", "memory"}  # run in half of the rounds
 
 
@@ -41,6 +41,7 @@ class Settings:
     worlds: tuple[int, ...] = (2, 4, 8)  # of the start-up
     jobs: int = 8  # of the sweep
     floor_epochs: int = 6
+    windows: int = 3600  # of text, in an epoch
 
 
 class Contender:
@@ -96,6 +97,18 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
     return found
 
 
+def writers(settings: Settings) -> list[Contender]:
+    """A small GPT on tinyshakespeare: nanoGPT's loop, and experiment=shakespeare_char with the same steps."""
+    text = Settings(settings.data, samples=settings.windows, epochs=settings.epochs, batch=race_tables.WINDOWS_A_STEP)
+    same = [f"data_dir={text.data}", f"dataset.samples={text.samples}", f"trainer.epochs={text.epochs}"]
+    command = [*PYTHON, TRAIN, "experiment=shakespeare_char", *same, *harness.MEASURED, "hydra.run.dir=run"]
+    return [
+        Contender("nanoGPT", 1, "text", PYTHON + script("nanogpt", text)),
+        Contender(race_tables.WRITERS["fp32"], 1, "text", command),
+        Contender(race_tables.WRITERS["bf16"], 1, "text", [*command, "trainer.precision=bf16"]),
+    ]
+
+
 def starters(settings: Settings) -> list[list[Contender]]:
     """The shortest scripts and Lockstep, by number of ranks and launcher."""
     short = overrides(Settings(settings.data, samples=1024, test_samples=512, epochs=1, batch=settings.batch))
@@ -123,7 +136,15 @@ def contenders(settings: Settings) -> list[list[Contender]]:
     for way in ("torchrun", "launch=fork"):
         crowd.append(Contender(f"Lockstep by {way}", CROWD, "memory", launch(way, CROWD) + overrides(many)))
     answers = [Contender(words, 1, "help", [*PYTHON, TRAIN, *words.split()]) for words in ("--help", "--cfg job")]
-    return [trainers(settings, 1), trainers(settings, 2), *starters(settings), sweeps, crowd, answers]
+    return [
+        trainers(settings, 1),
+        trainers(settings, 2),
+        *starters(settings),
+        sweeps,
+        crowd,
+        answers,
+        writers(settings),
+    ]
 
 
 def run(one: Contender, folder: Path) -> dict[str, float]:

@@ -10,6 +10,8 @@ from harness import processor, spread, table
 Entry = tuple[str, int]
 """(name, ranks) of a contender"""
 PRECISIONS = {"fp32": "Lockstep", "bf16": "Lockstep, bf16"}
+WRITERS = {precision: f"{name}, GPT" for precision, name in PRECISIONS.items()}
+WINDOWS_A_STEP = 12  # of 64 characters, so that a ratio of samples/s is one of tokens/s
 OTHERS = ("tutorial", "Lightning", "Accelerate", "references")
 LAUNCHES = ("torchrun", "launch=torchrun", "launch=spawn", "launch=fork")
 CROWD = 8  # ranks whose memory is measured
@@ -90,6 +92,8 @@ def sections(runs: Runs) -> Iterable[str]:
     for ranks in (1, 2):
         pairs = [((ours, ranks), (other, ranks)) for other in OTHERS for ours in PRECISIONS.values()]
         yield section(runs, f"Training, processes: {ranks}", ("speed", "evaluation", "cpu", "wall"), pairs)
+    pairs = [((name, 1), ("nanoGPT", 1)) for name in WRITERS.values()]
+    yield section(runs, "A GPT on 64 characters a sample", ("speed", "cpu", "first_step", "rss"), pairs)
     for floor, ranks in FLOORS.items():
         alone = [((beside(how), ranks), None) for how in BESIDE]
         yield section(runs, f"In turns with {floor}: the fraction kept", ("speed", f"of {floor}"), alone)
