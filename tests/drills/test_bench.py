@@ -15,7 +15,13 @@ import race_tables  # noqa: E402
 pytestmark = pytest.mark.drill
 
 TINY = race.Settings(
-    os.environ.get("LOCKSTEP_DATA", ""), samples=256, test_samples=256, epochs=1, worlds=(2,), floor_epochs=1
+    os.environ.get("LOCKSTEP_DATA", ""),
+    samples=256,
+    test_samples=256,
+    epochs=1,
+    worlds=(2,),
+    floor_epochs=1,
+    windows=60,
 )
 NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
 # The others differ from these by an option.
@@ -40,6 +46,15 @@ def test_a_contender_runs_and_measures_itself(contender, tmp_path):
         assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / 256
     floors = {f"of {name}" for name, ranks in race_tables.FLOORS.items() if ranks == contender.ranks}
     assert {key for key in found if key.startswith("of ")} == (floors if "floor" in contender.parts else set())
+
+
+@pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where tinyshakespeare lies")
+@pytest.mark.parametrize("contender", race.writers(TINY), ids=lambda one: one.name)
+def test_a_gpt_trains_and_measures_itself(contender, tmp_path):
+    found = race.run(contender, tmp_path / "run")
+    assert found["speed"] > 60 / found["wall"]
+    assert 0 < found["first_step"] < found["wall"]
+    assert 0 < found["cpu"] < 1000 * 2 * found["wall"] / 60
 
 
 def test_a_part_that_does_not_exist_is_refused(start):
