@@ -89,9 +89,16 @@ class TensorParallel(Strategy):
     ) -> None:
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
         if is_last and self.replicas > 1:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    dist.all_reduce(_local(parameter.grad), group=self.shares_batch)
+            self._sum_gradients()
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Over the replicas, in one vector: a gradient's memory layout may differ between them."""
+        gradients = [_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(vector, group=self.shares_batch)
+        for gradient, values in zip(gradients, vector.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(values.view(gradient.shape))
 
     def clip_grad_norm(self, max_norm: float) -> None:
         norm = self.grad_norm()
