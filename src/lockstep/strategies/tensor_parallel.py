@@ -93,8 +93,8 @@ class TensorParallel(Strategy):
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
-        """Over the replicas, in one vector: a gradient's memory layout may differ between them."""
-        gradients = [_local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        """Over the replicas, all in one vector."""
+        gradients = [_local_gradient(p) for p in self.model.parameters() if p.grad is not None]
         vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(vector, group=self.shares_batch)
         for gradient, values in zip(gradients, vector.split([g.numel() for g in gradients]), strict=True):
@@ -130,6 +130,13 @@ def _own_group(ranks: Tensor, timeout: float) -> dist.ProcessGroup:
     return group
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """What this rank holds of a gradient, in the gradient's own memory."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:  # so torch cuts it after an empty micro-batch
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    local: Tensor = gradient.to_local()
+    return local
