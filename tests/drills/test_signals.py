@@ -58,7 +58,7 @@ def check(run: Command, tmp_path: Path, phase: str, number: int) -> None:
     assert "Traceback" not in run.output
     if phase in BEFORE_TRAINING:
         (line,) = lines
-        assert line.endswith("before the training; there is nothing to save")
+        assert line.endswith("; there is nothing to save")
         assert not (tmp_path / "run/snapshots").exists()
     elif phase == "end":
         assert "finished:" in run.output

@@ -25,7 +25,7 @@ def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
         "epoch 2/2   step 4   train loss 0.5000 accuracy 0.5000   test loss 1.0000 accuracy 0.2500   1234 samples/s",
         "finished: test loss 0.2500, accuracy 0.9688",
         f"run folder: {tmp_path / 'run'}",
-        "best:       test accuracy 0.8750 at step 2, in snapshots/best.pt",
+        "best:       test accuracy 0.8750 at step 2; mode.snapshot=best takes its weights",
         f"evaluate:   python src/train.py mode=evaluate resume={tmp_path / 'run'}",
         f"table:      python src/runs.py table {tmp_path}",
         f"train on:   the same command with resume={tmp_path / 'run'} trainer.epochs=4",

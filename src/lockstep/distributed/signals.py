@@ -145,7 +145,7 @@ def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if not in_training:
-        return StoppedEarly(f"ended by {name} before the training; there is nothing to save", 128 + number)
+        return StoppedEarly(f"ended by {name}; there is nothing to save", 128 + number)
     code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     return StoppedEarly(_without_snapshot(f"ended at once by a second {name}"), code)
 

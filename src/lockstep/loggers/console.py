@@ -44,7 +44,8 @@ class ConsoleLogger(Logger):
             return
         if last.best_step is not None:
             ((name, value),) = last.best.items()
-            log.info("best:       test %s %.4f at step %d, in snapshots/best.pt", name, value, last.best_step)
+            at_step = f"at step {last.best_step}; mode.snapshot=best takes its weights"
+            log.info("best:       test %s %.4f %s", name, value, at_step)
         log.info("evaluate:   python src/train.py mode=evaluate resume=%s", run_dir)
         log.info("table:      python src/runs.py table %s", run_dir.parent)
         if last.epoch == last.epochs:

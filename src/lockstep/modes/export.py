@@ -92,9 +92,10 @@ def write_weights(weights: dict[str, "Tensor"], path: Path) -> None:
     if path.suffix != f".{SUFFIXES['safetensors']}":
         torch.save(weights, path)
         return
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    save_file({name: value.clone() for name, value in weights.items()}, path)  # tied weights are written twice
+    # Tied weights are written twice. Its save_file would make a file that only its owner can read.
+    path.write_bytes(save({name: value.clone() for name, value in weights.items()}))
 
 
 def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:

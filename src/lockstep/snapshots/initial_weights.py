@@ -1,5 +1,6 @@
 """Fine-tuning: weights of another run or file to start from, and parameters that are not trained."""
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,9 +42,9 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
 def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequence[object]) -> None:
     """Copy the weights of `where` into `model`, and log what matched.
 
-    where: a state dict's file, a snapshot (its averaged weights, if it has any), or a run folder (its model.pt,
-    else its newest snapshot). new_layers: patterns of parameters that keep their random weights. Raises ConfigError if
-    another parameter is missing in the file, or has another shape there.
+    where: a state dict's file (of torch.save, or .safetensors), a snapshot (its averaged weights, if it has any), or a
+    run folder (its model.pt, else its newest snapshot). new_layers: patterns of parameters that keep their random
+    weights. Raises ConfigError if another parameter is missing in the file, or has another shape there.
     """
     new = _matching("new_layers", model, new_layers)
     if where is None:
@@ -85,6 +86,8 @@ def _file(where: str) -> Path:
 
 
 def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
     try:
         contents: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many types
