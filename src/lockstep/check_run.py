@@ -20,6 +20,7 @@ from lockstep.distributed.same_input import require_same_data
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import EXIT_PROMISES, ConfigError
 from lockstep.launchers.base import Launcher
+from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.modes.check import Options, figures, rows, table
@@ -45,9 +46,10 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     forks = SpawnLauncher("fork", RANKS, 1, 0, "127.0.0.1", 0, "restart", 0)
     forks.prepare()
     try:
+        check_options(cfg, EnvLauncher())
         preflight(cfg, forks)
     except ConfigError as error:
-        raise ConfigError(f"mode=check runs on {RANKS} ranks: {error}") from None
+        raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
         two, _, _ = forks.launch(check_worker, cfg, Path(folder))
@@ -90,7 +92,14 @@ def notes(loader: Any, model: torch.nn.Module) -> list[str]:
     found = []
     if loader.is_stream:
         found.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
-    parts = {"the model": model} | ({} if loader.reader is None else {"the training data": loader.samples})
+    parts: dict[str, Any] = {"the model": model}
+    if loader.reader is not None:
+        read = loader.samples
+        parts |= {
+            "the training data": read.dataset,
+            "dataset.transforms": read.transforms,
+            "collate_fn": read.collate_fn,
+        }
     for name, part in parts.items():
         reason = not_picklable(part, name)
         if reason is not None:
@@ -110,7 +119,8 @@ def not_picklable(value: Any, name: str) -> str | None:
     try:
         _Sizeless(io.BytesIO()).dump(value)
     except Exception as error:  # of any class: __reduce__ and __getstate__ may be the user's
-        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        items = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        inside = items if isinstance(items, dict) else getattr(value, "__dict__", {})
         for key, part in inside.items():
             found = not_picklable(part, f"{name}.{key}")
             if found is not None:

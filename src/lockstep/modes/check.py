@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # How far the first steps of one and of two ranks may be apart, relative to the largest value.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 EXACT_SYNCS = ("auto", "all_reduce", "shared_memory", "ring", "parameter_server")
+UNKNOWN = "cause not found; perhaps a layer or the loss compares the samples of a batch with each other"
 NAMED = 4  # parameters or modules that a line names
 
 
@@ -54,21 +55,20 @@ class Options:
 def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], options: Options) -> list[Row]:
     """The promises. one, two: of the worlds of one rank and of two. apart: see `check_steps.differences`."""
     outside = outside_the_seeds(one, two, draws)
-    finite = one.diverged or two.diverged
+    diverged = one.diverged or two.diverged
     loss = relative(one.loss, two.loss)
-    limit = TOLERANCES[options.precision]
-    numbers = [] if max(loss, *apart.values()) <= limit else causes(two, draws, options) or outside
-    if not numbers and not max(loss, *apart.values()) <= limit:
-        numbers = ["a layer or the loss seems to compare the samples of a batch with each other; cause not found"]
+    numbers = list[str]()
+    if not max([loss, *apart.values()]) <= TOLERANCES[options.precision]:
+        numbers = causes(two, draws, options) or outside or [UNKNOWN]
     if options.per_rank:
         numbers.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
     seen = ", ".join(f"{what} {value:.1e}" for what, value in ({"loss": loss} | apart).items())
-    if finite:
+    if diverged:
         numbers, seen = ["not checked: there is no first step"], ""
     return [
         Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}"),
         Row("stopped and resumed, the bits of an unbroken run", outside, "samples and outputs are the same twice"),
-        Row("your own work fits", fits(one, two, finite), f"{one.trained:,} numbers get a finite gradient"),
+        Row("your own work fits", fits(one, two, diverged), f"{one.trained:,} numbers get a finite gradient"),
     ]
 
 
@@ -108,9 +108,9 @@ def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
     return found
 
 
-def fits(one: "Facts", two: "Facts", finite: str | None) -> list[str]:
+def fits(one: "Facts", two: "Facts", diverged: str | None) -> list[str]:
     """Why the model and the data cannot be trained as they are."""
-    found = [finite] if finite else []
+    found = [diverged] if diverged else []
     if one.not_finite:
         found.append(f"NaN or infinite gradients: {named(one.not_finite)}")
     unused = list(dict.fromkeys([*one.unused, *two.unused]))
@@ -147,7 +147,7 @@ def table(found: Sequence[Row]) -> list[str]:
 
 def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
     """The lines about memory, batches, steps and time. ranks: of the run. shares: that they cut a batch into."""
-    held = ", ".join(f"{size / 2**20:.1f} MiB of {what}" for what, size in two.nbytes.items())
+    held = ", ".join(f"{bytes_shown(size)} of {what}" for what, size in two.nbytes.items())
     smallest, rest = divmod(one.batch, shares)
     share = f", {smallest}{f' or {smallest + 1}' if rest else ''} for each of {ranks} ranks" if ranks > 1 else ""
     epoch, whole = one.steps
@@ -156,7 +156,12 @@ def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
         f"a batch:   {one.batch} samples{share}",
         f"steps:     {epoch} in an epoch, {whole} in the run",
     ]
-    times = [f"{facts.seconds * epoch:.3g} s on {facts.ranks}" for facts in (one, two) if facts.seconds]
+    worlds = {"1 rank": one.seconds, f"{two.ranks} ranks": two.seconds}
+    times = [f"{seconds * epoch:.3g} s with {name}" for name, seconds in worlds.items() if seconds]
     if times:
-        lines.append(f"an epoch:  about {' or '.join(times)} ranks on CPUs of this machine, without its evaluation")
+        lines.append(f"an epoch:  about {' or '.join(times)} on CPUs of this machine, without its evaluation")
     return lines
+
+
+def bytes_shown(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
