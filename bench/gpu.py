@@ -111,6 +111,20 @@ def throughput(quick: bool, compiles: Sequence[str], rates: dict[str, float]) ->
     return table([head, "batch", "trainer.compile=", "samples/s", "TFLOP/s", "of its matmul rate", "peak memory"], rows)
 
 
+def cifar10_speed(quick: bool, compiles: Sequence[str]) -> str:
+    """A table: the time of the preset's eight epochs and one evaluation, on noise, so without an accuracy."""
+    samples = 64 if quick else 50_000
+    data = harness.noise_images(samples, min(samples, 10_000))
+    rows = []
+    for mode in compiles:
+        record = run("experiment=cifar10_speed", *data, f"trainer.compile={mode}", "snapshot.every=8epochs")
+        cells = ["failed", ""]
+        if record:
+            cells = [f"{speed(record):,.0f}", f"{record['evaluations'][-1][0] - record['first_step']:.2f} s"]
+        rows.append([mode, *cells])
+    return table(["experiment=cifar10_speed, trainer.compile=", "samples/s", "from the first step to the end"], rows)
+
+
 def host_syncs(compiles: Sequence[str]) -> str:
     """A table: where the host waits for the device in a training step. There should be no such place."""
     rows = []
@@ -136,6 +150,7 @@ def parts(quick: bool) -> Iterator[str]:
     yield f"## One device: {name}\n\n{about}\nMatmul rate, measured, in TFLOP/s: {shown}.\n"
     yield to_accuracy(quick, compiles)
     yield throughput(quick, compiles, rates)
+    yield cifar10_speed(quick, compiles)
     yield host_syncs(compiles)
 
 

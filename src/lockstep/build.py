@@ -21,6 +21,7 @@ from lockstep.distributed.same_input import require_same_code, require_same_conf
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
 from lockstep.loggers.base import LoggerList
+from lockstep.models.weights_from_data import WeightsFromData
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
@@ -61,6 +62,9 @@ def model_and_data(
     model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
+    set_weights_from_data(model, train_samples, converter)
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
@@ -68,15 +72,20 @@ def model_and_data(
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
-    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
-    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
     augment, transforms = Augment(**data.augment), instantiate(data.batch_transforms)
     train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return train_loader, eval_loader
+
+
+def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
+    """Give a model whose first weights depend on the training data the samples that it wants."""
+    if isinstance(model, WeightsFromData):
+        inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted)
+        model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
 def import_targets(cfg: DictConfig) -> None:

@@ -101,5 +101,6 @@ def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
         "fp32",
         "bf16",
         "false",
+        "false",
     ]
     assert "failed" not in text

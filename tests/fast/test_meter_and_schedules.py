@@ -98,6 +98,8 @@ def test_schedules_are_their_formulas() -> None:
     expected = [2 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 10)) / 2) for n in range(10)]
     assert cosine[2:] == pytest.approx(expected)
     assert rates(partial(schedulers.cosine, warmup_epochs=0, final_lr_ratio=0), 4)[0] == 2.0
+    line = rates(partial(schedulers.linear_decay, warmup_epochs=0.5, final_lr_ratio=0.1), 12)
+    assert line == pytest.approx([1.0, 2.0, *[2 * (1 - 0.9 * n / 10) for n in range(10)]])
 
 
 def test_one_cycle_rises_to_the_optimizers_rate_and_falls() -> None:

@@ -38,3 +38,21 @@ def test_a_missing_folder_and_a_wrong_number_of_classes_are_explained(train: Any
     assert "type dataset.root=" in train("dataset=image_folder", "dataset.classes=2", code=2).output
     wrong = train("dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=3", code=2)
     assert "type dataset.classes=2" in wrong.output
+
+
+def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any, tmp_path: Path) -> None:
+    for number in range(32):
+        name, split = ("red", "blue")[number % 2], ("train", "test")[number // 24]
+        folder = tmp_path / "colours" / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        colour = (200, 20 + number, 20) if name == "red" else (20, 20 + number, 200)
+        Image.new("RGB", (24 + number, 30), colour).save(folder / f"{number}.png")
+    options = [
+        "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
+        "dataset.crop=16", "dataset.resize=18", "dataset.size=16", "trainer.batch_size=8", "trainer.ema=0.5",
+        "trainer.epochs=6", "trainer.pause_after=2", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
+        "dataset.workers=0",
+    ]  # fmt: skip
+    run = train(*options, "launch=fork", "launch.nproc_per_node=2")
+    assert "24 training and 8 test samples" in run.output
+    assert run.epochs[-1].endswith("accuracy 1.0000")

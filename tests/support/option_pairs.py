@@ -26,6 +26,7 @@ LIMIT = 300.0  # seconds of a command
 NEEDS = {
     "dataset=image_folder": ["dataset.classes=2", "dataset.size=32"],
     "dataset=random": ["model=linear"],
+    "model=airbench": ["dataset=cifar10"],
     "strategy=data_parallel": ["launch=env"],
 }
 

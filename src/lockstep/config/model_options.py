@@ -37,6 +37,15 @@ class TorchvisionModel(ImageModel):
     name: str = value("Any classification model of torchvision.", example="resnet50")
 
 
+@describes("lockstep.models.airbench.airbench", "model/airbench")
+@dataclass
+class Airbench(ImageModel):
+    widths: list[int] = number("Channels of the three blocks.", min=1, length=3, example=[64, 256, 256])
+    views: str = choice(
+        "one", "mirrored", "mirrored_and_shifted", help="Views of an image that an evaluation averages over: 1, 2 or 6."
+    )
+
+
 @describes("lockstep.models.toy_parallel.toy_parallel", "model/toy_parallel")
 @dataclass
 class ToyParallel(Model):

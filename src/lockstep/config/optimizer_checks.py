@@ -3,7 +3,8 @@
 from typing import Any
 
 from lockstep.config.fields import rules, show
-from lockstep.config.options import SGD, TARGETS
+from lockstep.config.options import TARGETS
+from lockstep.config.training_options import SGD
 from lockstep.errors import ConfigError
 
 EXAMPLE = "optimizer.groups=[{match:fc,lr:0.1}]"

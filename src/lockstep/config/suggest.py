@@ -7,7 +7,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import lockstep.config.dataset_options
 import lockstep.config.mode_options
-import lockstep.config.model_options  # noqa: F401  (all add to GROUPS)
+import lockstep.config.model_options
+import lockstep.config.training_options  # noqa: F401  (all add to GROUPS)
 from lockstep.config.fields import enumerate_words, rules
 from lockstep.config.options import GROUPS
 from lockstep.config.renamed import renamed_key

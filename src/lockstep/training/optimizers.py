@@ -1,10 +1,12 @@
 """Optimizers that torch has in parts only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -24,11 +26,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         adamw_lr: float,
         betas: Sequence[float],
     ) -> None:
-        groups = list(params)
-        if not (groups and isinstance(groups[0], dict)):
-            groups = [{"params": groups}]
-        matrices = [_part(group, of_muon=True) for group in groups]
-        others = [_part(group, of_muon=False) for group in groups]
+        groups = _as_groups(params)
+        matrices = [_part(group, True, _is_matrix) for group in groups]
+        others = [_part(group, False, _is_matrix) for group in groups]
         self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay)
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "use_muon": True}
@@ -51,10 +51,90 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.adamw.step()
 
 
-def _part(group: dict[str, Any], of_muon: bool) -> dict[str, Any]:
+class MuonWithSGD(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for weights of two and more dimensions, SGD with Nesterov's momentum for the rest.
+
+    A filter (out, in, height, width) is taken as a matrix of `out` rows. Before each step a weight of Muon's is scaled
+    to the norm sqrt(out), so it needs no weight decay. A parameter group with use_muon=false is SGD's as a whole. Of
+    several groups each may have its own lr, momentum and weight_decay. steps: of the Newton-Schulz iteration, which
+    computes in the weights' own type.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float,
+        steps: int,
+        sgd_lr: float,
+        sgd_momentum: float,
+        weight_decay: float,
+    ) -> None:
+        groups = _as_groups(params)
+        of_muon = {"lr": lr, "momentum": momentum}
+        of_sgd = {"lr": sgd_lr, "momentum": sgd_momentum}
+        matrices = [of_muon | _part(group, True, _is_filter) | {"use_muon": True} for group in groups]
+        others = [of_sgd | _part(group, False, _is_filter) | {"use_muon": False} for group in groups]
+        known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps, "use_muon": True}
+        super().__init__([*matrices, *others], known)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if group["use_muon"]:
+                    _normalise(parameter)
+                    matrix = self._direction(parameter, parameter.grad, group["momentum"]).flatten(1)
+                    update = orthogonalised(matrix, group["steps"]).view(parameter.shape)
+                else:
+                    gradient = parameter.grad.add(parameter, alpha=group["weight_decay"])
+                    update = self._direction(parameter, gradient, group["momentum"])
+                parameter.sub_(update, alpha=group["lr"])
+
+    def _direction(self, parameter: Tensor, gradient: Tensor, momentum: float) -> Tensor:
+        """Nesterov's momentum."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        velocity: Tensor = state["momentum_buffer"]
+        velocity.mul_(momentum).add_(gradient)
+        return gradient.add(velocity, alpha=momentum)
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them -> groups."""
+    groups = list(params)
+    return groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+
+
+def _part(group: dict[str, Any], of_muon: bool, suits_muon: Callable[[Tensor], bool]) -> dict[str, Any]:
     """The group with those of its parameters that are Muon's, or with the others."""
+    is_muons = [group.get("use_muon", True) and suits_muon(parameter) for parameter in group["params"]]
+    chosen = [parameter for parameter, is_one in zip(group["params"], is_muons, strict=True) if is_one == of_muon]
+    return group | {"params": chosen}
 
-    def is_muons(parameter: Tensor) -> bool:
-        return parameter.dim() == 2 and group.get("use_muon", True)
 
-    return group | {"params": [parameter for parameter in group["params"] if is_muons(parameter) == of_muon]}
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() == 2
+
+
+def _is_filter(parameter: Tensor) -> bool:
+    return parameter.dim() >= 2
+
+
+def _normalise(weight: Tensor) -> None:
+    weight.mul_(len(weight) ** 0.5 / weight.norm())
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """A matrix with the same singular vectors, whose singular values are near 1."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix / (matrix.norm() + 1e-7)
+    x = x.T if is_tall else x
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if is_tall else x

@@ -29,13 +29,32 @@ def cosine(
     """Linear warm-up, then half a cosine down to `final_lr_ratio` times lr (Loshchilov and Hutter 2017)."""
     warmup_steps = int(warmup_epochs * steps_per_epoch)
 
+    def shape(done: float) -> float:
+        return (1 + math.cos(math.pi * done)) / 2
+
+    return LambdaLR(optimizer, _with_warmup(shape, warmup_steps, total_steps, final_lr_ratio))
+
+
+def linear_decay(
+    optimizer: Optimizer, steps_per_epoch: int, total_steps: int, warmup_epochs: float, final_lr_ratio: float
+) -> LambdaLR:
+    """Linear warm-up, then a straight line down to `final_lr_ratio` times lr."""
+    warmup_steps = int(warmup_epochs * steps_per_epoch)
+    return LambdaLR(optimizer, _with_warmup(lambda done: 1 - done, warmup_steps, total_steps, final_lr_ratio))
+
+
+def _with_warmup(
+    decay: Callable[[float], float], warmup_steps: int, total_steps: int, final_lr_ratio: float
+) -> Callable[[int], float]:
+    """step -> factor of lr. decay: from 1 to 0 as the share of the steps after the warm-up grows from 0 to 1."""
+
     def factor(number: int) -> float:
         if number < warmup_steps:
             return (number + 1) / warmup_steps
         done = min(1.0, (number - warmup_steps) / max(1, total_steps - warmup_steps))
-        return final_lr_ratio + (1 - final_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+        return final_lr_ratio + (1 - final_lr_ratio) * decay(done)
 
-    return LambdaLR(optimizer, factor)
+    return factor
 
 
 def one_cycle(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, pct_start: float) -> OneCycleLR:

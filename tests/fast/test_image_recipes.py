@@ -1,0 +1,148 @@
+"""The parts of the image recipes: airbench's net, its whitening and its views, Muon for filters, and the presets."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep.config.instantiate import instantiate
+from lockstep.errors import ConfigError
+from lockstep.models.airbench import Airbench, Whitening, airbench
+from lockstep.training.optimizers import MuonWithSGD, orthogonalised
+from support.configs import composed
+
+
+def net(shape: list[int], views: str = "one") -> nn.Module:
+    torch.manual_seed(0)
+    return airbench(shape, 10, [8, 12, 16], views).double()
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [[3, 32, 32], [1, 28, 28], [1, 9, 17]])
+def test_the_net_of_airbench_takes_images_of_any_size(shape: list[int]) -> None:
+    model = net(shape)
+    assert model(noise(5, *shape)).shape == (5, 10)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    norms = [f"blocks.block{block}.norm{place}.bias" for block in (1, 2, 3) for place in (1, 2)]
+    filters = [f"blocks.block{block}.conv{place}.weight" for block in (1, 2, 3) for place in (1, 2)]
+    assert trained == {*norms, *filters, "whiten.bias", "head.weight"}
+    second = noise(2, 8, 6, 6)
+    assert torch.equal(model.get_submodule("blocks.block2.conv1")(second)[:, :8], second)  # at first
+
+
+def test_images_that_three_blocks_leave_nothing_of_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 9x9 pixels, not 8x20; type model=mlp"):
+        airbench([1, 8, 20], 10, [8, 12, 16], "one")
+
+
+def test_the_whitening_makes_the_covariance_of_patches_the_identity() -> None:
+    mixed = torch.einsum("nchw,dc->ndhw", noise(1100, 3, 9, 9), noise(3, 3))  # the channels depend on each other
+    images = F.avg_pool2d(mixed, 2, 1)  # and so do the pixels
+    layer = Whitening(3).double()
+    layer.bias.detach().zero_()
+    layer.set_weights_from(images)
+    whitened = layer(images).transpose(0, 1).flatten(1)
+    assert torch.equal(whitened[:12], -whitened[12:])
+    covariance = whitened[:12] @ whitened[:12].T / whitened.shape[1]
+    assert torch.allclose(covariance.diagonal(), torch.ones(12, dtype=torch.float64), atol=0.05)  # SMALLEST_VARIANCE
+    assert torch.allclose(covariance, torch.diag(covariance.diagonal()), atol=1e-10)
+
+
+def test_an_evaluation_is_the_mean_over_the_views() -> None:
+    images = noise(4, 3, 12, 12)
+    one, two, six = (net([3, 12, 12], views).eval() for views in ("one", "mirrored", "mirrored_and_shifted"))
+    padded = F.pad(images, (1, 1, 1, 1), "reflect")
+    up_and_left, down_and_right = padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]
+
+    def mean(*views: torch.Tensor) -> torch.Tensor:
+        return torch.stack([one(view) for view in views]).mean(0)
+
+    mirrored = mean(images, images.flip(3))
+    shifted = mean(up_and_left, up_and_left.flip(3), down_and_right, down_and_right.flip(3))
+    torch.testing.assert_close(two(images), mirrored)
+    torch.testing.assert_close(six(images), (mirrored + shifted) / 2)
+    assert not torch.allclose(mirrored, shifted)
+    torch.testing.assert_close(six.train()(images), one.train()(images))
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
+def test_orthogonalised_keeps_the_singular_vectors(shape: tuple[int, int]) -> None:
+    matrix = noise(*shape)
+    found = orthogonalised(matrix, 5)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    inside = left.T @ found @ right.T
+    values = inside.diagonal()
+    assert torch.allclose(inside, torch.diag(values), atol=1e-10)
+    assert 0.5 < values.min() <= values.max() < 1.5
+
+
+def test_muon_with_sgd_turns_filters_and_leaves_the_rest_to_sgd() -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(108, 5)).double()
+        model[0].weight.detach().mul_(3**0.5 / model[0].weight.norm())  # as Muon does first
+        return model
+
+    def trained(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for _ in range(3):
+            model(noise(7, 1, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    # With Muon's learning rate near 0 its filters stay, so what SGD does can be compared.
+    ours, plain = layers(), layers()
+    groups: list[dict[str, Any]] = [
+        {"params": [*ours[0].parameters(), ours[2].bias]},
+        {"params": [ours[2].weight], "use_muon": False, "lr": 0.3, "weight_decay": 0.2},
+    ]
+    found = trained(ours, MuonWithSGD(groups, 1e-15, 0.6, 3, 0.02, 0.8, 0.1))
+    rest = [
+        {"params": [plain[0].bias, plain[2].bias]},
+        {"params": [plain[2].weight], "lr": 0.3, "weight_decay": 0.2},
+    ]
+    expected = trained(plain, torch.optim.SGD(rest, 0.02, 0.8, weight_decay=0.1, nesterov=True))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+    ours = layers()
+    ours(noise(7, 1, 8, 8)).square().mean().backward()
+    weight = ours[0].weight
+    before, gradient = weight.detach().clone(), weight.grad.clone()
+    MuonWithSGD(ours.parameters(), 0.1, 0.6, 3, 0.02, 0.8, 0.1).step()
+    update = orthogonalised(gradient.flatten(1), 3).view(3, 1, 3, 3)  # momentum only scales a first gradient
+    torch.testing.assert_close(weight.detach(), before - 0.1 * update, rtol=1e-6, atol=1e-7)
+
+
+def test_the_preset_for_image_folders_has_every_part_of_torchvisions_recipe() -> None:
+    cfg = composed("experiment=image_folder_resnet", "dataset.classes=2", "dataset.crop=17")
+    crop, augment = instantiate(cfg.dataset.transforms)
+    assert crop(torch.zeros(3, 40, 30, dtype=torch.uint8)).shape == (3, 17, 17)
+    assert type(augment).__name__ == "TrivialAugmentWide"
+    resize, middle = instantiate(cfg.dataset.test_transforms)
+    assert resize(torch.zeros(3, 464, 928)).shape == (3, 232, 464)
+    assert middle(torch.zeros(3, 232, 464)).shape == (3, 224, 224)
+    erasing, mixing = instantiate(cfg.dataset.batch_transforms)
+    mixup, cutmix = mixing.transforms
+    assert (erasing.p, mixup.alpha, cutmix.alpha, cutmix.classes) == (0.1, 0.2, 1.0, 2)
+    assert (cfg.dataset.train.size, cfg.dataset.test.size, cfg.dataset.augment.flip) == (None, None, True)
+    assert (cfg.task.label_smoothing, cfg.trainer.ema, cfg.scheduler.warmup_epochs) == (0.1, 0.999, 5)
+    assert cfg.scheduler._target_.endswith(".cosine")
+    assert (cfg.optimizer.weight_decay, cfg.optimizer.no_decay) == (2e-5, ["bias", "norm"])
+    assert cfg.optimizer.lr / cfg.trainer.batch_size == 0.5 / 1024
+
+
+def test_the_preset_for_cifar10_has_the_learning_rates_of_airbench_for_a_mean() -> None:
+    cfg = composed("experiment=cifar10_speed")
+    (head,), batch = cfg.optimizer.groups, cfg.trainer.batch_size
+    assert (cfg.optimizer.sgd_lr, head.lr) == (pytest.approx(0.053 * batch), pytest.approx(0.67 * batch))
+    decays = [cfg.optimizer.sgd_lr * cfg.optimizer.weight_decay, head.lr * head.weight_decay]
+    assert decays == pytest.approx([2e-6 * batch] * 2, rel=0.02)
+    model = instantiate(cfg.model)
+    assert isinstance(model, Airbench)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
