@@ -120,10 +120,14 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
     make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in KEPT_BACK["optimizer"]}))
     optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
-    # By name, and only what the signature has: torch's own schedulers have no parameter for a run's length.
-    length = {"steps_per_epoch": settings.steps_per_epoch(samples), "total_steps": settings.total_steps(samples)}
-    with_length = partial(schedule, **matching_arguments(schedule, length))
-    return fresh_state(settings, task, strategy, optimizer, with_length, trainer.ema, cfg.watch.nan)
+    # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
+    facts = {
+        "steps_per_epoch": settings.steps_per_epoch(samples),
+        "total_steps": settings.total_steps(samples),
+        "objective_mode": task.mode(cfg.objective),
+    }
+    with_facts = partial(schedule, **matching_arguments(schedule, facts))
+    return fresh_state(settings, task, strategy, optimizer, with_facts, trainer.ema, cfg.watch.nan)
 
 
 def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:

@@ -36,7 +36,10 @@ FILLED_IN = {
     "dataset=image_folder": ["dataset.classes=2"],
     "launch=slurm": ["launch.overrides=[]"],
 }  # by a person, or by Hydra
-PASSED_BY_TRAIN = {"scheduler": set(inspect.signature(constant).parameters), "optimizer": {"params"}}
+PASSED_BY_TRAIN = {
+    "scheduler": set(inspect.signature(constant).parameters) | {"objective_mode"},
+    "optimizer": {"params"},
+}
 
 
 def combinations() -> Iterator[list[str]]:

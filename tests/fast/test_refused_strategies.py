@@ -15,6 +15,8 @@ from support.configs import composed
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
 LIVE = ["launch=spawn", "launch.recover=live"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
+ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
+ADAFACTOR += ["~optimizer.momentum", "~optimizer.nesterov", "~optimizer.fused"]
 ASYNC = ["strategy=async_parameter_server", *THREE]
 
 
@@ -25,6 +27,7 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=data_parallel", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=data_parallel", "trainer.compile=true"], "type trainer.compile=false"),
         (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
+        ([*ADAFACTOR, "strategy=fsdp", *THREE], "torch's Adafactor cannot step on parts of weights; type strategy=ddp"),
         (["strategy=fsdp", "strategy.wrap_classes=[Nothing]", *THREE], r"type strategy.wrap_classes=\[\]"),
         (["strategy=pipeline", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
@@ -86,6 +89,8 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
         ["strategy=virtual_ranks", "strategy.count=6", *THREE],
         ["strategy=fsdp", *THREE],
         [*TENSOR, "strategy.plan=[{1:colwise},{4:rowwise},{7:gathered}]", "launch=spawn"],
+        ["strategy=fsdp", "optimizer=muon", *THREE],
+        [*ADAFACTOR, *THREE],
         ASYNC,
     ],
     ids=" ".join,

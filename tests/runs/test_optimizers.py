@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from lockstep.errors import ConfigError
 from lockstep.training.optimizers import MuonWithAdamW
-from lockstep.training.schedulers import AnySchedule
+from lockstep.training.schedulers import AnySchedule, Plateau
 from support.configs import with_values
 from support.event_files import scalars
-from support.refusals import accepted
+from support.refusals import accepted, answer
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
 STEPS_PER_EPOCH, EPOCHS = 4, 6
@@ -56,9 +55,42 @@ def test_a_schedule_of_torch_moves_on_after_steps_or_epochs_and_warms_up(name: s
             assert found == pytest.approx([factors[step] * rate for rate in expected[step]], rel=1e-12), step
 
 
-def test_a_schedule_that_wants_a_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match="wants a metric at each step.*type scheduler=cosine"):
-        AnySchedule(optimizer(), 4, 8, lr_scheduler.ReduceLROnPlateau, "epoch", 0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("key", ["scheduler._target_", "scheduler=torch scheduler.schedule._target_"])
+def test_a_schedule_that_wants_a_metric_is_refused(key: str) -> None:
+    words = f"{key}=torch.optim.lr_scheduler.ReduceLROnPlateau".split()
+    sentence = str(answer(*words))
+    assert sentence.endswith("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
+    assert answer("scheduler=plateau") is None
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_plateau_is_torchs_with_a_warm_up(mode: Any) -> None:
+    """Two steps an epoch, an evaluation after each; the warm-up takes three steps."""
+    values, ours, plain = [5.0, 4.0, 4.5, 5.5, 5.6, 5.7, 3.0, 2.0], optimizer(), optimizer()
+    theirs = lr_scheduler.ReduceLROnPlateau(plain, mode, 0.5, patience=1, min_lr=0.2)
+    scheduler = Plateau(ours, 2, mode, factor=0.5, patience=1, threshold=1e-4, min_lr=0.2, warmup_epochs=1.5)
+    found, expected = [], []
+    for number, value in enumerate(values):
+        found += rates(ours, scheduler, 2)
+        scheduler.evaluated(value)
+        for step in (2 * number, 2 * number + 1):
+            expected.append([min(1, (step + 1) / 3) * group["lr"] for group in plain.param_groups])
+        theirs.step(value)
+    assert found == [pytest.approx(row, rel=1e-12) for row in expected]
+    assert found[-1] != found[3]  # it went down
+
+
+def test_a_run_on_a_plateau_lowers_its_rate_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """The objective cannot get better by a share of 100, so the rate is halved after each evaluation but the first."""
+    words = ["scheduler=plateau", "scheduler.factor=0.5", "scheduler.patience=0", "scheduler.threshold=100"]
+    words += ["model=mlp", "trainer.precision=fp64", "trainer.epochs=5", "trainer.batch_size=500", "logging.every=1"]
+    cfg = accepted(*words, "scheduler.warmup_epochs=0", "logger=[tensorboard]")
+    whole, moved = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("whole", "moved"))
+    in_world(2, train_all, [whole, with_values(moved, "trainer.pause_after=3"), moved])
+    assert same_bits(tmp_path / "whole", tmp_path / "moved")
+    found = [rate for _, rate in scalars(tmp_path / "whole")["train/lr"]]
+    assert found == [rate for _, rate in scalars(tmp_path / "moved")["train/lr"]]
+    assert sorted(set(found), reverse=True) == pytest.approx([0.05, 0.025, 0.0125, 0.00625], rel=1e-5)
 
 
 def net() -> nn.Sequential:
@@ -86,7 +118,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest(head: str) -> None:
     model = net()
     body, last = list(model.parameters())[:-2], list(model.parameters())[-2:]
     groups: list[Any] = [*body, *last] if head == "muon" else [{"params": body}, {"params": last, "use_muon": False}]
-    ours = MuonWithAdamW(groups, 0.02, 0.9, 0.1, 0.003, (0.8, 0.9))
+    ours = MuonWithAdamW(groups, 0.02, 0.9, 0.1, 0.003, (0.8, 0.9), None)
     for found, wanted in zip(trained(model, ours), expected, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14) or head == "adamw" and found.dim() == 1
 
@@ -97,12 +129,14 @@ def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Pat
     words += ["model=mlp", "trainer.precision=fp64", "trainer.epochs=3", "trainer.batch_size=200", "logging.every=1"]
     cfg = accepted(*words, "logger=[tensorboard]")
     whole, moved, alone = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("whole", "moved", "alone"))
-    in_world(2, train_all, [whole, with_values(moved, "trainer.max_steps=10"), moved])
+    sharded = with_values(accepted(*words, "strategy=fsdp", "logger=[]"), f"run_dir={tmp_path / 'sharded'}")
+    in_world(2, train_all, [whole, with_values(moved, "trainer.max_steps=10"), moved, sharded])
     assert same_bits(tmp_path / "whole", tmp_path / "moved")
     assert scalars(tmp_path / "whole")["train/lr"] == scalars(tmp_path / "moved")["train/lr"]
     in_world(1, train_all, [alone])
     # Muon computes in bfloat16, whose rounding is 0.4 %.
     assert distance(weights(tmp_path / "whole"), weights(tmp_path / "alone")) < 1e-2
+    assert distance(weights(tmp_path / "whole"), weights(tmp_path / "sharded")) < 1e-2
     expected = [0.02 * 0.5 ** ((step - 1) // 8) * min(1, step / 12) for step in range(1, 25)]
     found = [rate for _, rate in scalars(tmp_path / "whole")["train/lr"]]
     assert found[:-1] == pytest.approx(expected[1:], rel=1e-5)

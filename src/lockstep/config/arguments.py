@@ -37,7 +37,7 @@ PASSED_FIRST = {
     "scheduler": "the optimizer",
     "dataset.collate_fn": "the samples of a batch",
 }
-PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps"})}
+PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps", "objective_mode"})}
 # What build.py does not pass.
 KEPT_BACK = {"optimizer": frozenset({"no_decay", "groups"})}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -8,7 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.dataset_options import DATASETS
 from lockstep.config.fields import Rule, rules, show
-from lockstep.config.optimizer_checks import check_optimizer
+from lockstep.config.optimizer_checks import check_optimizer, check_scheduler
 from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
@@ -37,6 +37,7 @@ def check_config(cfg: DictConfig | Node) -> None:
     _check_loggers(config)
     _check_metrics(config)
     check_optimizer(config["optimizer"])
+    check_scheduler(config["scheduler"])
 
 
 def check_value(key: str, value: object, rule: Rule) -> None:

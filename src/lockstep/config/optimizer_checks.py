@@ -1,4 +1,4 @@
-"""Checks of the node optimizer that go beyond single values."""
+"""Checks of the nodes optimizer and scheduler that go beyond single values."""
 
 from typing import Any
 
@@ -8,15 +8,34 @@ from lockstep.config.training_options import SGD
 from lockstep.errors import ConfigError
 
 EXAMPLE = "optimizer.groups=[{match:fc,lr:0.1}]"
+# What these optimizers of torch want, and no training here gives them.
+UNFIT = {
+    "LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
+    "SparseAdam": ("wants sparse gradients", "optimizer=adamw"),
+    "Muon": ("is for matrices only", "optimizer=muon, which leaves the other parameters to AdamW"),
+}
 
 
 def check_optimizer(node: dict[str, Any]) -> None:
     """Raise ConfigError for hyperparameters that contradict each other, or groups that are none."""
-    schema = TARGETS.get(str(node.get("_target_")))
+    target = str(node.get("_target_"))
+    name = target.rpartition(".")[2]
+    if target.startswith("torch.optim.") and name in UNFIT:
+        problem, advice = UNFIT[name]
+        raise ConfigError(f"optimizer._target_={target} {problem}; type {advice}")
+    schema = TARGETS.get(target)
     if schema is SGD and node.get("nesterov") and not node.get("momentum"):
         raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")
     for group in node.get("groups") or ():
         _check_group(group, schema)
+
+
+def check_scheduler(node: dict[str, Any]) -> None:
+    """Raise ConfigError for torch's schedule whose steps want a metric: a step or an epoch has none."""
+    schedule = node.get("schedule")
+    targets = [node.get("_target_"), schedule.get("_target_") if isinstance(schedule, dict) else None]
+    if any(str(target).endswith("lr_scheduler.ReduceLROnPlateau") for target in targets):
+        raise ConfigError("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
 
 
 def _check_group(group: object, schema: type | None) -> None:

@@ -45,6 +45,7 @@ class Muon(ParameterRules):
     weight_decay: float = number("Decoupled weight decay.", min=0, example=0.01)
     adamw_lr: float = number("Learning rate of all other parameters.", above=0, example=0.002)
     betas: list[float] = number("AdamW's decay of the two moments.", min=0, below=1, length=2, example=[0.9, 0.999])
+    fused: bool | None = value("One kernel for all weights of AdamW.", example=False)
 
 
 @describes("lockstep.training.optimizers.MuonWithSGD", "optimizer/muon_sgd")
@@ -64,6 +65,16 @@ class AnySchedule:
     schedule: dict[str, Any] = value("The schedule's _target_ and its arguments.", example={})
     every: str = choice("epoch", "step", help="When the schedule moves on.")
     warmup_epochs: float = number("Epochs in which the learning rate rises to the schedule's.", min=0, example=0.5)
+
+
+@describes("lockstep.training.schedulers.Plateau", "scheduler/plateau")
+@dataclass
+class Plateau:
+    factor: float = number("Factor of each change.", above=0, below=1, example=0.1)
+    patience: int = number("Evaluations without a better objective that are waited for.", min=0, example=3)
+    threshold: float = number("Share of the best value by which a better one differs from it.", min=0, example=1e-4)
+    min_lr: float = number("The learning rate falls no lower.", min=0, example=0.0)
+    warmup_epochs: float = number("Epochs in which the learning rate rises to optimizer.lr.", min=0, example=0.5)
 
 
 @describes("torch.optim.lr_scheduler.ExponentialLR")

@@ -17,6 +17,7 @@ from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
 
+WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -38,6 +39,8 @@ class FSDP(Strategy):
     def validate(self, job: JobSpec) -> None:
         if job.optimizer is torch.optim.SGD and job.fused_optimizer:
             raise ConfigError("strategy=fsdp has no fused SGD in torch; type optimizer.fused=false")
+        if job.optimizer in WHOLE_WEIGHTS and job.world_size > 1:
+            raise ConfigError(f"torch's {job.optimizer.__name__} cannot step on parts of weights; type strategy=ddp")
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)

@@ -14,7 +14,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     A parameter group with use_muon=false is AdamW's as a whole: an embedding, or the last layer. Of several groups each
     may have its own lr, momentum, betas and weight_decay. Muon computes in bfloat16, so runs at different numbers of
-    ranks agree to its rounding.
+    ranks agree to its rounding. fused: AdamW's, as in torch.
     """
 
     def __init__(
@@ -25,12 +25,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: float,
         adamw_lr: float,
         betas: Sequence[float],
+        fused: bool | None,
     ) -> None:
         groups = _as_groups(params)
         matrices = [_part(group, True, _is_matrix) for group in groups]
         others = [_part(group, False, _is_matrix) for group in groups]
         self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
-        self.adamw = torch.optim.AdamW(others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay)
+        self.adamw = torch.optim.AdamW(others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay, fused=fused)
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "use_muon": True}
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], known)
         self._share()

@@ -1,16 +1,16 @@
 """Learning-rate schedules, stepped after every optimizer step.
 
-Each is a function (optimizer, steps_per_epoch, total_steps) -> a torch scheduler.
+Each is a function of the optimizer and, by name, of what it needs of steps_per_epoch, total_steps, and objective_mode
+("min" or "max": which values of the objective are better). It returns a torch scheduler.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
-
-from lockstep.errors import ConfigError
 
 
 def constant(optimizer: Optimizer, steps_per_epoch: int, total_steps: int) -> LambdaLR:
@@ -63,38 +63,32 @@ def one_cycle(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, pct_
     return OneCycleLR(optimizer, peak, total_steps=total_steps + 1, pct_start=pct_start)
 
 
-class AnySchedule(LRScheduler):
-    """Any schedule of torch, or of the user's own, stepped after each optimizer step or each epoch, with a warm-up.
+class WithWarmup(LRScheduler):
+    """A schedule of torch, with a linear warm-up of `warmup_steps` optimizer steps to what the schedule says."""
 
-    schedule: (optimizer) -> a torch scheduler. every: "step" or "epoch". warmup_epochs: epochs in which the learning
-    rate rises linearly to what the schedule says. Raises ConfigError for a schedule that wants a metric.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        steps_per_epoch: int,
-        total_steps: int,
-        schedule: Callable[[Optimizer], LRScheduler],
-        every: str,
-        warmup_epochs: float,
-    ) -> None:
-        self.optimizer, self.schedule = optimizer, schedule(optimizer)
-        require_no_metric(self.schedule)
-        self.interval = steps_per_epoch if every == "epoch" else 1
-        self.warmup_steps = int(warmup_epochs * steps_per_epoch)
+    def __init__(self, optimizer: Optimizer, schedule: LRScheduler, warmup_steps: int) -> None:
+        self.optimizer, self.schedule, self.warmup_steps = optimizer, schedule, warmup_steps
         self.number = 0  # optimizer steps done
         self.factor = 1.0  # of the warm-up, in the groups' learning rates now
         self._apply_warmup()
 
     def step(self, epoch: int | None = None) -> None:
         """Call it after each optimizer step."""
+        with self.without_warmup():
+            self.number += 1
+            self.move()
+
+    def move(self) -> None:
+        """Step the schedule if it is due. `self.number` is the optimizer step that has ended."""
+        raise NotImplementedError
+
+    @contextmanager
+    def without_warmup(self) -> Iterator[None]:
+        """Inside the block the learning rates are those of the schedule: some go on from what they find."""
         for group in self.optimizer.param_groups:
-            group["lr"] /= self.factor  # some schedules go on from the learning rate that they find
+            group["lr"] /= self.factor
         self.factor = 1.0
-        self.number += 1
-        if self.number % self.interval == 0:
-            self.schedule.step()
+        yield
         self._apply_warmup()
 
     def _apply_warmup(self) -> None:
@@ -112,10 +106,56 @@ class AnySchedule(LRScheduler):
         self.schedule.load_state_dict(state_dict["schedule"])
 
 
-def require_no_metric(scheduler: LRScheduler) -> None:
-    """Raise ConfigError for a schedule whose steps want a metric: evaluations come after epochs, and not after all."""
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "ReduceLROnPlateau wants a metric at each step, and schedules get none; "
-            "type scheduler=cosine or scheduler=step"
-        )
+class AnySchedule(WithWarmup):
+    """Any schedule of torch, or of the user's own, stepped after each optimizer step or each epoch, with a warm-up.
+
+    schedule: (optimizer) -> a torch scheduler. every: "step" or "epoch". warmup_epochs: epochs in which the learning
+    rate rises linearly to what the schedule says.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        steps_per_epoch: int,
+        total_steps: int,
+        schedule: Callable[[Optimizer], LRScheduler],
+        every: str,
+        warmup_epochs: float,
+    ) -> None:
+        self.interval = steps_per_epoch if every == "epoch" else 1
+        super().__init__(optimizer, schedule(optimizer), int(warmup_epochs * steps_per_epoch))
+
+    def move(self) -> None:
+        if self.number % self.interval == 0:
+            self.schedule.step()
+
+
+class Plateau(WithWarmup):
+    """torch's ReduceLROnPlateau, stepped with the objective after each evaluation, with a warm-up.
+
+    factor: of the learning rate, after more than `patience` evaluations in a row without a better objective. threshold:
+    by which share of the best value a better one has to differ from it. min_lr: the rate falls no lower.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        steps_per_epoch: int,
+        objective_mode: Literal["min", "max"],
+        factor: float,
+        patience: int,
+        threshold: float,
+        min_lr: float,
+        warmup_epochs: float,
+    ) -> None:
+        schedule = ReduceLROnPlateau(optimizer, objective_mode, factor, patience, threshold, min_lr=min_lr)
+        super().__init__(optimizer, schedule, int(warmup_epochs * steps_per_epoch))
+        self.schedule: ReduceLROnPlateau = schedule
+
+    def move(self) -> None:
+        """Only an evaluation moves it on."""
+
+    def evaluated(self, value: float) -> None:
+        """value: of the objective, the same on every rank."""
+        with self.without_warmup():
+            self.schedule.step(value)

@@ -14,6 +14,7 @@ from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
 from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.schedulers import Plateau
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ class TrainState:
         is_extra = self.reached_limit == "trainer.pause_after" and not self._evaluates_each_time
         if progress.samples or is_extra or math.isnan(value):
             return False
+        if isinstance(self.scheduler, Plateau):
+            self.scheduler.evaluated(value)
         best = progress.best
         if best is None or (value < best if mode == "min" else value > best):
             progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
