@@ -112,6 +112,8 @@ def check_batch_size(cfg: DictConfig, data_parallel_size: int) -> int:
 
 def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
     """Build the model without weights, so that what does not fit is said once and not by every rank."""
+    if any(cfg.model.get(key, "given") is None for key in ("shape", "classes")):
+        return  # the training data tells, which the ranks read
     try:
         with torch.device("meta"):
             model: Any = instantiate(cfg.model)

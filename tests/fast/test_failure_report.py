@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.monitor import channel
 from lockstep.monitor.channel import Reader, send
 from lockstep.monitor.exception_record import exception_record
 from lockstep.monitor.failure_report import (
@@ -22,7 +25,9 @@ from lockstep.monitor.failure_report import (
 )
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.monitor.start import run_monitor
 from lockstep.monitor.watched_rank import WatchedRank
+from support.commands import ROOT
 
 LOST = "rank 1 is gone: closed by peer"
 
@@ -183,3 +188,23 @@ def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
     assert first["signal"] == number.name
     assert first["meaning"]
     assert first["advice"]
+
+
+RANK = "from lockstep.monitor import rank; rank.connect('late', 0, 1, local_rank=0); rank.failed(ValueError('lost'))"
+
+
+def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended() -> None:
+    """As on a busy machine: all messages lie in its socket before it runs."""
+    with channel.listen(channel.address_of("late")) as listener:
+        launcher = channel.connect(channel.address_of("late"), timeout=2)
+        assert launcher is not None
+        send(launcher, {"launcher": True})
+        rank = subprocess.Popen([sys.executable, "-c", RANK], cwd=ROOT / "src")
+        rank.wait()
+        send(launcher, {"ranks_ended": {str(rank.pid): 1}})
+        run_monitor(listener, MonitorOptions())
+    answer = Reader(launcher).wait_for("report", 60)
+    assert answer is not None
+    assert answer["report"]["contents"]["first"]["message"] == "lost"
+    send(launcher, {"over": True})
+    launcher.close()

@@ -16,7 +16,7 @@ OPTIONS_OF_NPROC = "launch.nproc_per_node is a key of launch=torchrun, spawn and
 ALL_KEYS = "type python src/train.py --cfg job to see all keys"
 
 ANSWERS = [
-    ("+experiment=x", "experiment=x is no option; type one of experiment=mnist_ddp experiment=mnist_single"),
+    ("+experiment=x", "experiment=x is no option; type one of experiment=cifar10_speed experiment=image"),
     ("experiment=null", "experiment=null is no option; type the command without experiment=null"),
     ("logger=null", "logger=null is no option; type logger=[]"),
     ("logger=[csv,foo]", "logger=foo is no option; type one of logger=console"),

@@ -119,18 +119,19 @@ def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path)
 
 @pytest.mark.parametrize("launch", ["env", "fork"])
 def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, train, tmp_path, launch):
-    options = ["snapshot.every=50epochs", "evaluation.every=50", "trainer.epochs=6"]
+    options = ["snapshot.every=50epochs", "evaluation.every=50"]
     run = start(*LONG, *options, f"launch={launch}")
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
     (tmp_path / "run").rename(tmp_path / "moved")
     wait_for(lambda: (tmp_path / "run/.lock").exists(), "new folder")
     second = train("hydra.run.dir=run", code=2)
     assert "another run holds" in second.sentence
-    run.finish()
+    run.process.terminate()
+    run.finish(75)
     warnings = [line for line in run.output.splitlines() if "cannot write" in line or "was deleted" in line]
     sentence = f"the run folder {tmp_path}/run was deleted or moved away. It is made again, without what it held"
     assert warnings == [f"{sentence}; training goes on"]
     assert "Traceback" not in run.output
-    assert "finished: test loss" in read_log(tmp_path / "run")
-    assert (tmp_path / "run/model.pt").exists()
-    assert scalars(tmp_path / "run")["train/running_loss"][-1][0] == 270
+    last = stopped_at(tmp_path / "run")
+    assert last == position(tmp_path / "run")[0]
+    assert 0 <= last - scalars(tmp_path / "run")["train/running_loss"][-1][0] < 10  # logging.every

@@ -24,7 +24,7 @@ def assert_refused(run: Command, *said: str) -> None:
     ("typed", "said"),
     [
         (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
-        (["+experiment=x"], "experiment=x is no option; type one of experiment=mnist_ddp"),
+        (["+experiment=x"], "experiment=x is no option; type one of experiment=cifar10_speed"),
         (["~scheduler"], "the run needs a scheduler; type scheduler=constant"),
         (["trainer.epochs={"], "cannot be read (no viable alternative at input '{'); type key=value"),
         (["--experimental-rerun", "x"], "--experimental-rerun needs a pickled config"),

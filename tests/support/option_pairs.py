@@ -17,7 +17,9 @@ CONF = ROOT / "conf"
 NOT_COMBINED = ("experiment", "hydra", "local", "mode")  # a preset is a choice of the other groups; modes need a run
 NOT_HERE = ("launch=slurm",)  # its answer is the cluster's
 # New processes would refuse the small files for their checksums; forks of the command server do not look at them.
-NOT_TOGETHER = [("dataset=cifar10", "launch=spawn"), ("dataset=cifar10", "launch=torchrun")]
+NOT_TOGETHER = [
+    {data, f"launch={name}"} for data in ("dataset=cifar10", "model=airbench") for name in ("spawn", "torchrun")
+]
 ALONE = ("backend=nccl", "backend=mpi")  # refused for the machine's sake: the other option does not matter
 TWO_RANKS = "launch=fork"
 ONE_STEP = ["trainer.max_steps=1", "trainer.batch_size=16"]
@@ -70,7 +72,7 @@ def pairs() -> list[Pair]:
         Pair(first, second)
         for one, other in itertools.combinations(groups, 2)
         for first, second in itertools.product(groups[one], groups[other])
-        if first not in ALONE and second not in ALONE and (first, second) not in NOT_TOGETHER
+        if first not in ALONE and second not in ALONE and {first, second} not in NOT_TOGETHER
     ]
     return alone + both
 

@@ -1,10 +1,8 @@
-"""The monitor's main loop. Run as a program of its own; it ends with the ranks that it watches."""
+"""The monitor's main loop. It ends with the ranks that it watches."""
 
-import json
 import os
 import selectors
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -36,6 +34,7 @@ class Monitor:
         self._watch(listener, self._accept)
         self.listener = listener
         self.ranks: list[WatchedRank] = []
+        self.unknown: set[socket.socket] = set()  # connections without a first message
         self.launcher: socket.socket | None = None
         self.launcher_lost_at: float | None = None
         self.run_dir: str | None = None
@@ -61,6 +60,7 @@ class Monitor:
             connection.close()
             return
         reader = Reader(connection)
+        self.unknown.add(connection)
         self._watch(connection, lambda: self._read_hello(connection, reader))
 
     def _read_hello(self, connection: socket.socket, reader: Reader) -> None:
@@ -69,9 +69,11 @@ class Monitor:
         if not messages and reader.is_open:
             return
         self.selector.unregister(connection)
+        self.unknown.remove(connection)
         if messages and "launcher" in messages[0]:
             self.launcher = connection
             self._watch(connection, lambda: self._read_launcher(reader))
+            self._obey(messages[1:])
         elif messages and "hello" in messages[0] and len(reader.descriptors) >= 2:
             self._add_rank(messages[0]["hello"], connection, reader)
             self._note(self.ranks[-1], messages[1:])
@@ -129,7 +131,16 @@ class Monitor:
 
     def _read_launcher(self, reader: Reader) -> None:
         assert self.launcher is not None
-        for message in reader.read():
+        self._obey(reader.read())
+        if not reader.is_open and not self.is_over:  # the launcher was killed
+            self.selector.unregister(self.launcher)
+            self.launcher_lost_at = time.monotonic()
+            if self.options.temporary_folder is not None:
+                shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
+
+    def _obey(self, messages: Sequence[Message]) -> None:
+        """What the launcher asks for."""
+        for message in messages:
             if "ranks_ended" in message:
                 self._answer(message["ranks_ended"])
             elif "replaced" in message:
@@ -138,15 +149,11 @@ class Monitor:
                 self._next_attempt(message["next_attempt"])
             elif "over" in message:
                 self.is_over = True
-        if not reader.is_open and not self.is_over:  # the launcher was killed
-            self.selector.unregister(self.launcher)
-            self.launcher_lost_at = time.monotonic()
-            if self.options.temporary_folder is not None:
-                shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
 
     def _answer(self, exit_codes: dict[str, int]) -> None:
         """Send the launcher the report of the ranks, which have all ended. exit_codes: {pid: exit code}."""
         assert self.launcher is not None
+        self._meet_all()
         for rank in self.ranks:
             self._note(rank, rank.reader.read_rest())
             rank.note_death()
@@ -155,6 +162,14 @@ class Monitor:
         with suppress(OSError):  # the launcher does not wait any more
             report = None if self.report is None else self.report.as_dict()
             send(self.launcher, {"report": report, "attempt": self.options.attempt})
+
+    def _meet_all(self) -> None:
+        """On a busy machine ranks connect, and end, before this process has begun to listen."""
+        waiting = {self.listener} | self.unknown
+        while found := [key for key, _ in self.selector.select(0) if key.fileobj in waiting]:
+            for key in found:
+                key.data()
+            waiting = {self.listener} | self.unknown
 
     def _forget_ranks(self, ranks: list[WatchedRank]) -> None:
         for rank in ranks:
@@ -230,16 +245,3 @@ class Monitor:
         if self.report is not None and self.report.kind != "config" and not by_rank and not self.is_printed:
             self.is_printed = True
             print(self.report.screen(), file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """The program. Its argument is the descriptor of the socket to listen on; stdin has the options as JSON."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the ranks
-        signal.signal(number, signal.SIG_IGN)
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    address = listener.getsockname()
-    try:
-        Monitor(listener, MonitorOptions(**json.load(sys.stdin))).run()
-    finally:
-        if isinstance(address, str):  # not abstract: a file, where the system is not Linux
-            os.unlink(address)

@@ -18,7 +18,7 @@ from lockstep.monitor.rank import ADDRESS
 
 REPORT_SECONDS = 5.0  # for the answer of a monitor that has to read logs
 # Without site-packages and PYTHON* variables the interpreter starts in 20 ms, and runs no code of the user's.
-PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.monitor.process import main; main()"
+PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.monitor.program import main; main()"
 
 
 def start_monitor(name: str, options: MonitorOptions) -> None:
@@ -30,19 +30,22 @@ def start_monitor(name: str, options: MonitorOptions) -> None:
         listener = channel.listen(channel.address_of(name))
     except OSError:  # another rank of this machine has started it
         return
-    program = PROGRAM.format(source=str(Path(__file__).parents[2]))
     with listener:
-        monitor = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", program, str(listener.fileno())],
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        run_monitor(listener, options)
+
+
+def run_monitor(listener: socket.socket, options: MonitorOptions) -> None:
+    """Start the process that takes the connections of `listener`."""
+    program = PROGRAM.format(source=str(Path(__file__).parents[2]))
+    monitor = subprocess.Popen(
+        [sys.executable, "-S", "-E", "-c", program, str(listener.fileno())],
+        pass_fds=[listener.fileno()],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
     assert monitor.stdin is not None
-    with (
-        suppress(OSError),
-        monitor.stdin as options_file,
-    ):  # not in its command line: `pkill -f train.py` must not end the monitor
+    # Options are not in its command line: `pkill -f train.py` must not end the monitor.
+    with suppress(OSError), monitor.stdin as options_file:
         options_file.write(json.dumps(asdict(options)).encode())
 
 
