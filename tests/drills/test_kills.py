@@ -53,12 +53,22 @@ def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_pa
     assert middle <= 8
 
 
+BY_HAND = [*PYTHON_TRAIN, *SLOW, "launch=torchrun"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    Command([*BY_HAND, "hydra.run.dir=run"], folder).finish()
+    return folder / "run"
+
+
 @pytest.mark.parametrize("victims", ["all ranks", "launcher", "launcher and all ranks"])
-def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, start_faulty, tmp_path, victims):
-    command = [*PYTHON_TRAIN, *SLOW, "launch=torchrun"]
+def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(
+    start, start_faulty, undisturbed, tmp_path, victims
+):
     disturbed = tmp_path / "disturbed"
-    start(*command, "hydra.run.dir=undisturbed").finish()
-    run = start_faulty(*command, "hydra.run.dir=disturbed")
+    run = start_faulty(*BY_HAND, "hydra.run.dir=disturbed")
     wait_for(lambda: position(disturbed)[0] >= 5, "first snapshot")
     time.sleep(random.uniform(0, 0.5))
     ranks = ranks_under(run.process.pid)
@@ -67,9 +77,9 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(start, s
         os.kill(pid, signal.SIGKILL)
     run.finish(code=None)
     wait_for_end(ranks, 5)
-    again = start(*command, "hydra.run.dir=disturbed").finish()
+    again = start(*BY_HAND, "hydra.run.dir=disturbed").finish()
     assert again.output.count("resumed from") == 1
-    assert same_bits(tmp_path / "undisturbed", disturbed)
+    assert same_bits(undisturbed, disturbed)
     assert_one_curve(disturbed)
 
 

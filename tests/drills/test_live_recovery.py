@@ -21,7 +21,7 @@ from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
-KILLS = int(os.environ.get("LOCKSTEP_KILLS", "8"))  # in each of the runs below
+KILLS = int(os.environ.get("LOCKSTEP_KILLS", "5"))  # in each of the runs below
 PHASES = ("meeting", "train", "evaluation", "snapshot")
 TRAINING = [
     *PYTHON_TRAIN,
