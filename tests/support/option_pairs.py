@@ -28,7 +28,7 @@ LIMIT = 300.0  # seconds of a command
 NEEDS = {
     "dataset=image_folder": ["dataset.classes=2", "dataset.size=32"],
     "dataset=random": ["model=linear"],
-    "model=airbench": ["dataset=cifar10"],
+    "model=airbench": ["dataset=cifar10", "model.widths=[8,16,16]"],
     "strategy=data_parallel": ["launch=env"],
 }
 
