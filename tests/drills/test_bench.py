@@ -90,9 +90,10 @@ def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
             assert expected <= sent <= 1.03 * expected + 0.002  # headers and votes come on top
 
 
+@pytest.mark.timeout(600)
 def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     command = [ROOT / "bench" / "gpu.py", "--quick", f"--out={tmp_path}"]
-    start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish()
+    start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish(limit=500)
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith("## One device: ")
     rows = [row[0] for row in table_rows(tmp_path / "gpu.md")]

@@ -39,13 +39,13 @@ class Command:
             start_new_session=True,
         )
 
-    def finish(self, code: int | None = 0) -> "Command":
+    def finish(self, code: int | None = 0, limit: float = TIMEOUT) -> "Command":
         try:
-            self.output, _ = self.process.communicate(timeout=TIMEOUT)
+            self.output, _ = self.process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             self.kill_group()
             self.output, _ = self.process.communicate()
-            pytest.fail(f"{' '.join(self.command)} still ran after {TIMEOUT} s:\n{self.output}")
+            pytest.fail(f"{' '.join(self.command)} still ran after {limit} s:\n{self.output}")
         self.ended = time.time()
         if code is not None:
             failure = f"{' '.join(self.command)} ended with {self.process.returncode}:\n{self.output}"
