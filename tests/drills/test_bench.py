@@ -100,7 +100,6 @@ def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     assert [row for row in rows if "=" not in row and "---" not in row and "GFLOP" not in row] == [
         "false",
         "fp32",
-        "bf16",
         "false",
         "false",
     ]
