@@ -42,12 +42,12 @@ def _has_class_targets(cfg: DictConfig) -> bool:
     return isinstance(task, type) and issubclass(task, Classification)
 
 
-def complete_config(cfg: DictConfig, dataset: Any, read: InMemoryDataset | Samples) -> None:
+def complete_config(cfg: DictConfig, dataset: Any) -> None:
     """Give every `shape` and `classes` that is null in `cfg` its value, from the training data.
 
     Raises ConfigError where the data and a value in the config contradict each other.
     """
-    inputs, targets = first_sample(read)
+    inputs, targets = first_sample(samples(cfg, dataset, "training data"))
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}
     found: dict[str, Any] = {}

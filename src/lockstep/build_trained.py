@@ -14,7 +14,7 @@ from lockstep.config.instantiate import instantiate_as
 from lockstep.config.targets import is_open
 from lockstep.data.converter import Converter
 from lockstep.errors import ConfigError
-from lockstep.modes.base import recorded_classes
+from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.snapshots.files import load_first_good
 from lockstep.snapshots.trained import snapshots_to_try
@@ -40,8 +40,7 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
         raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None
     mean, std = config.get("dataset.mean"), config.get("dataset.std")
     converter = Converter(torch.device(device), model_dtype(precision), memory_format, mean, std)
-    folder = path.parent.parent if path.parent.name == "snapshots" else path.parent
-    trained = TrainedNet(net, converter, precision, recorded_classes(folder))
+    trained = TrainedNet(net, converter, precision, recorded_classes(folder_of(path)))
     trained.mean, trained.std = mean, std
     return trained
 

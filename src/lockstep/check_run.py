@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep import build
-from lockstep.config.instantiate import instantiate
+from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.same_input import require_same_data
@@ -28,6 +28,7 @@ from lockstep.modes.check_steps import Draws, Facts, FirstSteps, differences, wh
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_options, preflight
 from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.training.setup import set_determinism
 
 RANKS = 2
@@ -56,8 +57,8 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
         one, draws, lines = check_worker(cfg, Path(folder))
         kept = [torch.load(f"{folder}/{number}.pt", weights_only=True) for number in (1, RANKS)]
     apart = {} if one.diverged or two.diverged else differences(*kept)
-    names = [instantiate(cfg.strategy), instantiate(cfg.gradient_sync)]
-    options = Options(cfg.trainer.precision, names[1].name, type(names[0]).__module__.rpartition(".")[2], per_rank)
+    sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
+    options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank)
     found = rows(one, two, draws, apart, options)
     print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
     if any(row.reasons for row in found):

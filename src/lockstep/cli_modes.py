@@ -11,17 +11,16 @@ import yaml  # type: ignore[import-untyped]
 
 from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text
 from lockstep.cli_errors import typed_value
+from lockstep.cli_record import words_of_folders
 from lockstep.config.targets import RECORD, is_open
 from lockstep.errors import ConfigError
-from lockstep.launchers.slurm import config_flags
+from lockstep.runs.record import FINISHED, read_run, state_of
 
 TRAIN, CHECK = "train", "check"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
 NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compile")
 NORMALISATION = ("mean", "std")
-
-
 # What a finished run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
 NOT_NEEDED += ("snapshot", "logging", "watch", "backend", "data_dir")
@@ -48,8 +47,8 @@ def require_words_of_finished_run(argv: list[str]) -> list[str]:
 
 def _is_finished(folder: Path) -> bool:
     """Whether `folder` is that of a run that has finished, by its run.json."""
-    with suppress(OSError, ValueError, KeyError, IndexError):
-        return bool(json.loads((folder / "run.json").read_text())["lives"][-1]["state"] == "finished")
+    with suppress(ConfigError):
+        return state_of(read_run(folder)) == FINISHED
     return False
 
 
@@ -132,10 +131,9 @@ def _key(word: str) -> str:
 def _require_flags(folder: Path, typed: list[str]) -> None:
     """A folder of configs may run anything, so the record of a run cannot ask for one."""
     recorded: list[str] = []
-    with suppress(OSError, ValueError):
-        recorded = json.loads((folder / "run.json").read_text()).get("flags", [])
-    searched = [word for word in typed if word.startswith("hydra.searchpath=")]
-    if recorded and not config_flags(typed) + searched:
+    with suppress(ConfigError):
+        recorded = read_run(folder).get("flags", [])
+    if recorded and not words_of_folders(typed):
         words = " ".join(recorded)
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
 

@@ -50,7 +50,7 @@ def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
         "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
     }
-    flags = [*config_flags(sys.argv[1:]), *(word for word in sys.argv if word.startswith("hydra.searchpath="))]
+    flags = words_of_folders(sys.argv[1:])
     facts = {
         "command": _command(overrides, flags),
         "flags": flags,
@@ -60,6 +60,11 @@ def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -
         "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
     }
     return ConfigRecord(flat, shown, files, cast(dict[str, str | None], dict(hydra_cfg.runtime.choices)), facts)
+
+
+def words_of_folders(words: Sequence[str]) -> list[str]:
+    """Those of the typed words that say which folders of configs a config is composed from."""
+    return [*config_flags(list(words)), *(word for word in words if word.startswith("hydra.searchpath="))]
 
 
 def plain_values(flat: Mapping[str, Any]) -> dict[str, Any]:

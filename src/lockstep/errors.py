@@ -1,5 +1,7 @@
 """Errors that end a run, and the exit codes of `src/train.py`."""
 
+from collections.abc import Sequence
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
 EXIT_CONFIG = 2  # what the user can mend: the command, the config, the data or the run folder; see ConfigError
@@ -39,6 +41,12 @@ class TrainingDiverged(Exception):
 
 class RanksDiffer(Exception):
     """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type."""
+
+
+def first_of(names: Sequence[object], most: int) -> str:
+    """The names in a message, at most so many of them: "a, b and 3 more"."""
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def _printable(character: str) -> str:

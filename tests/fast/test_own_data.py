@@ -32,7 +32,7 @@ def own(name: str, *overrides: str) -> Any:
 
 def completed(cfg: Any) -> Any:
     train, _ = build_data.datasets(cfg)
-    build_data.complete_config(cfg, train, build_data.samples(cfg, train, "training data"))
+    build_data.complete_config(cfg, train)
     return cfg
 
 

@@ -20,8 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"monitor", "errors"},
     "runs": {"monitor", "errors"},  # reads and writes run folders for train.py and runs.py, without torch
     "sweeps": {"runs", "distributed", "monitor", "errors"},  # a job of a sweep is a run
-    "modes": {"training", "strategies", "data", "models", "tasks", "distributed", "monitor", "errors"},
-    "cli": {"sweeps", "config", "distributed", "launchers", "monitor", "errors"},
+    "modes": {"runs", "training", "strategies", "data", "models", "tasks", "distributed", "monitor", "errors"},
+    "cli": {"sweeps", "runs", "config", "distributed", "launchers", "monitor", "errors"},
     "launchers": {"distributed", "monitor", "errors"},
     "data": {"distributed", "errors"},
     "models": {"distributed", "errors"},

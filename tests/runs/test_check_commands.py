@@ -46,3 +46,9 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     assert "yes    samples and outputs are the same twice\n" in output
     assert "no     parameters without a gradient: spare.weight, spare.bias; type strategy.find_unused" in output
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
+    words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
+    run = start(*PYTHON_TRAIN, *words).finish(2)
+    assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.samples import IGNORED
 from lockstep.errors import ConfigError
 
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests
-IGNORED = -100  # the target of a token that is not counted
 TINY_SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 

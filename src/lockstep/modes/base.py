@@ -4,12 +4,14 @@ To add one: a subclass of `Mode` in a file of its own here, `conf/mode/<name>.ya
 `src/lockstep/config/mode_options.py`. docs/modes.md tells what users see. No torch at the top: `main` imports this.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
     from lockstep.data.loader import BatchLoader
@@ -40,8 +42,7 @@ class TrainedRun:
     @property
     def folder(self) -> Path:
         """The run folder, where the snapshot is."""
-        parent = self.snapshot.parent
-        return parent.parent if parent.name == "snapshots" else parent
+        return folder_of(self.snapshot)
 
     @property
     def step(self) -> int:
@@ -60,9 +61,15 @@ class TrainedRun:
 
 def recorded_classes(folder: Path) -> list[str]:
     """The names of the classes that the run in `folder` was trained on, empty if there are none."""
-    with suppress(OSError, ValueError):
-        return [str(name) for name in json.loads((folder / "run.json").read_text()).get("classes", ())]
+    with suppress(ConfigError):
+        return [str(name) for name in read_run(folder).get("classes", ())]
     return []
+
+
+def folder_of(snapshot: Path) -> Path:
+    """The run folder that a snapshot is in."""
+    parent = snapshot.parent
+    return parent.parent if parent.name == "snapshots" else parent
 
 
 class Mode:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.modes.base import Mode
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # How far the first steps of one and of two ranks may be apart, relative to the largest value.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
-EXACT_SYNCS = ("auto", "all_reduce", "shared_memory", "ring", "parameter_server")
 UNKNOWN = "cause not found; perhaps a layer or the loss compares the samples of a batch with each other"
 NAMED = 4  # parameters or modules that a line names
 
@@ -47,8 +46,7 @@ class Options:
     """What the config says, as far as reasons name it."""
 
     precision: str
-    gradient_sync: str
-    strategy: str
+    inexact_sync: str | None  # the gradient_sync, if it is not the exact mean
     per_rank: bool  # whether trainer.batch_size_per_rank is set
 
 
@@ -76,17 +74,15 @@ def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
     """What is known to make the numbers depend on the number of ranks."""
     found = []
     if two.unsynced:
-        found.append(f"batch norm sees a rank's share: {named(two.unsynced)}; type sync_bn=auto")
+        found.append(f"batch norm sees a rank's share: {first_of(two.unsynced, NAMED)}; type sync_bn=auto")
     if draws.by_rank:
-        which = f" ({named(draws.dropouts)})" if draws.dropouts else ""
+        which = f" ({first_of(draws.dropouts, NAMED)})" if draws.dropouts else ""
         found.append(
             f"the forward pass draws random numbers{which}, other ones on each rank; "
             f"type strategy=virtual_ranks, or model.dropout=0 if the model has it"
         )
-    if options.gradient_sync not in EXACT_SYNCS:
-        found.append(f"gradient_sync={options.gradient_sync} is not the exact mean; type gradient_sync=auto")
-    if options.strategy == "async_parameter_server":
-        found.append("strategy=async_parameter_server trains on gradients of older weights; type strategy=ddp")
+    if options.inexact_sync is not None:
+        found.append(f"gradient_sync={options.inexact_sync} is not the exact mean; type gradient_sync=auto")
     return found
 
 
@@ -97,7 +93,7 @@ def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
         found.append("the training data is another one at each start: draw it from a seed of its own")
     other = [name for name, value in one.digests.items() if two.digests.get(name, value) != value]
     if other:
-        found.append(f"initial weights are not drawn from torch's generator: {named(other)}")
+        found.append(f"initial weights are not drawn from torch's generator: {first_of(other, NAMED)}")
     if draws.samples:
         found.append("a sample read twice is another one: draw from torch, numpy or random, which are seeded for it")
     if draws.outputs:
@@ -112,11 +108,11 @@ def fits(one: "Facts", two: "Facts", diverged: str | None) -> list[str]:
     """Why the model and the data cannot be trained as they are."""
     found = [diverged] if diverged else []
     if one.not_finite:
-        found.append(f"NaN or infinite gradients: {named(one.not_finite)}")
+        found.append(f"NaN or infinite gradients: {first_of(one.not_finite, NAMED)}")
     unused = list(dict.fromkeys([*one.unused, *two.unused]))
     if unused:
         found.append(
-            f"parameters without a gradient: {named(unused)}; type strategy.find_unused_parameters=true, or "
+            f"parameters without a gradient: {first_of(unused, NAMED)}; type strategy.find_unused_parameters=true, or "
             f"freeze=[{','.join(unused[:NAMED])}]"
         )
     return found
@@ -127,11 +123,6 @@ def relative(one: float | None, two: float | None) -> float:
     if one is None or two is None:
         return float("inf")
     return abs(one - two) / max(abs(one), 1e-30)
-
-
-def named(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def table(found: Sequence[Row]) -> list[str]:

@@ -21,7 +21,7 @@ from lockstep.training.memory import peak_memory
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.step import TrainStepRunner, set_seed
-from lockstep.training.weight_check import digest
+from lockstep.training.weight_check import digest, local_part
 
 TIMED_STEPS = 5  # after the first one, which takes longer
 TIMED_SECONDS = 1.0
@@ -113,7 +113,7 @@ class FirstSteps:
         named, facts = list(self.state.strategy.model.named_parameters()), self.facts
         self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
         facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        facts.not_finite = [name for name, value in self.gradients.items() if not _local(value).isfinite().all()]
+        facts.not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
         facts.trained = sum(value.numel() for value in self.gradients.values())
         facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
 
@@ -138,13 +138,7 @@ class FirstSteps:
 
 def nbytes(tensors: Any) -> int:
     """What this rank holds of `tensors`."""
-    return sum(_local(tensor).nbytes for tensor in tensors)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
 def unsynced_batch_norms(model: nn.Module) -> list[str]:

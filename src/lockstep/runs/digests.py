@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 
 NAME = "digests.bin"
 LOSS, GRADIENT = "loss", "gradient of "
@@ -80,11 +80,13 @@ def _describe(step: int, before: int | None, names: list[str], differing: list[s
     if differing[0] == LOSS and not gradients:
         what = "the loss differs"
     elif differing[0] == LOSS:
-        what = f"the loss differs, and {_listed(gradients)}"
+        what = f"the loss differs, and {first_of(gradients, NAMED)}"
     elif gradients:
-        what = f"the loss is the same, and {_listed(gradients)} {_verb(gradients)}"
+        what = f"the loss is the same, and {first_of(gradients, NAMED)} {_verb(gradients)}"
     else:
-        what = f"the loss and all gradients are the same, and after the update {_listed(weights)} {_verb(weights)}"
+        what = (
+            f"the loss and all gradients are the same, and after the update {first_of(weights, NAMED)} {_verb(weights)}"
+        )
         all_weights = [name for name in names if name != LOSS and not name.startswith(GRADIENT)]
         what += f" ({len(weights)} of {len(all_weights)} weights and buffers)"
     sentence = f"the runs part at step {step}: {what}"
@@ -95,11 +97,6 @@ def _describe(step: int, before: int | None, names: list[str], differing: list[s
         sentence += f"; this is the first step with digests: it may be one of 1 to {step}; "
         sentence += "type trainer.digest=1 in both runs for the exact step"
     return sentence
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _verb(names: list[str]) -> str:

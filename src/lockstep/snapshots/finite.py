@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep.training.nan_policy import FindSnapshot, diverged
 from lockstep.training.state import TrainState
+from lockstep.training.weight_check import local_part
 
 
 def require_finite_loss(state: TrainState, totals: Tensor) -> None:
@@ -20,9 +21,8 @@ def require_good_weights(state: TrainState, newest: FindSnapshot) -> None:
     """Raise TrainingDiverged, on all ranks, if a weight is not finite: an update can break the weights one step before
     a loss shows it. Raise RanksDiffer if ranks hold different weights that should be the same."""
     world = state.strategy.world
-    parameters = [parameter.detach() for parameter in state.strategy.model.parameters()]
-    local = [value.to_local() if hasattr(value, "to_local") else value for value in parameters]  # of a DTensor
-    broken = sum(not torch.isfinite(value).all().item() for value in local)
+    parameters = [local_part(parameter.detach()) for parameter in state.strategy.model.parameters()]
+    broken = sum(not torch.isfinite(value).all().item() for value in parameters)
     if world.all_reduce_sum(torch.tensor(float(broken), device=world.device)).item():
         raise diverged(f"the weights are not finite at step {state.progress.step}", newest)
     state.compare_weights()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.models.patterns import matching_parameters, require_matches
 from lockstep.snapshots.files import list_snapshots
 
@@ -35,7 +35,7 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
     if found:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         everything = sum(parameter.numel() for parameter in model.parameters())
-        log.info("freeze: %d of %d weights are not trained: %s", frozen, everything, _listed(sorted(found)))
+        log.info("freeze: %d of %d weights are not trained: %s", frozen, everything, first_of(sorted(found), NAMED))
 
 
 @torch.no_grad()
@@ -56,14 +56,16 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     taken = {name for name, value in wanted.items() if name in saved and saved[name].shape == value.shape}
     _refuse_differences(where, {name: wanted[name] for name in wanted.keys() - taken}, saved)
     if not taken:
-        raise ConfigError(f"init={where} has no weight of this model; it has {_listed(list(saved))}; type model=...")
+        raise ConfigError(
+            f"init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
+        )
     for name in taken:
         own[name].copy_(saved[name])
     weights = sum(own[name].numel() for name in taken)
     log.info("init: %d of %d tensors (%d numbers) are those of %s", len(taken), len(own), weights, path)
     for what, names in (("keep their first values", own.keys() - taken), ("not used", saved.keys() - taken)):
         if names:
-            log.info("init: %s: %s", what, _listed(sorted(names)))
+            log.info("init: %s: %s", what, first_of(sorted(names), NAMED))
 
 
 def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str]:
@@ -124,11 +126,6 @@ def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, Te
     ]
     layers = sorted({name.rpartition(".")[0] or name for name in left})
     raise ConfigError(
-        f"init={where} does not fit the model: {_listed(described)}; "
+        f"init={where} does not fit the model: {first_of(described, NAMED)}; "
         f"to train {'it' if len(layers) == 1 else 'them'} from random weights type new_layers=[{','.join(layers)}]"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.data.nested import tensors_in
 from lockstep.data.partition import Batch
-from lockstep.errors import ConfigError, TrainingDiverged
+from lockstep.errors import ConfigError, TrainingDiverged, first_of
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.training.meter import LOSSES_KEPT, Meter
 
@@ -163,11 +163,13 @@ def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:
     broken = {rank: found["broken"] for rank, found in enumerate(everyone) if found["broken"]}
     what = f"the loss is {next(iter(losses.values()))}" if losses else "the gradient is not finite (the loss is)"
     ranks = broken or losses or range(len(everyone))
-    batches = [f"on rank {rank} with the samples {_listed(everyone[rank]['samples'])}" for rank in ranks]
+    batches = [
+        f"on rank {rank} with the samples {first_of(everyone[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
+    ]
     sentence = f"{what} at step {step} {' and '.join(batches)}"
     if broken:
         samples = [sample for numbers in broken.values() for sample in numbers]
-        sentence += f"; the inputs are not finite of {_listed(samples)}"
+        sentence += f"; the inputs are not finite of {first_of(samples, SAMPLES_NAMED)}"
     return sentence
 
 
@@ -189,9 +191,3 @@ def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-d tensor that is NaN or infinite if a value of `tensors` is, or if a square overflows."""
     device = tensors[0].device
     return torch.stack([norm.to(device) for norm in torch._foreach_norm(list(tensors))]).sum()
-
-
-def _listed(samples: Sequence[int]) -> str:
-    named = ", ".join(map(str, samples[:SAMPLES_NAMED]))
-    more = len(samples) - SAMPLES_NAMED
-    return f"{named} and {more} more" if more > 0 else named

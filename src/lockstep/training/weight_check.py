@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.stop_vote import hide_from_profiler
-from lockstep.errors import RanksDiffer
+from lockstep.errors import RanksDiffer, first_of
 from lockstep.training.nan_policy import FindSnapshot
 from lockstep.training.state import TrainState
 
@@ -196,6 +196,12 @@ def odd_weights(device: torch.device, length: int) -> Tensor:
     return found
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is. Without the import of DTensor, which takes long."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def choose_reference(totals: Sequence[int]) -> tuple[int, bool]:
     """The first rank that holds what most ranks hold, and whether these are more than half of all ranks."""
     value, count = Counter(totals).most_common(1)[0]
@@ -208,6 +214,5 @@ def describe(names: Sequence[str], parts: Sequence[Sequence[int]], reference: in
     for rank, digests in enumerate(parts):
         other = [name for name, ours, theirs in zip(names, digests, parts[reference], strict=True) if ours != theirs]
         if other:
-            more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
-            sentences.append(f"rank {rank} has other values in {', '.join(other[:NAMED])}{more}")
+            sentences.append(f"rank {rank} has other values in {first_of(other, NAMED)}")
     return f"{'; '.join(sentences)} than rank {reference}"

@@ -26,6 +26,7 @@ class GradientSync:
     name = "all_reduce"
     ranks_agree = True  # whether all ranks have the same gradient afterwards
     rounds_alike = True  # whether it has the same bits, too, so that the ranks' weights can be compared
+    is_exact = True  # whether that gradient is the mean of the ranks' own, up to rounding
     needs_hooks = False  # whether it works only in a strategy that runs DistributedDataParallel
     recovers_live = True  # False if it keeps something from step to step, or lets the ranks' weights differ
 

@@ -16,6 +16,7 @@ class BFloat16(GradientSync):
     """All-reduce of bfloat16: half the bytes, 8 bits of precision, float32's range."""
 
     name = "bf16"
+    is_exact = False
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:

@@ -11,6 +11,7 @@ class Float16(GradientSync):
     """All-reduce of float16: half the bytes, 11 bits of precision. Gradients beyond 65504 overflow."""
 
     name = "fp16"
+    is_exact = False
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:

@@ -18,6 +18,7 @@ class LocalSGD(GradientSync):
     """Every `sync_every` steps the ranks average their weights (Stich 2019)."""
 
     name = "local_sgd"
+    is_exact = False
     needs_hooks = True
     ranks_agree = False
     recovers_live = False

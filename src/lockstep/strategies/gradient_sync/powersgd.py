@@ -22,6 +22,7 @@ class PowerSGD(GradientSync):
     """
 
     name = "powersgd"
+    is_exact = False
     rounds_alike = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
     recovers_live = False
