@@ -29,6 +29,7 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
         ([*ADAFACTOR, "strategy=fsdp", *THREE], "torch's Adafactor cannot step on parts of weights; type strategy=ddp"),
         (["strategy=fsdp", "strategy.wrap_classes=[Nothing]", *THREE], r"type strategy.wrap_classes=\[\]"),
+        (["strategy=fsdp", "strategy.replicas=2", *THREE], "of two or more of 3 ranks; type strategy.replicas=1"),
         (["strategy=pipeline", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=pipeline", "trainer.precision=fp16"], "type trainer.precision=bf16"),
         (["strategy=pipeline", "trainer.compile=true"], "type trainer.compile=false"),

@@ -63,13 +63,13 @@ def test_tied_weights_are_left_to_the_whole_model() -> None:
     assert isinstance(model.blocks[0], Block)
 
 
-def shares_of_one_step() -> list[int]:
+def shares_of_one_step(replicas: int) -> list[int]:
     """How many values of the weights, the gradients and the moments this rank holds after one step."""
     from lockstep.distributed.world import init_distributed
     from lockstep.strategies.gradient_sync.base import GradientSync
 
     with init_distributed("gloo", 60) as world:
-        strategy = FSDP(reshard_after_forward=True, wrap_classes=[], wrap_min_parameters=1000)
+        strategy = FSDP(replicas, reshard_after_forward=True, wrap_classes=[], wrap_min_parameters=1000)
         strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), world, GradientSync())
         optimizer = torch.optim.AdamW(strategy.module.parameters())
         strategy.module(torch.ones(4, 100)).sum().backward()
@@ -81,9 +81,16 @@ def shares_of_one_step() -> list[int]:
 
 
 def test_ranks_share_out_weights_gradients_and_moments() -> None:
-    for of_ranks in zip(*in_world(3, shares_of_one_step), strict=True):
+    for of_ranks in zip(*in_world(3, shares_of_one_step, 1), strict=True):
         assert sum(of_ranks) == 101 * 50 + 51 * 7
         assert max(of_ranks) < 0.4 * sum(of_ranks)
+
+
+def test_each_replica_holds_the_model_once() -> None:
+    for of_ranks in zip(*in_world(4, shares_of_one_step, 2), strict=True):
+        assert of_ranks[:2] == of_ranks[2:]
+        assert sum(of_ranks[:2]) == 101 * 50 + 51 * 7
+        assert max(of_ranks) < 0.6 * sum(of_ranks[:2])
 
 
 def bytes_after_setup(cfg: Any) -> tuple[int, int]:

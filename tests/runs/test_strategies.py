@@ -39,7 +39,9 @@ def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> 
     one = trained(1, tmp_path / "data_parallel", [*AVERAGED, "strategy=data_parallel"])
     two = trained(2, tmp_path, [*IMAGES, *fsdp], [*HALVES, *together], [*HALVES, *piped, "trainer.max_grad_norm=1e3"])
     three = trained(3, tmp_path, [*AVERAGED, *fsdp, "strategy.reshard_after_forward=false"], [*AVERAGED, *piped])
-    pairs = zip([averaged, images, halves, halves, averaged, averaged], [*one, *two, *three], strict=True)
+    four = trained(4, tmp_path, [*AVERAGED, *fsdp, "strategy.replicas=2", "trainer.gradient_accumulation_steps=2"])
+    expected = [averaged, images, halves, halves, averaged, averaged, averaged]
+    pairs = zip(expected, [*one, *two, *three, *four], strict=True)
     for (objective, values), (found_objective, found) in pairs:
         assert found_objective == pytest.approx(objective, rel=1e-9)
         assert distance(values, found) < 1e-9
@@ -72,9 +74,10 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
     moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=6"]
     objective, whole = trained(1, tmp_path, moving)[0]
     cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
-    stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 3, "FSDP")]
+    stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 4, "FSDP")]
     for strategy, size, name in [*stops, ("tensor_parallel", 2, "TensorParallel"), ("pipeline", 2, "Pipeline")]:
         more = ["strategy.plan=[{1:colwise},{4:rowwise}]"] if strategy == "tensor_parallel" else []
+        more += ["strategy.replicas=2"] if size == 4 else []
         assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}", *more)) == [name] * size
     answers = in_world(2, train, composed(*cfg))
     saved = torch.load(list_snapshots(tmp_path / "moved" / "snapshots")[0], weights_only=True)

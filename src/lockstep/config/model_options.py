@@ -94,6 +94,7 @@ class DataParallel:
 @describes("lockstep.strategies.fsdp.FSDP", "strategy/fsdp")
 @dataclass
 class FSDP:
+    replicas: int = number("Groups of ranks with a model each, in parts.", min=1, example=1)
     reshard_after_forward: bool = value("Free gathered weights until the backward pass.", example=True)
     wrap_classes: list[str] = value("Class names of the blocks to gather one at a time.", example=["BasicBlock"])
     wrap_min_parameters: int = number("Smaller blocks are gathered with their parent.", min=1, example=1)

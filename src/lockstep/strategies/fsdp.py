@@ -1,4 +1,7 @@
-"""Weights, gradients and optimizer state in parts, one per rank (ZeRO, Rajbhandari et al. 2020; torch's FSDP2)."""
+"""Weights, gradients and optimizer state in parts, one per rank (ZeRO, Rajbhandari et al. 2020; torch's FSDP2).
+
+With copies of these parts in other groups of ranks (HSDP, Zhao et al. 2023, section 3.2.2).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.replicas import replica_groups, validate_replicas
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
@@ -26,17 +30,21 @@ class FSDP(Strategy):
 
     reshard_after_forward: whether gathered weights are freed between the forward and the backward pass.
     wrap_classes, wrap_min_parameters: which blocks are gathered one at a time, see `blocks_to_wrap`.
-    In a world of one rank the model stays a plain module.
+    replicas: groups of neighbouring ranks, each of which holds all parts. A block is gathered inside a group; gradients
+    are added up inside it, and then each part over the groups. In a world of one rank the model stays a plain module.
     """
 
     ranks_agree = False  # each rank holds its own part
     waits_in_passes = True
 
-    def __init__(self, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int) -> None:
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(
+        self, replicas: int, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int
+    ) -> None:
+        self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
         self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters
 
     def validate(self, job: JobSpec) -> None:
+        validate_replicas("strategy=fsdp", self.replicas, job.world_size)
         if job.optimizer is torch.optim.SGD and job.fused_optimizer:
             raise ConfigError("strategy=fsdp has no fused SGD in torch; type optimizer.fused=false")
         if job.optimizer in WHOLE_WEIGHTS and job.world_size > 1:
@@ -51,13 +59,21 @@ class FSDP(Strategy):
             self.ranks_agree = True
             return
         model.to(memory_format=torch.contiguous_format)  # FSDP2 cannot cut another layout
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        mesh = self._mesh(world)
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         for wrapped in self._wrapped_modules():
             # The loss is weighted for a sum over ranks, and gloo has no average.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
+
+    def _mesh(self, world: World) -> DeviceMesh:
+        """All ranks in a row; with replicas a row for each, whose columns torch keeps equal."""
+        if self.replicas == 1:
+            return init_device_mesh(world.device.type, (world.size,))
+        ranks, shares_model, holds_same = replica_groups(self.replicas, world)
+        names = ("replicate", "shard")
+        return DeviceMesh.from_group([holds_same, shares_model], world.device.type, ranks, mesh_dim_names=names)
 
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.replicas import replica_groups, validate_replicas
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
 from lockstep.strategies.tensor_plan import TensorPlan
 
@@ -38,11 +38,7 @@ class TensorParallel(Strategy):
         self.replicas, self.plan = replicas, TensorPlan(plan)
 
     def validate(self, job: JobSpec) -> None:
-        if job.world_size % self.replicas or (job.world_size == self.replicas > 1):
-            raise ConfigError(
-                f"{NAME} cannot make {self.replicas} groups of two or more of {job.world_size} ranks; "
-                f"type strategy.replicas=1, or strategy=ddp"
-            )
+        validate_replicas(NAME, self.replicas, job.world_size)
         if job.sync_bn == "on":
             raise ConfigError(f"{NAME} has the same samples on several ranks; type sync_bn=off")
         if job.precision == "fp16":
@@ -60,9 +56,7 @@ class TensorParallel(Strategy):
         if world.size == 1:
             self.ranks_agree = True
             return
-        ranks = torch.arange(world.size).view(self.replicas, -1)
-        shares_model = _own_group(ranks, world.timeout)
-        self.shares_batch = _own_group(ranks.T, world.timeout)
+        ranks, shares_model, self.shares_batch = replica_groups(self.replicas, world)
         self.counts_samples = world.rank in ranks[:, 0]
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout
         mesh = DeviceMesh.from_group(shares_model, world.device.type)
@@ -121,13 +115,6 @@ class TensorParallel(Strategy):
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         return cut_like_parameters(named, self.model)
-
-
-def _own_group(ranks: Tensor, timeout: float) -> dist.ProcessGroup:
-    """Each row of `ranks` becomes a group. Returns this rank's. A collective."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(seconds=timeout))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
