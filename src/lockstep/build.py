@@ -149,6 +149,7 @@ def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_lo
         epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
+        form=cfg.snapshot.format,
     )
 
 

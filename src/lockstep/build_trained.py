@@ -18,6 +18,7 @@ from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.snapshots.files import load_first_good
 from lockstep.snapshots.trained import snapshots_to_try
+from lockstep.strategies.stored_tensor import whole
 from lockstep.training.setup import model_dtype, model_memory_format
 
 
@@ -34,7 +35,7 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
         net = net.to(memory_format=torch.channels_last)
     weights = saved["model"] | (saved["ema"] or {} if config["trainer.ema"] is not None else {})
     try:
-        net.load_state_dict(weights)
+        net.load_state_dict(whole(weights))
     except RuntimeError as error:  # of a model of the user's
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None

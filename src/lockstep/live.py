@@ -116,7 +116,8 @@ class LiveRun:
             return
         state, note = self.notes.state, self.notes.latest
         assert isinstance(state.meter, PagedMeter)
-        saved = collect_state(state, torch.zeros_like(state.meter.sums), self.snapshots.scheduler_as_built)
+        totals, spread = torch.zeros_like(state.meter.sums), state.strategy.full_state
+        saved = collect_state(state, totals, self.snapshots.scheduler_as_built, spread)
         saved["model"] = saved["model"] | {name: note.buffers[name] for name in note.buffers if name in saved["model"]}
         saved["progress"] = asdict(note.progress)
         resumed_from = self.snapshots.resumed_from

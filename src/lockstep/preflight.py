@@ -18,6 +18,7 @@ from lockstep.modes.base import Mode
 from lockstep.snapshots.files import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.saver import validate_format
 from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
@@ -57,6 +58,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     gradient_sync.validate(job, strategy)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
+    validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
     if launcher.recovers_live:
         from lockstep.live import validate_live

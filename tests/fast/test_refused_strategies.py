@@ -69,6 +69,7 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*ASYNC, "profiler.enabled=true"], "type profiler.enabled=false"),
         ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
         (["strategy=fsdp", *LIVE], "type strategy=ddp"),
+        (["snapshot.format=sharded", *THREE], "type snapshot.format=auto, or strategy=fsdp"),
         (["gradient_sync=local_sgd", *LIVE], "type gradient_sync=auto"),
         (["sync_bn=off", *LIVE], "type sync_bn=on"),
         (["watch.nan=rollback", *LIVE], "type watch.nan=stop"),

@@ -1,9 +1,8 @@
 """Snapshot files: whole or not at all, whatever moment a run is killed at."""
 
-import builtins
 import os
 import threading
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +10,14 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots import files
 from lockstep.snapshots.files import find_snapshots, list_snapshots, load_first_good, remove_leftovers, save_snapshot
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.writer import BackgroundWriter
+from support.killed_disk import Disk
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: once it is raised, no later file operation has any effect."""
-
-
-class Disk:
-    """Counts the file operations of lockstep.snapshots.files, and raises Killed from number `last` on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.last = 0, 0
-        monkeypatch.setattr(files, "open", self.guarded(builtins.open), raising=False)
-        for module, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (Path, "unlink")):
-            monkeypatch.setattr(module, name, self.guarded(getattr(module, name)))
-        monkeypatch.setattr(torch, "save", self.partial(torch.save))
-        monkeypatch.setattr(files, "_write_json", self.partial(files._write_json))
-
-    def killed_now(self) -> bool:
-        self.count += 1
-        return self.count > self.last
-
-    def guarded(self, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.killed_now():
-                raise Killed
-            return operation(*args, **kwargs)
-
-        return call
-
-    def partial(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        """A write that is killed in the middle leaves some bytes."""
-
-        def call(*args: Any) -> Any:
-            if self.killed_now():
-                (file,) = [value for value in args if hasattr(value, "write")]
-                file.write(b"half")
-                raise Killed
-            return write(*args)
-
-        return call
-
-    def save(self, folder: Path, name: str, value: int, last: int) -> bool:
-        """Whether save_snapshot came to its end, with at most `last` file operations."""
-        self.count, self.last = 0, last
-        try:
-            save_snapshot(folder, name, {"value": value}, keep_last=2, step=value)
-            return True
-        except Killed:
-            return False
-        finally:
-            self.last = 10**9
+def save(folder: Path, name: str, value: int) -> None:
+    save_snapshot(folder, name, {"value": value}, keep_last=2, step=value)
 
 
 def value_of(path: Path) -> int:
@@ -77,10 +29,10 @@ def value_of(path: Path) -> int:
 @pytest.mark.parametrize("cleaned", [True, False], ids=["started again", "not started again"])
 def test_killed_at_any_moment_while_best_is_overwritten_it_can_be_loaded(tmp_path, monkeypatch, caplog, cleaned):
     best, disk = tmp_path / "best.pt", Disk(monkeypatch)
-    assert disk.save(tmp_path, "best", 0, last=100)
+    assert disk.save(partial(save, tmp_path, "best", 0), last=100)
     value, moments, finished = 0, 0, False
     while not finished:
-        finished = disk.save(tmp_path, "best", value + 1, last=moments)
+        finished = disk.save(partial(save, tmp_path, "best", value + 1), last=moments)
         now = value_of(best)
         assert now in (value, value + 1), f"killed at file operation {moments}"
         assert now == value + 1 or not finished
@@ -95,10 +47,10 @@ def test_killed_at_any_moment_while_best_is_overwritten_it_can_be_loaded(tmp_pat
 
 def test_killed_at_any_moment_a_numbered_snapshot_can_be_loaded(tmp_path, monkeypatch, caplog):
     disk, step = Disk(monkeypatch), 0
-    assert disk.save(tmp_path, "step_00000000", 0, last=100)
+    assert disk.save(partial(save, tmp_path, "step_00000000", 0), last=100)
     for last in range(100):
         step += 1
-        finished = disk.save(tmp_path, f"step_{step:08d}", step, last)
+        finished = disk.save(partial(save, tmp_path, f"step_{step:08d}", step), last)
         newest = list_snapshots(tmp_path)[0]
         assert value_of(newest) == int(newest.stem[5:])
         if finished:

@@ -70,6 +70,7 @@ def stop_after_two_steps(cfg: Any) -> str:
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:
     from lockstep.snapshots.files import list_snapshots
+    from lockstep.snapshots.parts import parts_of
 
     moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=6"]
     objective, whole = trained(1, tmp_path, moving)[0]
@@ -78,7 +79,11 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
     for strategy, size, name in [*stops, ("tensor_parallel", 2, "TensorParallel"), ("pipeline", 2, "Pipeline")]:
         more = ["strategy.plan=[{1:colwise},{4:rowwise}]"] if strategy == "tensor_parallel" else []
         more += ["strategy.replicas=2"] if size == 4 else []
+        sharded = (strategy, size) in (("fsdp", 4), ("tensor_parallel", 2), ("pipeline", 2))
+        more += ["snapshot.format=sharded"] if sharded else []
         assert in_world(size, stop_after_two_steps, composed(*cfg, f"strategy={strategy}", *more)) == [name] * size
+        newest = list_snapshots(tmp_path / "moved" / "snapshots")[0]
+        assert [len(list(parts.iterdir())) for parts in parts_of(newest)] == ([size] if sharded else [])
     answers = in_world(2, train, composed(*cfg))
     saved = torch.load(list_snapshots(tmp_path / "moved" / "snapshots")[0], weights_only=True)
     assert list(saved["optimizer"]["state"]) == list(saved["model"])

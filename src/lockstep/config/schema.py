@@ -73,6 +73,9 @@ class Snapshot:
         wants="epochs, steps or minutes, such as 1epochs, 50steps or 10min",
     )
     keep_last: int = number("Newest snapshots that stay; best.pt stays too.", min=1, example=3)
+    format: str = choice(
+        "auto", "full", "sharded", help="One file, or one for each rank; auto: by the strategy and the size."
+    )
 
 
 @dataclass

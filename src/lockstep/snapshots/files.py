@@ -1,15 +1,15 @@
 """Snapshot files: written whole or not at all, found in a folder, verified when they are loaded.
 
 A snapshot is `step_00000123.pt` and, beside it, its companion `step_00000123.json` with its SHA-256 and position. It
-holds tensors and plain values only, so `torch.load(weights_only=True)` reads it.
+holds tensors and plain values only, so `torch.load(weights_only=True)` reads it. A sharded one has parts, too.
 """
 
 import errno
-import hashlib
 import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +17,11 @@ from typing import Any, BinaryIO
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.snapshots.parts import FORMAT_IN_PARTS, open_parts, parts_of, remove_unused_parts, sha256, sync_folder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # of the snapshots that this version writes and reads
+FORMAT = 2  # of the snapshots that this version writes and reads, beside FORMAT_IN_PARTS
 
 
 def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: int, **position: Any) -> Path:
@@ -32,17 +33,20 @@ def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"
     replaced = _accepted_checksums(path) if path.exists() else []
+    replaced_parts = parts_of(path) if replaced else []
     temporary = _write_temporary(path, lambda file: torch.save({"format": FORMAT, **contents}, file))
     try:
-        companion = {"sha256": _sha256(temporary), **position}
+        companion = {"sha256": sha256(temporary), **position}
         # Two files cannot be replaced at once. Until both are, the companion fits the old file and the new one.
-        _write_companion(path, companion | {"replaces": replaced})
+        both = {"replaces": replaced, "replaced_parts": [parts.name for parts in replaced_parts]}
+        _write_companion(path, companion | both)
         _replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if replaced:
         _write_companion(path, companion)
+    _remove_folders(replaced_parts)
     _remove_older(path, keep_last)
     return path
 
@@ -53,7 +57,7 @@ def save_file(path: Path, contents: Any) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left in `folder`: unfinished files, and companions without a snapshot."""
+    """Delete what a killed process left in `folder`: unfinished files, companions and parts without a snapshot."""
     for unfinished in folder.glob("*.pt.tmp"):
         unfinished.unlink()
     for unfinished in folder.glob("*.json.tmp"):
@@ -61,6 +65,7 @@ def remove_leftovers(folder: Path) -> None:
     for companion in folder.glob("step_*.json"):
         if not companion.with_suffix(".pt").exists():
             companion.unlink()
+    remove_unused_parts(folder)
 
 
 def list_snapshots(folder: Path) -> list[Path]:
@@ -105,7 +110,7 @@ def load_first_good(paths: list[Path]) -> tuple[dict[str, Any], Path] | None:
     """
     for path in paths:
         try:
-            contents = _load_verified(path)
+            contents = _load_verified(path, check_parts=True)
         except Exception as error:  # torch.load raises many types for a damaged file
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("snapshot %s is damaged (%s) and passed over", path, reason)
@@ -118,6 +123,12 @@ def load_first_good(paths: list[Path]) -> tuple[dict[str, Any], Path] | None:
             f"to start afresh move that folder away, to resume type resume=<another snapshot>"
         )
     return None
+
+
+def load_chosen(path: Path) -> dict[str, Any]:
+    """The contents of a snapshot that rank 0 has found good. Raises ValueError for a damaged one."""
+    contents: dict[str, Any] = _load_verified(path, check_parts=False)
+    return contents
 
 
 def explain(error: OSError, folder: Path) -> str:
@@ -147,11 +158,7 @@ def _write_temporary(path: Path, write: Callable[[BinaryIO], None]) -> Path:
 
 def _replace(temporary: Path, path: Path) -> None:
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # without it a power cut may lose the new name
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def _write_companion(path: Path, companion: dict[str, Any]) -> None:
@@ -169,17 +176,19 @@ def _remove_older(path: Path, keep_last: int) -> None:
         return
     older = [other for other in list_snapshots(path.parent) if step_of(other) < step_of(path)]
     for old in older[max(keep_last, 1) - 1 :]:
+        parts = parts_of(old)
         old.unlink()
         old.with_suffix(".json").unlink(missing_ok=True)
+        _remove_folders(parts)
+
+
+def _remove_folders(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_numbered(path: Path) -> bool:
     return re.fullmatch(r"step_\d+", path.stem) is not None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _accepted_checksums(path: Path) -> list[str]:
@@ -191,26 +200,27 @@ def _accepted_checksums(path: Path) -> list[str]:
         return []
 
 
-def _load_verified(path: Path) -> Any:
+def _load_verified(path: Path, check_parts: bool) -> Any:
     """The contents of `path`. Raises ValueError or what torch.load raises if it is damaged."""
     accepted = _accepted_checksums(path)
     if not accepted:
         raise ValueError(f"{path.with_suffix('.json').name} with its checksum is missing or damaged")
-    if _sha256(path) not in accepted:
+    if sha256(path) not in accepted:
         raise ValueError("its checksum does not match")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error):  # torch advises to switch the check off
             raise ValueError("it holds more than tensors and plain values, and loading that could run code") from None
         raise
+    return open_parts(path, contents, check_parts) if isinstance(contents, dict) else contents
 
 
 def _require_format(path: Path, contents: Any) -> None:
     found = contents.get("format", 1) if isinstance(contents, dict) else "unknown"
-    if found != FORMAT:
+    if found not in (FORMAT, FORMAT_IN_PARTS):
         raise ConfigError(
-            f"{path} has the snapshot format {found}, and this version reads format {FORMAT}; "
+            f"{path} has the snapshot format {found}, and this version reads format {FORMAT} and {FORMAT_IN_PARTS}; "
             f"type resume=<a snapshot of this version>, or to start afresh hydra.run.dir=<a new folder>"
         )
 

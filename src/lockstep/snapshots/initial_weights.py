@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.patterns import matching_parameters, require_matches
 from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.parts import open_parts
+from lockstep.strategies.stored_tensor import StoredTensor, whole
 
 log = logging.getLogger(__name__)
 
 WRAPPERS = ("module.", "_orig_mod.")  # what DistributedDataParallel and torch.compile put before names
+TENSORS = (Tensor, StoredTensor)
 NAMED = 8  # names in a line of the report
 
 
@@ -60,7 +63,7 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
             f"init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
         )
     for name in taken:
-        own[name].copy_(saved[name])
+        own[name].copy_(whole(saved[name]))
     weights = sum(own[name].numel() for name in taken)
     log.info("init: %d of %d tensors (%d numbers) are those of %s", len(taken), len(own), weights, path)
     for what, names in (("keep their first values", own.keys() - taken), ("not used", saved.keys() - taken)):
@@ -87,11 +90,13 @@ def _file(where: str) -> Path:
     return path
 
 
-def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
+def _state_dict(path: Path, where: str) -> dict[str, Tensor | StoredTensor]:
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
     try:
         contents: Any = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(contents, dict):
+            contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "weights_only" in str(error) or "Weights only" in str(error):  # torch advises to switch the check off
@@ -101,21 +106,21 @@ def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
         contents = contents["model"] | (contents.get("ema") or {})
     elif isinstance(contents, dict) and isinstance(contents.get("state_dict"), dict):
         contents = contents["state_dict"]
-    if not isinstance(contents, dict) or not any(isinstance(value, Tensor) for value in contents.values()):
+    if not isinstance(contents, dict) or not any(isinstance(value, TENSORS) for value in contents.values()):
         raise ConfigError(
             f"init={where}: {path} holds no state dict; type init=<a file of torch.save(net.state_dict())>"
         )
-    return {name: value for name, value in contents.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in contents.items() if isinstance(value, TENSORS)}
 
 
-def _without_wrappers(saved: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_wrappers(saved: dict[str, Any]) -> dict[str, Any]:
     for prefix in WRAPPERS:
         if all(name.startswith(prefix) for name in saved):
             saved = {name.removeprefix(prefix): value for name, value in saved.items()}
     return saved
 
 
-def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, Any]) -> None:
     """Raise ConfigError if one of the tensors that were not taken is a parameter."""
     left = {name: value for name, value in left.items() if isinstance(value, nn.Parameter)}
     if not left:

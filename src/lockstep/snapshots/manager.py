@@ -19,16 +19,17 @@ from lockstep.snapshots.files import (
     explain,
     find_snapshots,
     list_snapshots,
+    load_chosen,
     load_first_good,
     remove_leftovers,
     save_file,
-    save_snapshot,
     step_of,
 )
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
 from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval
-from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
+from lockstep.snapshots.saver import Saver
+from lockstep.snapshots.state_dict import model_state, plain_copy, restore_state
 from lockstep.snapshots.writer import BackgroundWriter
 from lockstep.training.state import TrainState
 
@@ -38,13 +39,13 @@ MAX_PENDING = 2  # snapshots in memory that are not on the disk yet
 
 
 class SnapshotManager:
-    """Saves and restores `state`. Every rank calls every method; rank 0 writes. Build it before the first step.
+    """Saves and restores `state`. Every rank calls every method. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
 
     fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
     config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-    epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last: how many snapshots to keep.
+    epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last, form: see Saver.
     before_save: an attribute, called on rank 0 before each save. It writes what must not be older than the snapshot.
     """
 
@@ -58,13 +59,15 @@ class SnapshotManager:
         epoch_samples: int,
         every: str,
         keep_last: int,
+        form: str,
     ) -> None:
         self.state, self.world, self.run_dir = state, world, Path(run_dir)
         self.fingerprint, self.config = fingerprint, config
-        self.epoch_samples, self.keep_last = epoch_samples, keep_last
+        self.epoch_samples = epoch_samples
         self.interval = SaveInterval(every)
         self.vote = StopVote(world, flags=2)
         self.writer = BackgroundWriter(MAX_PENDING)
+        self.saver = Saver(state, self.folder, self.writer, keep_last, form)
         self.scheduler_as_built = plain_copy(state.scheduler.state_dict())
         self.before_save: Callable[[], None] = lambda: None
         self.resumed_from: Path | None = None
@@ -103,7 +106,7 @@ class SnapshotManager:
             return None
         path = Path(found)
         if saved is None:
-            saved, _ = load_first_good([path]) or ({}, path)
+            saved = load_chosen(path)
         restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
@@ -160,15 +163,16 @@ class SnapshotManager:
         require_finite_loss(state, totals)
         state.average_replicas()
         require_good_weights(state, self.newest)
-        contents = collect_state(state, totals, self.scheduler_as_built)
+        contents = self.saver.collect(totals, self.scheduler_as_built)
         if name is None:
             self.is_due = False
-        if not self.world.is_rank_zero:
+        if self.world.is_rank_zero:
+            self.before_save()
+        if contents is None:
             return
-        self.before_save()
-        contents = plain_copy(contents | {"fingerprint": self.fingerprint, "config": self.config})
         position = contents["progress"] | {"world_size": self.world.size}
-        self.writer.put(self._write, name or self._numbered(), contents, position)
+        contents |= {"fingerprint": self.fingerprint, "config": self.config}
+        self.saver.put(name or self._numbered(), contents, position)
 
     def newest(self) -> Path | None:
         """The newest numbered snapshot, else the one that this run resumed from. Not a collective.
@@ -240,11 +244,3 @@ class SnapshotManager:
 
     def _numbered(self) -> str:
         return f"step_{self.state.progress.step:08d}"
-
-    def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
-        """In the writer's thread. A full disk costs a warning, not the training."""
-        try:
-            save_snapshot(self.folder, name, contents, self.keep_last, **position)
-        except OSError as error:
-            reason = explain(error, self.folder)
-            log.warning("no snapshot at step %d: %s; training goes on", position["step"], reason)

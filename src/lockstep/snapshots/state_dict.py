@@ -4,7 +4,8 @@ It is the same under every strategy and at every world size, so a snapshot moves
 """
 
 import logging
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch.utils._pytree import tree_map_only
 from lockstep.errors import ConfigError
 from lockstep.snapshots.hyperparameters import log_changes, restore_scheduler, resumed_group
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.stored_tensor import Block, whole
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
+
+Spread = Callable[[dict[str, Any]], dict[str, Any]]
 
 NOT_HYPERPARAMETERS = ("params", "param_names")
 
@@ -26,16 +30,19 @@ def model_state(strategy: Strategy) -> dict[str, Any]:
     return strategy.full_state(strategy.model.state_dict())
 
 
-def collect_state(state: TrainState, meter_totals: Tensor, scheduler_as_built: dict[str, Any]) -> dict[str, Any]:
+def collect_state(
+    state: TrainState, meter_totals: Tensor, scheduler_as_built: dict[str, Any], spread: Spread
+) -> dict[str, Any]:
     """What `restore_state` takes, complete on rank 0. A collective.
 
     meter_totals: `state.meter.totals()`. scheduler_as_built: the scheduler's state dict before the first step.
+    spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a sharded snapshot.
     """
     scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built}
     return {
-        "model": model_state(state.strategy),
-        "optimizer": _optimizer_state(state),
-        "ema": None if state.ema is None else state.strategy.full_state(state.ema.averages),
+        "model": spread(state.strategy.model.state_dict()),
+        "optimizer": _optimizer_state(state, spread),
+        "ema": None if state.ema is None else spread(state.ema.averages),
         "initial_hyperparameters": state.initial_hyperparameters,
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
         "scaler": state.scaler.state_dict(),
@@ -64,7 +71,7 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
 def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
     """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
     strategy = state.strategy
-    strategy.model.load_state_dict(strategy.shard_state(saved["model"]))
+    strategy.model.load_state_dict(whole(strategy.shard_state(saved["model"])))
     if state.ema is not None:
         averages = _to_parameter_layout(strategy, saved["ema"] or {})
         # In the model's order: the average is updated parameter by parameter.
@@ -72,12 +79,14 @@ def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
 
 
 def plain_copy(value: Any) -> Any:
-    """A copy on the CPU that training cannot change: dicts, lists, tuples, tensors and plain values.
+    """A copy on the CPU that training cannot change: dicts, lists, tuples, tensors, blocks and plain values.
 
     Numbers of other libraries become Python's. Other objects become None: `weights_only` would refuse the file.
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, Block):
+        return replace(value, values=plain_copy(value.values))
     if isinstance(value, dict):
         return {key: plain_copy(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -89,12 +98,12 @@ def plain_copy(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else None
 
 
-def _optimizer_state(state: TrainState) -> dict[str, Any]:
+def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
     names = _parameter_names(state.strategy.model, state.optimizer)
     indexed = state.optimizer.state_dict()
     named = {names[index]: values for index, values in indexed["state"].items()}
     groups = [_hyperparameters(group) for group in indexed["param_groups"]]
-    return {"state": state.strategy.full_state(named), "param_groups": groups}
+    return {"state": spread(named), "param_groups": groups}
 
 
 def _restore_optimizer(state: TrainState, saved: dict[str, Any]) -> None:
@@ -158,7 +167,7 @@ def _to_parameter_layout(strategy: Strategy, named: dict[str, Any]) -> dict[str,
     Fused optimizers read a parameter and its state side by side in memory.
     """
     parameters = dict(strategy.model.named_parameters())
-    own = strategy.shard_state(named)
+    own = whole(strategy.shard_state(named))
     return {name: _like(parameters[name], values) for name, values in own.items() if name in parameters}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.monitor import rank as monitor
-from lockstep.snapshots.files import find_snapshots, load_first_good
+from lockstep.snapshots.files import find_snapshots, load_chosen, load_first_good
 from lockstep.snapshots.fingerprint import require_same_model
 from lockstep.snapshots.state_dict import restore_weights
 from lockstep.training.state import TrainState
@@ -47,7 +47,7 @@ def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str
         raise ConfigError(error)
     path = Path(found)
     if saved is None:
-        saved, _ = load_first_good([path]) or ({}, path)
+        saved = load_chosen(path)
     restore_weights(state, saved)
     return path, saved
 

@@ -99,6 +99,7 @@ class Strategy:
     counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
     waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
     recovers_live = False  # whether all ranks hold the same weights and optimizer state after each step
+    shards_state = False  # whether the ranks can save the state in parts: see `own_blocks`
     binds_one_device = True  # False if a rank computes on several GPUs
 
     def validate(self, job: JobSpec) -> None:
@@ -224,5 +225,15 @@ class Strategy:
         return named
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The reverse of `full_state`, called by every rank with the whole state: this rank's part of it."""
+        """The reverse of `full_state`, called by every rank with the whole state: this rank's part of it.
+
+        Of a sharded snapshot the values are StoredTensors. Those of this rank's part that stay so are read as a whole.
+        """
         return named
+
+    def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
+        """As `full_state`, but each tensor becomes the `Block` that this rank saves. With `shards_state`.
+
+        The ranks save all of each tensor together, and nothing twice.
+        """
+        raise NotImplementedError

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.strategies.replicas import replica_groups, validate_replicas
-from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
+from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -35,6 +35,7 @@ class FSDP(Strategy):
     """
 
     ranks_agree = False  # each rank holds its own part
+    shards_state = True
     waits_in_passes = True
 
     def __init__(
@@ -112,6 +113,9 @@ class FSDP(Strategy):
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         return cut_like_parameters(named, self.model)
+
+    def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
+        return own_blocks(named, self.world)
 
 
 def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters: int) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.strategies.layer_groups import layer_groups
+from lockstep.strategies.stored_tensor import whole_block
 
 
 class Stage(nn.Sequential):
@@ -43,6 +44,7 @@ class Pipeline(Strategy):
     """
 
     ranks_agree = False  # each rank holds its own layers
+    shards_state = True
     waits_in_passes = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
@@ -190,6 +192,10 @@ class Pipeline(Strategy):
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         mine = self.model.state_dict()
         return {name: values for name, values in named.items() if name in mine}
+
+    def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
+        result: dict[str, Any] = tree_map_only(Tensor, whole_block, named)
+        return result
 
 
 def _refuse_shared_parameters(groups: list[dict[str, nn.Module]]) -> None:

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.strategies.replicas import replica_groups, validate_replicas
-from lockstep.strategies.sharded_state import cut_like_parameters, gather_full
+from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 from lockstep.strategies.tensor_plan import TensorPlan
 
 NAME = "strategy=tensor_parallel"
@@ -31,6 +31,7 @@ class TensorParallel(Strategy):
     """
 
     ranks_agree = False  # each rank holds its own part
+    shards_state = True
     waits_in_passes = True
     supports_sync_bn = False  # the ranks of a group compute the same samples, which a sum over all would count again
 
@@ -115,6 +116,9 @@ class TensorParallel(Strategy):
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
         return cut_like_parameters(named, self.model)
+
+    def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
+        return own_blocks(named, self.world, self.data_parallel_rank(self.world) == 0)
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
