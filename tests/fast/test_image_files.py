@@ -1,13 +1,16 @@
 """Folders of images as people have them: hidden folders, empty classes, damaged files, a test half named val."""
 
+import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
 from lockstep.data.image_folder import ImageFolder
+from lockstep.data.image_reader import ImageReader
 from lockstep.data.samples import SampleError, Samples
 from lockstep.errors import ConfigError
 
@@ -80,3 +83,56 @@ def test_a_damaged_or_deleted_file_is_named_or_skipped(root: Path) -> None:
     assert ship.exists()
     skipping = Samples(files, on_error="skip").__getitems__([(0, 0), (0, 1), (0, 2)])
     assert (skipping.numbers, skipping.kept) == ([2, 2, 2], 3)
+
+
+def noise(mode: str) -> Image.Image:
+    """47 x 31 pixels."""
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    drawn = torch.randint(0, 256, (47 * 31 * channels,), generator=torch.Generator().manual_seed(1))
+    return Image.frombytes(mode, (47, 31), bytes(drawn.tolist()))
+
+
+def turned() -> Image.Exif:
+    """What a camera writes that was held upright. Pixels are read as they are stored."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {"quality": 60, "subsampling": "4:2:0"}),
+        ("RGB", {"quality": 95, "subsampling": "4:2:2", "progressive": True}),
+        ("RGB", {"keep_rgb": True}),
+        ("RGB", {"exif": turned()}),
+        ("L", {}),
+        ("CMYK", {}),
+        ("YCbCr", {}),
+    ],
+)
+@pytest.mark.parametrize("size", [None, 8])
+def test_jpegs_have_the_bytes_that_pillow_and_torchvision_give(
+    tmp_path: Path, mode: str, options: dict[str, Any], size: int | None
+) -> None:
+    from torchvision.transforms import v2
+
+    noise(mode).save(tmp_path / "a.jpg", **options)
+    fit = [] if size is None else [v2.Resize(size), v2.CenterCrop(size)]
+    with Image.open(tmp_path / "a.jpg") as file:
+        expected = v2.Compose([*fit, v2.PILToTensor()])(file.convert("RGB"))
+    reader = ImageReader(size)
+    assert torch.equal(reader(tmp_path / "a.jpg"), expected)
+    reader.decode_jpeg = None  # as with a torchvision that has it no more
+    assert torch.equal(reader(tmp_path / "a.jpg"), expected)
+
+
+def test_a_jpeg_that_is_cut_anywhere_is_not_read_and_one_with_another_name_is(tmp_path: Path) -> None:
+    stored, path = io.BytesIO(), tmp_path / "a.jpg"
+    noise("RGB").save(stored, "JPEG")
+    for kept in (0, 2, 300, len(stored.getvalue()) // 2, len(stored.getvalue()) - 1):
+        path.write_bytes(stored.getvalue()[:kept])
+        with pytest.raises(OSError, match="a.jpg: "):
+            ImageReader(None)(path)
+    noise("RGB").save(path, "PNG")
+    assert ImageReader(None)(path).shape == (3, 31, 47)

@@ -21,17 +21,24 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_images_give_the_same_numbers_on_one_and_three_ranks(train: Any, start: Any, pictures: Path) -> None:
+def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_workers(
+    train: Any, start: Any, pictures: Path
+) -> None:
     # Batches of 9 leave a last one of 1: two ranks have nothing to do there.
     options = [
         "dataset=image_folder", f"dataset.root={pictures}", "dataset.classes=2", "dataset.size=16", "dataset.workers=1",
         "trainer.batch_size=9", "trainer.epochs=2", "sync_bn=on", "optimizer.lr=0.01",
+        "trainer.precision=fp64", "dataset.augment.pad=2", "dataset.cache_dir=decoded",
     ]  # fmt: skip
-    alone = train(*options, "hydra.run.dir=alone")
-    three = start(*TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options, "hydra.run.dir=three").finish()
+    alone = train(*options, "hydra.run.dir=alone", "dataset.cache=off")
+    three = start(
+        *TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options, "hydra.run.dir=three", "dataset.cache=on"
+    ).finish()
     assert "37 training and 11 test samples" in alone.output
     assert len(alone.epochs) == 2
     assert three.epochs == alone.epochs
+    assert "decoding the 37 images of" not in alone.output
+    assert three.output.count("decoding the 37 images of") == 1
 
 
 def test_a_missing_folder_and_a_wrong_number_of_classes_are_explained(train: Any, pictures: Path) -> None:

@@ -38,12 +38,15 @@ class MNIST(TenClasses):
     name: str = value("Folder of the files inside data_dir.", example="MNIST")
 
 
-@reads("lockstep.data.image_folder.ImageFolder", "image_folder")
+@reads("lockstep.data.decoded_images.image_folder", "image_folder")
 @dataclass
 class ImageFolder(Dataset):
     root: str = value("Folder that holds train/<class>/*.jpg and test/<class>/*.jpg.", example="data")
     test_split: str = value("Folder in root of the test images.", example="val")
     size: int = number("Pixels of the square that each image is resized and cropped to.", min=1, example=224)
+    cache: str = choice("auto", "on", "off", help="Keep the decoded pixels in a file; auto: where that can be done.")
+    cache_dir: str = value("Folder of the decoded pixels.", example="data/decoded")
+    cache_limit: float = number("GB of decoded pixels of each half; more are not kept.", above=0, example=16)
     shape: list[int] = number("Shape of an image.", min=1, length=3, example=[3, 224, 224])
     classes: int | None = number("Folders in train/; null: as many as there are.", min=1, example=2)
 
@@ -93,6 +96,27 @@ class ImageFolderReader:
     split: str = value("Folder in root.", example="val")
     size: int | None = number("As dataset.size; null: images keep their size, for transforms.", min=1, example=224)
     classes: int | None = number("As dataset.classes.", min=1, example=2)
+
+
+@describes("lockstep.data.decoded_images.image_folder")
+@dataclass
+class CachedImagesReader(ImageFolderReader):
+    cache: str = choice("auto", "on", "off", help="As dataset.cache.")
+    cache_dir: str = value("As dataset.cache_dir.", example="data/decoded")
+
+
+@describes("lockstep.data.decode.decode_images")
+@dataclass
+class DecodeImages:
+    root: str = value("As dataset.root.", example="data")
+    test_split: str = value("As dataset.test_split.", example="val")
+    train_size: int | None = number("As dataset.train.size.", min=1, example=224)
+    test_size: int | None = number("As dataset.test.size.", min=1, example=224)
+    classes: int | None = number("As dataset.classes.", min=1, example=2)
+    cache: str = choice("auto", "on", "off", help="As dataset.cache.")
+    cache_dir: str = value("As dataset.cache_dir.", example="data/decoded")
+    limit: float = number("As dataset.cache_limit.", above=0, example=16)
+    on_error: str = choice("fail", "skip", help="As dataset.on_error.")
 
 
 @describes("lockstep.data.random_pairs.random_pairs")

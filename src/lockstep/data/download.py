@@ -7,6 +7,8 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 
+LOCK = ".download.lock"
+
 
 def download(data_dir: str, name: str) -> None:
     """Make sure that torchvision's data set `name` (MNIST, FashionMNIST, CIFAR10) is in `data_dir`.
@@ -19,7 +21,7 @@ def download(data_dir: str, name: str) -> None:
     created = not Path(data_dir).exists()
     try:
         Path(data_dir).mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(Path(data_dir)):
+        with one_at_a_time(Path(data_dir) / LOCK):
             if not expected.exists():
                 import torchvision
 
@@ -52,9 +54,9 @@ def _last_file(data_dir: Path, name: str) -> Path:
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a lock in `folder`: the first ranks of several machines may share it over a network file system."""
-    with open(folder / ".download.lock", "w") as file:
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """Hold the file `lock`: the first ranks of several machines may share its folder over a network file system."""
+    with open(lock, "w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
@@ -62,7 +64,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def _remove_empty(folder: Path) -> None:
     """Remove a folder that this download created and could not fill."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    if all(path.name == ".download.lock" for path in files):
+    if all(path.name == LOCK for path in files):
         for path in files:
             path.unlink()
         for path in sorted(folder.rglob("*"), reverse=True):

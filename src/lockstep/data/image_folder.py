@@ -2,11 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.data.image_reader import ImageReader
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -14,18 +14,15 @@ log = logging.getLogger(__name__)
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """`root`/<split>/<class>/**/*.jpg as uint8 images (3, size, size), of any type in IMAGES.
+class ImageFiles:
+    """`root`/<split>/<class>/**/*.jpg, or of any other type in IMAGES.
 
-    The classes are the folders of `root`/train in alphabetical order, in every split; hidden folders are none. size:
-    the shorter side is scaled to it and the middle is cut out; None: images keep their size, for transforms that
-    change it. classes: how many there are; None: as many as there are folders. Raises ConfigError for a folder that is
-    missing, and for a class that only another split has.
+    The classes are the folders of `root`/train in alphabetical order, in every split; hidden folders are none. classes:
+    how many there are; None: as many as there are folders. Raises ConfigError for a folder that is missing, and for a
+    class that only another split has.
     """
 
-    def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
-        from torchvision.transforms import v2
-
+    def __init__(self, root: str, split: str, classes: int | None) -> None:
         self.folder = folder = Path(root) / split
         self.classes = _class_names(Path(root) / "train")
         if classes not in (None, len(self.classes)):
@@ -40,31 +37,34 @@ class ImageFolder(torch.utils.data.Dataset[tuple[Tensor, int]]):
                 f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
             )
         self.files = [(path, number) for number, name in enumerate(self.classes) for path in _images(folder / name)]
-        steps = [] if size is None else [v2.Resize(size), v2.CenterCrop(size)]
-        self.transform: Any = v2.Compose([*steps, v2.PILToTensor()])
-        empty = sorted(set(range(len(self.classes))) - {number for _, number in self.files})
-        if empty:
-            log.warning("%s has no image of %s", folder, ", ".join(self.classes[number] for number in empty))
+
+    def __len__(self) -> int:
+        return len(self.files)
 
     @property
     def targets(self) -> list[int]:
         """The class of each image."""
         return [number for _, number in self.files]
 
-    def __len__(self) -> int:
-        return len(self.files)
+    def name_empty_classes(self) -> None:
+        """A line in the log for classes without images."""
+        empty = sorted(set(range(len(self.classes))) - set(self.targets))
+        if empty:
+            log.warning("%s has no image of %s", self.folder, ", ".join(self.classes[number] for number in empty))
+
+
+class ImageFolder(ImageFiles, torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """These files, decoded each time they are read. size: as for ImageReader."""
+
+    def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
+        super().__init__(root, split, classes)
+        self.read = ImageReader(size)
+        self.name_empty_classes()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Raises OSError, with the file's name, for a file that is gone or damaged."""
-        from PIL import Image
-
+        """(pixels, class). Raises OSError, with the file's name, for a file that is gone or damaged."""
         path, number = self.files[index]
-        try:
-            with Image.open(path) as image:
-                return self.transform(image.convert("RGB")), number
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of them
-            reason = str(error).removesuffix(f": '{path}'")
-            raise OSError(f"{path}: {reason}") from error
+        return self.read(path), number
 
 
 def _class_names(folder: Path) -> list[str]:

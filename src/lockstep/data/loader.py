@@ -49,8 +49,8 @@ class BatchLoader:
         self.is_stream = False  # whether samples come in the data set's own order
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         if isinstance(dataset, InMemoryDataset):
-            self.index_device = converter.device
             self.dataset = dataset.to(converter.device)
+            self.index_device = self.dataset.samples.device
             return
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.leaves_out = samples.skips

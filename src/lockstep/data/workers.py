@@ -11,18 +11,28 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.samples import EVALUATION, Key, Samples
+from lockstep.data.samples import EVALUATION, Key
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
 
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
+
+
+class Source(Protocol):
+    """What the workers read, as `Samples`."""
+
+    def __getitems__(self, keys: list[Key], /) -> Any:
+        """What was read of one batch."""
+
+    def collate(self, read: Any, /) -> tuple[Any, Any] | ConfigError:
+        """(inputs, targets) of it, or a sentence for the user."""
 
 
 class DatasetReader:
@@ -33,12 +43,12 @@ class DatasetReader:
     locks that other threads hold, so build a reader before training starts, while such threads are idle.
     """
 
-    def __init__(self, samples: Samples, workers: int, pin_memory: bool) -> None:
+    def __init__(self, samples: Source, workers: int, pin_memory: bool) -> None:
         self._batches = _BatchList()
         self._loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # it has all that is used of a Dataset
             batch_sampler=self._batches,
-            collate_fn=samples.collate,  # type: ignore[arg-type]  # it takes what __getitems__ returns
+            collate_fn=samples.collate,
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lockstep.data.image_folder import ImageFolder
+from lockstep.data.decoded_images import DecodedImages
+from lockstep.data.image_folder import ImageFiles
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.random_numbers import random_states_kept
 from lockstep.training.weight_check import digest
@@ -51,11 +52,11 @@ def file_times(dataset: Any) -> str | None:
 
 
 def _fingerprint(dataset: Any) -> str:
-    if isinstance(dataset, InMemoryDataset):
-        return _of_tensors(dataset)
     images = _image_files(dataset)
     if images is not None:
         return _of_files(*images)
+    if isinstance(dataset, InMemoryDataset):
+        return _of_tensors(dataset)
     targets = _numeric_targets(dataset)
     return f"{_hash(len(dataset), targets)} of the length and {len(targets)} targets"
 
@@ -77,7 +78,9 @@ def _of_tensors(dataset: InMemoryDataset) -> str:
 
 def _image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, int]]] | None:
     """(folder, [(file, class)]) of this project's and torchvision's folders of images. None for other data sets."""
-    if isinstance(dataset, ImageFolder):
+    if isinstance(dataset, DecodedImages):
+        dataset = dataset.source
+    if isinstance(dataset, ImageFiles):
         return str(dataset.folder), dataset.files
     vision = sys.modules.get("torchvision.datasets")
     if vision is not None and isinstance(dataset, vision.DatasetFolder):

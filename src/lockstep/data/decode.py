@@ -1,0 +1,177 @@
+"""`dataset.prepare` of an image folder: decodes its images once, into the files that `decoded_images` maps.
+
+They lie in a folder of their own, not beside the images: those are often read-only, or nobody wants files among them.
+"""
+
+import errno
+import fcntl
+import glob
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.data.decoded_images import is_whole, pixel_bytes, pixel_file
+from lockstep.data.download import one_at_a_time
+from lockstep.data.image_folder import ImageFiles
+from lockstep.data.image_reader import ImageReader
+from lockstep.data.samples import Key
+from lockstep.data.workers import DatasetReader
+from lockstep.distributed.host import cpu_count
+from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BYTES_AT_ONCE = 2**20  # that a worker sends: a container often has 64 MB of shared memory
+IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
+REPORT_EVERY = 10.0  # seconds
+
+
+def decode_images(
+    root: str,
+    test_split: str,
+    train_size: int | None,
+    test_size: int | None,
+    classes: int | None,
+    cache: str,
+    cache_dir: str,
+    limit: float,
+    on_error: str,
+) -> None:
+    """Decode the training and the test images, unless that is done. sizes: as for ImageReader. limit: GB of each half.
+
+    With cache=auto a half that cannot be decoded is read from its files, and the log says why; with cache=on that
+    raises ConfigError. So does a file that cannot be read, unless on_error is skip.
+    """
+    if cache == "off":
+        return
+    for split, size in (("train", train_size), (test_split, test_size)):
+        if size is None and cache == "auto":
+            continue  # the user wants each image in its own size
+        files = ImageFiles(root, split, classes)
+        reason = _decode_once(files, size, cache_dir, limit, on_error)
+        if reason is not None and cache == "on":
+            raise ConfigError(
+                f"dataset.cache=on, but the images of {files.folder} cannot be decoded once: {reason}; "
+                f"type dataset.cache=auto"
+            )
+        if reason is not None:
+            log.info("the images of %s are decoded each time they are read: %s", files.folder, reason)
+
+
+def _decode_once(files: ImageFiles, size: int | None, cache_dir: str, limit: float, on_error: str) -> str | None:
+    """Decode the images unless that is done. Returns why they are not decoded, None if they are."""
+    if size is None:
+        return "they keep their size"
+    path, gigabytes = pixel_file(files, size, cache_dir), pixel_bytes(files, size) / 1e9
+    if is_whole(path, files, size):
+        return None
+    if gigabytes > limit:
+        return f"they would take {gigabytes:.3g} GB, and dataset.cache_limit is {limit:g}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(path.parent / ".decode.lock"):
+            if not is_whole(path, files, size) and not _list_of_unreadable(path).exists():
+                _sweep(path)
+                _decode(files, size, path)
+        unreadable = _list_of_unreadable(path).read_text().splitlines() if not path.exists() else []
+    except OSError as error:
+        return f"{cache_dir} cannot hold them ({error.strerror or error})"
+    if unreadable and on_error == "fail":
+        raise ConfigError(
+            f"{len(unreadable)} of the images of {files.folder} cannot be read, the first is {unreadable[0]}; "
+            f"remove it, or type dataset.on_error=skip"
+        )
+    return f"{len(unreadable)} of them cannot be read, the first is {unreadable[0]}" if unreadable else None
+
+
+def _list_of_unreadable(path: Path) -> Path:
+    """The file that stands in for the pixels `path` if some images cannot be read: a line for each of them."""
+    return path.with_suffix(".unreadable")
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes have left, and what earlier states of the same images gave, if no run uses it."""
+    same_images = glob.escape(path.name.rpartition("-")[0])
+    for old in [*path.parent.glob("*.tmp"), *path.parent.glob(f"{same_images}-*")]:
+        with suppress(OSError), open(old, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
+
+
+def _decode(files: ImageFiles, size: int, path: Path) -> None:
+    """Write the pixels to `path`, or the names of the files that cannot be read beside it. Raises OSError."""
+    needed = pixel_bytes(files, size)
+    if shutil.disk_usage(path.parent).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _say(f"decoding the {len(files)} images of {files.folder} once: {needed / 1e6:.0f} MB in {path}")
+    begun, temporary, unreadable = time.monotonic(), path.with_suffix(".tmp"), list[str]()
+    try:
+        with open(temporary, "wb") as out:
+            for pixels, errors in _decoded(files, size):
+                out.write(pixels.numpy().data)
+                unreadable += errors
+            if unreadable:
+                out.truncate(0)
+                out.seek(0)
+                out.write("\n".join(unreadable).encode(errors="replace"))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, _list_of_unreadable(path) if unreadable else path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _say(f"decoded them in {time.monotonic() - begun:.1f} s")
+
+
+def _decoded(files: ImageFiles, size: int) -> Iterator[tuple[Tensor, list[str]]]:
+    """(pixels of some images (n, 3, size, size), sentences about those that cannot be read), in order.
+
+    The work is done in other processes: one that has computed must not fork ranks.
+    """
+    workers = max(1, min(cpu_count(), len(files) // IMAGES_A_WORKER))
+    at_once = max(1, min(BYTES_AT_ONCE // (3 * size**2), len(files) // (8 * workers)))
+    numbers = range(len(files))
+    batches = [list(numbers[first : first + at_once]) for first in numbers[::at_once]]
+    reader = DatasetReader(_Decoder(files, size), workers, pin_memory=False)
+    done, report_at = 0, time.monotonic() + REPORT_EVERY
+    try:
+        for pixels, errors in reader.read(batches):
+            yield pixels, errors
+            done += len(pixels)
+            if time.monotonic() > report_at:
+                _say(f"decoded {done} of {len(files)} images")
+                report_at += REPORT_EVERY
+    finally:
+        reader.close()
+
+
+class _Decoder:
+    """What a worker does."""
+
+    def __init__(self, files: ImageFiles, size: int) -> None:
+        self.files, self.size, self.read = files.files, size, ImageReader(size)
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, list[str]]:
+        pixels, errors = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8), []
+        for row, (_, number) in zip(pixels, keys, strict=True):
+            try:
+                row.copy_(self.read(self.files[number][0]))
+            except OSError as error:
+                errors.append(" ".join(str(error).split()))
+        return pixels, errors
+
+    def collate(self, read: tuple[Tensor, list[str]]) -> tuple[Tensor, list[str]]:
+        return read
+
+
+def _say(sentence: str) -> None:
+    """In the log, or printed by a process that has none yet: the one that starts the ranks."""
+    log.info(sentence)
+    if not log.hasHandlers():
+        print(sentence, flush=True)
