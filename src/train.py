@@ -173,7 +173,7 @@ def fit(
 
     objective, progress = cfg.objective.removeprefix("test/"), state.progress
     tested: dict[str, float] = {}
-    running = RunningMetrics(state, loggers, snapshots.newest)
+    running = RunningMetrics(state, loggers)
     evaluate = build.evaluator(cfg, state, eval_loader, loggers)
     trainer = build.epoch_trainer(cfg, state, train_loader, snapshots, loggers, running)
     snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
@@ -181,7 +181,7 @@ def fit(
         trained = trainer.train()
         metrics, epochs = {"train": trained.means}, state.settings.epochs
         if state.evaluation_due:
-            tested = metrics["test"] = running.finite("test loss", evaluate(snapshots.stop_before_evaluation))
+            tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
             if state.update_best(tested[objective], state.task.mode(cfg.objective)):
                 snapshots.save("best")
         best = {} if progress.best is None else {objective: progress.best}

@@ -28,12 +28,18 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
 
 
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
-    """`dataset` as a loader reads it. name: "training data" or "test data"."""
+    """`dataset` as a loader reads it. name: "training data" or "test data".
+
+    Raises ConfigError if data in memory has a class number that `dataset.classes` does not allow.
+    """
     data = cfg.dataset
     transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
+    are_classes = _has_class_targets(cfg)
     if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
+        if data.classes is not None:
+            check_classes(dataset, name, data.classes, is_signed=not are_classes)
         return dataset
-    classes = data.classes if _has_class_targets(cfg) else None
+    classes = data.classes if are_classes else None
     return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), classes)
 
 
@@ -60,8 +66,6 @@ def complete_config(cfg: DictConfig, dataset: Any) -> None:
         if name in found:
             OmegaConf.update(cfg, key, found[name])
     check_shape(dataset, cfg.model.get("shape"))
-    if cfg.dataset.classes is not None:
-        check_classes(dataset, cfg.dataset.classes)
 
 
 def _unknown(cfg: DictConfig) -> list[str]:

@@ -4,7 +4,8 @@ import io
 import logging
 import multiprocessing.reduction
 import random
-import tempfile
+from contextlib import suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
 
     launcher: what `launch` says. It starts nothing: the two ranks are forks of this process on this machine's CPUs.
     """
+    remove_new_folder(Path(cfg.run_dir))
     strategy, ranks = check_options(cfg, launcher)
     shares = strategy.data_parallel_size(ranks)
     per_rank = cfg.trainer.batch_size_per_rank is not None
@@ -51,11 +53,11 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
         preflight(cfg, forks)
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
-    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
-        two, _, _ = forks.launch(check_worker, cfg, Path(folder))
-        one, draws, lines = check_worker(cfg, Path(folder))
-        kept = [torch.load(f"{folder}/{number}.pt", weights_only=True) for number in (1, RANKS)]
+    folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
+    # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
+    two, _, _ = forks.launch(check_worker, cfg, folder)
+    one, draws, lines = check_worker(cfg, folder)
+    kept = [torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)]
     apart = {} if one.diverged or two.diverged else differences(*kept)
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank)
@@ -63,6 +65,17 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
     if any(row.reasons for row in found):
         raise SystemExit(EXIT_PROMISES)
+
+
+def remove_new_folder(run_dir: Path) -> None:
+    """Remove the run folder that Hydra has made, if it is empty, with those that Hydra has made for it here."""
+    here = Path.cwd()
+    with suppress(OSError):  # it holds something, or is gone
+        run_dir.rmdir()
+        for parent in run_dir.parents:
+            if here not in parent.parents:
+                break
+            parent.rmdir()
 
 
 def check_worker(cfg: DictConfig, folder: Path) -> tuple[Facts, Draws, list[str]]:

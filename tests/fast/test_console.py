@@ -18,6 +18,8 @@ def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
     console.on_fit_start(run_info(tmp_path, world_size=3))
     console.on_epoch_end(epoch(1))
     console.on_epoch_end(replace(epoch(2), best={"accuracy": 0.875}, best_step=2))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model_best.pt").touch()
     console.on_fit_end(tmp_path / "run", {"loss": 0.25, "accuracy": 0.96875})
     assert [record.getMessage() for record in caplog.records] == [
         "1437 training and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
@@ -25,7 +27,7 @@ def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
         "epoch 2/2   step 4   train loss 0.5000 accuracy 0.5000   test loss 1.0000 accuracy 0.2500   1234 samples/s",
         "finished: test loss 0.2500, accuracy 0.9688",
         f"run folder: {tmp_path / 'run'}",
-        "best:       test accuracy 0.8750 at step 2; mode.snapshot=best takes its weights",
+        "best:       test accuracy 0.8750 at step 2, in model_best.pt; mode.snapshot=best takes its weights",
         f"evaluate:   python src/train.py mode=evaluate resume={tmp_path / 'run'}",
         f"table:      python src/runs.py table {tmp_path}",
         f"train on:   the same command with resume={tmp_path / 'run'} trainer.epochs=4",

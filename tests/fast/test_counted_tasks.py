@@ -16,8 +16,8 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.classification_f1 import ClassificationF1
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation
+from lockstep.training.first_batch import require_sums
 from lockstep.training.meter import Meter
-from lockstep.training.sums_check import require_sums
 from support.worlds import in_world
 
 SAMPLES, CLASSES, IGNORED = 37, 4, 255

@@ -75,12 +75,17 @@ def test_random_pairs_depend_on_the_seed_and_the_split() -> None:
     assert 0 <= float(one.samples.min()) < float(one.samples.max()) <= 1
 
 
-def test_a_class_that_the_model_does_not_know_is_refused() -> None:
-    data = InMemoryDataset(torch.zeros(3, 2), torch.tensor([0, 4, 1]))
-    check_classes(data, 5)
-    with pytest.raises(ConfigError, match="type dataset.classes=5"):
-        check_classes(data, 4)
-    check_classes(InMemoryDataset(torch.zeros(3, 2), torch.tensor([0.0, 4.0, 1.0])), 1)  # regression
+def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> None:
+    def check(classes: int, targets: list[float], is_signed: bool = False) -> None:
+        check_classes(InMemoryDataset(torch.zeros(3, 2), torch.tensor(targets)), "test data", classes, is_signed)
+
+    check(5, [0, 4, 1])
+    with pytest.raises(ConfigError, match="sample 1 of the test data has the target 4, .*; type dataset.classes=5"):
+        check(4, [0, 4, 1])
+    with pytest.raises(ConfigError, match="sample 2 of the test data has the target -1, and the classes are 0 to 4"):
+        check(5, [0, -100, -1])
+    check(5, [0, 4, -1], is_signed=True)
+    check(1, [0.0, 4.0, 1.0])  # regression
 
 
 def test_a_shape_that_is_not_the_samples_is_refused() -> None:

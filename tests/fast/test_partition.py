@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 def test_parts_are_a_partition_with_sizes_that_differ_by_one_at_most(samples: int, steps: int, size: int) -> None:
     batch = torch.arange(samples)
     of_ranks = [micro_batch_parts(batch, steps, rank, size) for rank in range(size)]
+    steps = max(1, min(steps, samples))  # no micro-batch without samples
     in_order = [parts[number] for number in range(steps) for parts in of_ranks]
     assert torch.cat([part.indices for part in in_order]).tolist() == list(range(samples))
     assert [part.number for part in in_order] == list(range(steps * size))

@@ -10,7 +10,7 @@ import torch
 from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nan_policy import are_finite
-from support.configs import composed
+from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import in_world, same_bits, train
 
@@ -20,6 +20,7 @@ SAMPLES = 1437
 DATA = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
 SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
 SMALL += ["+dataset.test.broken=[]", "trainer.epochs=2", "dataset.mean=null", "dataset.std=null"]
+TEST_BROKEN = ["dataset.train.broken=[]", "dataset.test.broken=[7,9]", "trainer.max_steps=1"]
 MARKED = [*SMALL, "model=mlp", "model._target_=support.damage.MarkedMLP", "+dataset.train.value=-1"]
 
 
@@ -51,19 +52,24 @@ def test_a_run_stops_at_the_step_and_names_the_samples(tmp_path: Path) -> None:
         composed(f"run_dir={tmp_path / 'loss'}", *SMALL, *every),
         composed(f"run_dir={tmp_path / 'gradient'}", *MARKED, *every),
         composed(f"run_dir={tmp_path / 'late'}", *SMALL, "model=mlp", "gradient_sync=local_sgd", "logging.every=1000"),
+        with_values(composed(f"run_dir={tmp_path / 'test'}", *SMALL), *TEST_BROKEN),
     ]
     step, rank = step_of_sample(BROKEN, 0, 2)
-    for loss, gradient, late in in_world(2, _train_all, configs):
+    for loss, gradient, late, test in in_world(2, _train_all, configs):
         assert loss[0] == gradient[0] == late[0] == step
         for _, sentence in (loss, late):
             assert sentence.startswith(f"the loss is nan at step {step} on rank {rank} with the samples ")
             assert f"on rank {1 - rank}" not in sentence
-            assert f"the inputs are not finite of {BROKEN};" in loss[1]
+            assert f"; sample {BROKEN} has NaN in its inputs; " in sentence
+        assert loss[1].endswith("or to leave out their batches type watch.nan=skip")
+        assert late[1].endswith("or to leave out their batches type watch.nan=rollback")  # it refuses skip
         assert gradient[1].startswith(f"the gradient is not finite (the loss is) at step {step} on rank 0 with the")
         named = re.search(rf"on rank {rank} with the samples ([\d, ]*)", loss[1])
         assert named
         order = torch.randperm(SAMPLES, generator=generator(0, 0))[BATCH * (step - 1) :][:BATCH]
         assert [int(word) for word in named[1].split(", ")] == order.tensor_split(2)[rank][:16].tolist()
+        assert gradient[1].endswith("type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")  # its inputs are finite
+        assert "the test loss is nan at step 1; in the test data the samples 7, 9 have NaN in their inputs; " in test[1]
         assert re.search(r"the last good snapshot is \S+/snapshots/step_\d+.pt;", loss[1])
     newest = max(path.stem for path in (tmp_path / "gradient" / "snapshots").glob("step_*.pt"))
     assert newest == f"step_{step - 1:08d}"

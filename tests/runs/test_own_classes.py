@@ -25,6 +25,26 @@ class Net(nn.Sequential):
         layers = {"gelu": nn.GELU, "relu": nn.ReLU}
         super().__init__(nn.Flatten(), nn.Linear(64, 8), layers[activation](), nn.Linear(8, classes))
 
+class Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+class OfTransformers(Net):
+    def forward(self, images):
+        return Output(super().forward(images))
+
+class Pair(Net):
+    def forward(self, images):
+        return super().forward(images), images
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, left, right):
+        return self.layer(left + right)
+
 NUMBER = 3
 """
 OWN_TASK = """
@@ -105,6 +125,30 @@ def sentence(cfg: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         train(cfg)
     return str(refused.value)
+
+
+def sentences(configs: list[Any]) -> list[str]:
+    return [sentence(cfg) for cfg in configs]
+
+
+def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    base = ["logger=[]", f"run_dir={tmp_path}", "+model.activation=gelu"]
+    of_transformers = accepted("model._target_=own_nets.OfTransformers", *base)
+    of_transformers_in_parts = composed("strategy=model_parallel", "model._target_=own_nets.OfTransformers", *base)
+    pair = accepted("model._target_=own_nets.Pair", *base)
+    by_name = composed("logger=[]", f"run_dir={tmp_path}", "dataset.mean=null", "dataset.std=null", "dataset.classes=2")
+    OmegaConf.update(by_name, "model", {"_target_": "own_nets.ByName"}, merge=False)
+    for half in ("train", "test"):
+        OmegaConf.update(by_name, f"dataset.{half}", {"_target_": "support.own_data.Dicts"}, merge=False)
+    logits = "the model returns an object of Output, and Classification wants its logits alone; type model._target_="
+    for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name]):
+        assert found[0].startswith(logits)
+        assert found[1].startswith(logits)
+        assert (
+            "the model returns an object of tuple, and Classification wants one tensor; type model._target_="
+            in found[2]
+        )
+        assert found[3].startswith("own_nets.ByName takes left, right by name, and a model gets all inputs as one")
 
 
 def test_a_task_that_returns_means_is_refused_in_the_first_step(tmp_path: Path) -> None:

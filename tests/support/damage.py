@@ -53,13 +53,12 @@ def digits_of_rank(train: bool, half: str, fault: str) -> InMemoryDataset:
 
 
 class FloatDigits(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """The digits as floating-point images. In training all pixels of those numbered `broken` have this value."""
+    """The digits as floating-point images. All pixels of those numbered `broken` have this value."""
 
     def __init__(self, train: bool, broken: list[int], value: float = math.nan) -> None:
         data = digits(train)
         self.images, self.targets = data.samples.float() / 255, data.targets
-        if train:
-            self.images[broken] = value
+        self.images[broken] = value
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.data.samples import IGNORED, is_class_numbers, wrong_label
 from lockstep.errors import ConfigError
 
 
@@ -41,20 +42,21 @@ class InMemoryDataset:
         return InMemoryDataset(self.samples.to(device), self.targets.to(device))
 
 
-def check_classes(dataset: object, classes: int) -> None:
-    """Raise ConfigError if a data set in memory has a class number that a model of `classes` outputs does not know.
+def check_classes(dataset: InMemoryDataset, name: str, classes: int, is_signed: bool) -> None:
+    """Raise ConfigError if `dataset`, called `name`, has a class number that a model of `classes` outputs lacks.
 
-    Only for one number a sample: the pixels of a mask may have a label that is ignored.
+    Only for one number a sample: the pixels of a mask may have a label that is ignored. is_signed: whether negative
+    numbers may mean something to the task.
     """
-    if not isinstance(dataset, InMemoryDataset) or dataset.targets.is_floating_point() or not len(dataset.targets):
+    targets = dataset.targets
+    if not is_class_numbers(targets) or not len(targets):
         return
-    if dataset.targets.dim() > 1:
-        return
-    largest = int(dataset.targets.max())
-    if largest >= classes:
-        raise ConfigError(
-            f"dataset.classes={classes} but the data has classes 0 to {largest}; type dataset.classes={largest + 1}"
-        )
+    highest = int(targets.argmax())
+    wrong = [highest] if targets[highest] >= classes else []
+    if not is_signed:
+        wrong += ((targets < 0) & (targets != IGNORED)).nonzero().flatten().tolist()[:1]
+    for number in wrong:
+        raise ConfigError(wrong_label(number, int(targets[number]), name, classes))
 
 
 def class_names(dataset: object) -> list[str]:

@@ -14,6 +14,7 @@ from lockstep.data.nested import count_samples
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.workers import DatasetReader
+from lockstep.errors import ConfigError
 
 # Values of samples that are looked up and converted together. Step by step, the calls cost more than their work.
 VALUES_AT_ONCE = 2**20
@@ -132,14 +133,32 @@ class BatchLoader:
 
         Every rank gets equally many batches, perhaps with an empty last one: ranks may have to compute together.
         """
+        yield from self._load(self.eval_shares(batch_size), EVALUATION)
+
+    def eval_shares(self, batch_size: int) -> list[Tensor]:
+        """The numbers of the samples of each of `eval_batches`."""
         mine = torch.arange(len(self), device=self.index_device)[self.rank :: self.size]
         rounds = -(-len(self) // (self.size * batch_size))
-        shares = [mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)]
-        yield from self._load(shares, EVALUATION)
+        return [mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)]
 
     def first_sample(self) -> tuple[Any, Any]:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
-        return next(self._load([torch.zeros(1, dtype=torch.int64, device=self.index_device)], EVALUATION))
+        _, inputs, targets = self.read(torch.zeros(1, dtype=torch.int64, device=self.index_device))
+        return inputs, targets
+
+    def read(self, indices: Tensor, epoch: int = EVALUATION) -> tuple[Tensor, Any, Any]:
+        """(numbers, inputs, targets) of the samples with these numbers (N,), without augmentation, for messages.
+
+        It reads in this process, also while another pass goes on. Samples that cannot be read may be missing.
+        """
+        if self.reader is None:
+            return indices, *next(self._load([indices], epoch))
+        found = self.samples.__getitems__([(epoch, number) for number in indices.tolist()])
+        collated = self.samples.collate(found)
+        if isinstance(collated, ConfigError):
+            raise collated
+        inputs, targets = map(self.converter.to_device, collated)
+        return torch.tensor(found.numbers[: found.kept]), *self.converter(inputs, targets)
 
     def raw_inputs(self, count: int) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""

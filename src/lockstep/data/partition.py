@@ -40,9 +40,13 @@ class Batch:
 
 
 def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: int) -> list[Part]:
-    """Cut a global batch (N,) into micro-batches, and each of these into `size` shares; return share `rank` of each."""
+    """Cut a global batch (N,) into micro-batches, and each of these into `size` shares; return share `rank` of each.
+
+    A last batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
+    """
     parts = []
-    for number, micro_batch in enumerate(batch.tensor_split(accumulation_steps)):
+    steps = max(1, min(accumulation_steps, len(batch)))
+    for number, micro_batch in enumerate(batch.tensor_split(steps)):
         parts.append(Part(number * size + rank, micro_batch.tensor_split(size)[rank]))
     return parts
 

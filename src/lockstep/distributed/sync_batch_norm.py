@@ -36,9 +36,13 @@ def _convert(module: nn.Module, sum_in_place: InPlaceAllReduce) -> nn.Module:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose training statistics cover every rank's share of the batch."""
+    """Batch norm whose training statistics cover every rank's share of the batch.
+
+    counts_inputs: an attribute. False: the next inputs stand in for a share without samples. They come out unchanged.
+    """
 
     sum_in_place: InPlaceAllReduce  # over the ranks
+    counts_inputs = True
 
     @classmethod
     def from_batch_norm(cls, norm: _BatchNorm, sum_in_place: InPlaceAllReduce) -> "SyncBatchNorm":
@@ -61,11 +65,14 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.track_running_stats:
             return super().forward(input)
-        mean, var, count = _world_moments(input, self.sum_in_place)
+        counted = input if self.counts_inputs else input[:0]
+        mean, var, count = _world_moments(counted, self.sum_in_place)
         if self.training and self.track_running_stats:
             self._track(mean, var, count)
-        output: Tensor = _Normalise.apply(input, mean, var, count, self.weight, self.bias, self.eps, self.sum_in_place)
-        return output
+        output: Tensor = _Normalise.apply(
+            counted, mean, var, count, self.weight, self.bias, self.eps, self.sum_in_place
+        )
+        return output if self.counts_inputs else torch.cat([output, input])
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:

@@ -43,13 +43,18 @@ class ConsoleLogger(Logger):
         if last is None:  # a finished run was started again
             return
         if last.best_step is not None:
-            ((name, value),) = last.best.items()
-            at_step = f"at step {last.best_step}; mode.snapshot=best takes its weights"
-            log.info("best:       test %s %.4f %s", name, value, at_step)
+            self._log_best(last, run_dir)
         log.info("evaluate:   python src/train.py mode=evaluate resume=%s", run_dir)
         log.info("table:      python src/runs.py table %s", run_dir.parent)
         if last.epoch == last.epochs:
             log.info("train on:   the same command with resume=%s trainer.epochs=%d", run_dir, 2 * last.epochs)
+
+    def _log_best(self, last: EpochSummary, run_dir: Path) -> None:
+        ((name, value),) = last.best.items()
+        file = "model.pt" if last.best_step == last.step else "model_best.pt"
+        # It is not there if the run was resumed in another folder, and has not become better since.
+        where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
+        log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
 
 
 def _share(run: RunInfo) -> str:

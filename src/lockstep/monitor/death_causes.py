@@ -29,6 +29,16 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "change the model or the data set at the line above; python src/train.py --cfg job shows their values",
     ),
     (
+        r"Expected more than 1 value per channel",
+        "batch norm has one value to normalise: the last batch of an epoch, or a rank's share of it, is one sample",
+        "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks sync_bn=on",
+    ),
+    (
+        r"view size is not compatible",
+        "the model calls view on a tensor whose values lie in another order, as images do after convolutions",
+        "call flatten(1) or reshape at the line above, or type trainer.channels_last=false",
+    ),
+    (
         r"Target \d+ is out of bounds|index out of range|device-side assert",
         "an index is larger than the table that it looks up, such as a target beyond the number of classes",
         "check the targets of the samples above, and dataset.classes",

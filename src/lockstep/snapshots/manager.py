@@ -15,14 +15,13 @@ from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.monitor import rank as monitor
+from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
 from lockstep.snapshots.files import (
-    explain,
     find_snapshots,
     list_snapshots,
     load_chosen,
     load_first_good,
     remove_leftovers,
-    save_file,
     step_of,
 )
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
@@ -76,7 +75,7 @@ class SnapshotManager:
 
     def __enter__(self) -> Self:
         if self.world.is_rank_zero:
-            (self.run_dir / "model.pt.tmp").unlink(missing_ok=True)
+            remove_unfinished(self.run_dir)
             remove_leftovers(self.folder)
         return self
 
@@ -187,33 +186,27 @@ class SnapshotManager:
     def export(self) -> None:
         """Write the model, with the averaged weights if there are any, as a plain state dict to model.pt.
 
-        A run that has trained no step keeps the model.pt of an earlier start. Raises ConfigError on all ranks if it
-        cannot be written.
+        If the best evaluation came before the last step, its weights go to model_best.pt. A run that has trained no
+        step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
-        if self.state.progress.step == self.start_step and self.world.broadcast_json(self._has_model()):
+        state = self.state
+        is_new = state.progress.step > self.start_step
+        if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):
             return
-        with self.state.ema_weights():
-            weights = model_state(self.state.strategy)
+        with state.ema_weights():
+            weights = model_state(state.strategy)
             message = self._export(weights) if self.world.is_rank_zero else None
         message = self.world.broadcast_json(message)
         if message is not None:
             raise ConfigError(message)
 
-    def _has_model(self) -> bool:
-        """Whether model.pt is at least as new as the snapshot that this run resumed from."""
-        model = self.run_dir / "model.pt"
-        resumed = self.resumed_from
-        return model.exists() and (resumed is None or model.stat().st_mtime >= resumed.stat().st_mtime)
-
     def _export(self, weights: dict[str, torch.Tensor]) -> str | None:
         """None, or why it could not be written. The last snapshot is on the disk first: model.pt is the newer file."""
         self.writer.drain()
-        try:
-            save_file(self.run_dir / "model.pt", {name: value.cpu().contiguous() for name, value in weights.items()})
-        except OSError as error:
-            reason = explain(error, self.run_dir)
-            return f"no model.pt: {reason} and type the command again with hydra.run.dir={self.run_dir}"
-        return None
+        progress, best = self.state.progress, None
+        if progress.best_step not in (None, progress.step):
+            best = weights_of_snapshot(self.folder / "best.pt", averaged=self.state.ema is not None)
+        return export_weights(self.run_dir, weights, best)
 
     def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, tuple[str | None, str | None]]:
         """On rank 0: (contents, (error, path)) of the snapshot to resume from. All ranks raise the error, if any."""

@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 from lockstep.data.partition import Batch, Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
+from lockstep.strategies.empty_share import forward
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync.base import GradientSync
@@ -156,7 +157,7 @@ class Strategy:
     ) -> None:
         """One forward and backward pass. `is_last`: this is the last part of the step, so gradients can be averaged."""
         with autocast:
-            outputs = self.module(inputs)
+            outputs = forward(self.module, inputs)
         loss_function(outputs, targets).backward()
 
     def sum_counts(self, count: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class Strategy:
     ) -> None:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
         with autocast:
-            outputs = self.model(inputs)
+            outputs = forward(self.model, inputs)
         if self.counts_samples:
             count(outputs, targets)
 

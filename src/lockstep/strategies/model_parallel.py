@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.nested import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.ddp import DDP
@@ -34,7 +35,7 @@ class ModelParallel(DDP):
             for child in group.values():
                 child.to(device)
                 child.register_forward_pre_hook(_MoveInputs(device))
-        model.register_forward_hook(lambda module, inputs, outputs: outputs.to(mine[0]))
+        model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
         super().setup(model, world, gradient_sync)
 
 

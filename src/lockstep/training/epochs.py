@@ -81,7 +81,7 @@ class EpochTrainer:
         self.logger.on_epoch_start(epoch, self.state.settings.epochs, len(self.loader), progress.samples)
         self.running.epoch_start()
         samples = loop.train_epoch(self.state, self.loader, self.timer, self.after_step)
-        means = self.running.finite("loss", self.state.meter.means())
+        means = self.running.finite(self.state.meter.means())
         timed = samples
         if has_first_step and samples > self.first_step.samples:
             start, timed = self.first_step.ended, samples - self.first_step.samples

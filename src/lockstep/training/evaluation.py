@@ -1,6 +1,7 @@
 """An evaluation, and what loggers get of it beside its means."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -9,11 +10,16 @@ from torch import Tensor, nn
 
 from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
+from lockstep.errors import TrainingDiverged
 from lockstep.tasks.base import ReadSample, Report, Share
+from lockstep.training.broken_samples import broken_samples, sentence_about
 from lockstep.training.loop import evaluate
+from lockstep.training.nan_policy import OTHER_DATA, diverged
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
+
+SCANNED = 128  # test samples that are searched for a NaN together
 
 
 class EvaluationLogger(Protocol):
@@ -55,12 +61,14 @@ class Evaluator:
             state.gradients = {}
 
     def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
-        """As `evaluate`, which it calls. A collective."""
+        """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
         if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
             report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
         means = evaluate(self.state, loader, on_stop, report)
+        if not math.isfinite(means["loss"]):
+            raise self._diverged(means["loss"])
         if report is not None:
             report.reduce(self.state.strategy.world)
             self.logger.log_report(report, self._sample, class_names(loader.dataset), self.state.progress.step)
@@ -70,6 +78,17 @@ class Evaluator:
             self.graph_is_due = False
             self._log_graph()
         return means
+
+    def _diverged(self, loss: float) -> TrainingDiverged:
+        """The error, with the samples that hold a NaN. A collective."""
+        batches = map(self.loader.read, self.loader.eval_shares(SCANNED))
+        mine = [found for batch in batches for found in broken_samples(*batch)]
+        broken = [found for rank in self.state.strategy.world.all_gather_json(mine) for found in rank]
+        what = f"the test loss is {loss} at step {self.state.progress.step}"
+        find_snapshot = self.state.nan.newest_snapshot
+        if not broken:
+            return diverged(what, find_snapshot)
+        return diverged(f"{what}; in the test data {sentence_about(broken)}", find_snapshot, advice=OTHER_DATA)
 
     def _sample(self, number: int) -> Tensor:
         return self.loader.shown_sample(number)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.nested import tensors_in
 from lockstep.data.partition import Batch
 from lockstep.errors import ConfigError, TrainingDiverged, first_of
 from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.training.broken_samples import SAMPLES_NAMED, broken_samples, sentence_about
 from lockstep.training.meter import LOSSES_KEPT, Meter
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,12 @@ log = logging.getLogger(__name__)
 FindSnapshot = Callable[[], Path | None]
 """Finds the last good snapshot, for an error message."""
 
+ReadSamples = Callable[[Tensor], tuple[Tensor, Any, Any]]
+"""Numbers of training samples (N,) -> (their numbers, inputs, targets), as `BatchLoader.read` gives them."""
+
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
-SAMPLES_NAMED = 16  # of each rank's batch
+SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
+OTHER_DATA = "repair these samples or remove them from the data set"
 
 
 def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
@@ -41,11 +45,13 @@ def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
         )
 
 
-def diverged(what: str, newest_snapshot: FindSnapshot, step: int | None = None) -> TrainingDiverged:
+def diverged(
+    what: str, newest_snapshot: FindSnapshot, step: int | None = None, advice: str = SMALLER_STEPS
+) -> TrainingDiverged:
     """The error for a loss, a gradient or weights that are not finite. what: the first words, with the step."""
     path = newest_snapshot()
     saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
-    error = TrainingDiverged(f"{what}; {saved}; type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0")
+    error = TrainingDiverged(f"{what}; {saved}; {advice}")
     error.step = step
     return error
 
@@ -59,7 +65,7 @@ class NanPolicy:
 
     action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
     snapshot and leaves out the batch (see lockstep.snapshots.rollback). skipped: updates left out so far. left_out:
-    the steps whose batches are not used again. newest_snapshot: an attribute, for messages.
+    the steps whose batches are not used again. newest_snapshot, read: attributes, for messages.
     """
 
     def __init__(self, action: str, strategy: Strategy, meter: Meter, checks_gradients: bool) -> None:
@@ -67,17 +73,16 @@ class NanPolicy:
         self.checks_gradients = checks_gradients and strategy.ranks_agree
         self.reads_at_once = reads_at_once(strategy.world.device, action)
         self.newest_snapshot: FindSnapshot = lambda: None
+        self.read: ReadSamples = lambda indices: (indices, (), ())
         self.skipped = self.skipped_in_a_row = 0
         self.left_out: set[int] = set()
         self.batches: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, sample indices)
-        self.newest_batch: tuple[int, Batch | None] = (0, None)
         self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
         self.buffers_before: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, step: int, batch: Batch) -> None:
         """The forward pass of `step` is about to start."""
         self.batches.append((step, [part.indices for part in batch.parts]))
-        self.newest_batch = step, batch
         if self.action == "skip":  # running statistics change in the forward pass
             self.buffers_before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
 
@@ -94,12 +99,12 @@ class NanPolicy:
         if are_finite(gradients):
             self.skipped_in_a_row = 0
             return True
-        what = self._describe(step)
+        what, advice = self._describe(step)
         self.skipped_in_a_row += 1
         if self.action != "skip":
-            raise diverged(what, self.newest_snapshot, step)
+            raise diverged(what, self.newest_snapshot, step, advice)
         if self.skipped_in_a_row > SKIPS_IN_A_ROW:
-            raise diverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", self.newest_snapshot)
+            raise diverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", self.newest_snapshot, advice=advice)
         self._skip(step, what)
         return False
 
@@ -110,7 +115,8 @@ class NanPolicy:
         step = min([*steps, *([] if found is None else [found])], default=None)
         if step is None:
             return diverged(f"the loss is {loss} by step {last_step}", self.newest_snapshot)
-        return diverged(self._describe(step), self.newest_snapshot, step)
+        what, advice = self._describe(step)
+        return diverged(what, self.newest_snapshot, step, advice)
 
     def leave_out(self, step: int) -> None:
         """After a return to an earlier step: the batch of `step` is not used again."""
@@ -125,39 +131,35 @@ class NanPolicy:
         self.skipped += 1
         log.warning("%s; the update of this step is left out", what)
 
-    def _describe(self, step: int) -> str:
-        """The loss of `step`, and which rank's samples broke it. A collective."""
+    def _describe(self, step: int) -> tuple[str, str]:
+        """(the loss of `step`, and which rank's samples broke it; what to do about it). A collective."""
         losses = [loss for loss in self.meter.losses_of(step) if not math.isfinite(loss)]
+        samples = self._samples(step)
         mine = {
             "loss": str(losses[0]) if losses else None,
-            "samples": self._samples(step),
-            "broken": self._samples_with_broken_inputs(step),
+            "samples": [index for indices in samples for index in indices.tolist()],
+            "broken": [found for indices in samples for found in broken_samples(*self.read(indices))],
         }
-        return describe_batches(step, self.strategy.world.all_gather_json(mine))
+        everyone = self.strategy.world.all_gather_json(mine)
+        advice = self._other_data() if any(found["broken"] for found in everyone) else SMALLER_STEPS
+        return describe_batches(step, everyone), advice
 
-    def _samples(self, step: int) -> list[int]:
-        indices: list[int] = []
-        for number, parts in self.batches:
-            if number == step:
-                indices = [index for part in parts for index in part.tolist()]
-        return indices
+    def _other_data(self) -> str:
+        if self.action != "stop":
+            return OTHER_DATA
+        action = "skip" if self.strategy.ranks_agree else "rollback"
+        return f"{OTHER_DATA}, or to leave out their batches type watch.nan={action}"
 
-    def _samples_with_broken_inputs(self, step: int) -> list[int]:
-        """Of the newest batch, whose inputs are still here."""
-        newest, batch = self.newest_batch
-        found: list[int] = []
-        for part in batch.parts if batch is not None and newest == step else []:
-            for inputs in filter(torch.is_floating_point, tensors_in(part.inputs)):
-                broken = ~inputs.flatten(1).isfinite().all(1)
-                found += part.indices.to(broken.device)[broken].tolist()
-        return found
+    def _samples(self, step: int) -> list[Tensor]:
+        """The numbers of the samples of each part of this rank."""
+        return next((parts for number, parts in self.batches if number == step), [])
 
 
 def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:
     """The first words of a message.
 
-    everyone: of each rank its loss as text, if it is not finite, the samples of its batch, and those among them whose
-    inputs are not finite. With synchronised batch norm these make the loss of all ranks NaN, so only their ranks count.
+    everyone: of each rank its loss as text, if it is not finite, the samples of its batch, and those among them that
+    hold a NaN. With synchronised batch norm these make the loss of all ranks NaN, so only their ranks count.
     """
     losses = {rank: found["loss"] for rank, found in enumerate(everyone) if found["loss"] is not None}
     broken = {rank: found["broken"] for rank, found in enumerate(everyone) if found["broken"]}
@@ -168,8 +170,7 @@ def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:
     ]
     sentence = f"{what} at step {step} {' and '.join(batches)}"
     if broken:
-        samples = [sample for numbers in broken.values() for sample in numbers]
-        sentence += f"; the inputs are not finite of {first_of(samples, SAMPLES_NAMED)}"
+        sentence += f"; {sentence_about(sample for found in broken.values() for sample in found)}"
     return sentence
 
 

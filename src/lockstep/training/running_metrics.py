@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from lockstep.training.memory import used_memory
-from lockstep.training.nan_policy import FindSnapshot, diverged
 from lockstep.training.state import TrainState
 from lockstep.training.straggler import StragglerWatch
 
@@ -27,8 +26,8 @@ class RunningMetrics:
     differs between ranks is exchanged in the same all-reduce as the loss.
     """
 
-    def __init__(self, state: TrainState, logger: StepLogger, newest_snapshot: FindSnapshot) -> None:
-        self.state, self.logger, self.newest_snapshot = state, logger, newest_snapshot
+    def __init__(self, state: TrainState, logger: StepLogger) -> None:
+        self.state, self.logger = state, logger
         self.stragglers: StragglerWatch | None = None
         self.last_step = state.progress.step - (state.unreported.steps if state.unreported else 0)
         self.logged_step = self.last_step
@@ -50,7 +49,7 @@ class RunningMetrics:
         memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
         memory[world.rank] = used_memory(world.device)
         beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
-        loss = self.finite("loss", self.state.meter.means_since_last(beside))["loss"]
+        loss = self.finite(self.state.meter.means_since_last(beside))["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
         metrics = (
             {"train/running_loss": loss, "train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
@@ -77,11 +76,8 @@ class RunningMetrics:
         (first, start), self.interval = self.interval, (step, now)
         return {"speed/step_ms": 1000 * (now - start) / (step - first)} if step > first else {}
 
-    def finite(self, name: str, means: dict[str, float]) -> dict[str, float]:
-        """`means`, the same on all ranks. Raises TrainingDiverged if their loss, called `name`, is NaN or infinite."""
-        loss, step = means["loss"], self.state.progress.step
-        if math.isfinite(loss):
-            return means
-        if name == "loss":
-            raise self.state.nan.non_finite_loss(loss, step)
-        raise diverged(f"the {name} is {loss} at step {step}", self.newest_snapshot)
+    def finite(self, means: dict[str, float]) -> dict[str, float]:
+        """`means`, the same on all ranks. Raises TrainingDiverged if their loss is NaN or infinite."""
+        if not math.isfinite(means["loss"]):
+            raise self.state.nan.non_finite_loss(means["loss"], self.state.progress.step)
+        return means

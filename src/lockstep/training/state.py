@@ -97,7 +97,7 @@ class TrainState:
     ema: ExponentialMovingAverage | None
     nan: NanPolicy
     progress: Progress = field(default_factory=Progress)
-    sums_are_checked: bool = False  # whether the task was found to return sums, in the first step of this process
+    first_batch_is_checked: bool = False  # whether model and task fit together, in the first step of this process
     grad_norm: tuple[int, Tensor] | None = None
     gradients: dict[str, Tensor] | None = None
     compare_weights: Callable[[], None] = lambda: None

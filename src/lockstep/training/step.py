@@ -9,9 +9,9 @@ from torch import Tensor
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.monitor import rank as monitor
+from lockstep.training.first_batch import require_one_tensor, require_plain_inputs, require_sums
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.sums_check import require_sums
 from lockstep.training.timer import StepTimer
 
 
@@ -22,6 +22,7 @@ class TrainStepRunner:
         self.state, self.loader, self.timer = state, loader, timer
         self.autocast = autocast(state.strategy.world.device, state.settings.precision)
         self.scales_loss = state.scaler.is_enabled()
+        state.nan.read = partial(loader.read, epoch=state.progress.epoch)
 
     @property
     def batch_size(self) -> int:
@@ -76,6 +77,8 @@ class TrainStepRunner:
             self.timer.phase("forward")
             set_seed(fold_in(self.loader.seed, step, part.number))
             is_last = number == len(batch.parts)
+            if not self.state.first_batch_is_checked:
+                require_plain_inputs(strategy.model, part.inputs)
             strategy.forward_backward(part.inputs, part.targets, loss_function, self.autocast, is_last)
         self.timer.phase("optimizer")
 
@@ -91,10 +94,11 @@ class TrainStepRunner:
 
     def _weighted_loss(self, step: int, weight: float | Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss as it is minimised: summed, times `weight`, scaled for fp16. Its sums go to the meter."""
-        loss, sums = self.state.task(outputs, targets)
-        if not self.state.sums_are_checked:
-            self.state.sums_are_checked = True
+        if not self.state.first_batch_is_checked:
+            self.state.first_batch_is_checked = True
+            require_one_tensor(self.state.task, outputs)
             require_sums(self.state.task, outputs, targets)
+        loss, sums = self.state.task(outputs, targets)
         if self.state.strategy.counts_samples:
             self.state.meter.add(sums, self.state.task.count(targets), step)
         weighted = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)

@@ -1,0 +1,57 @@
+"""The plain state dicts that a run leaves at its end: model.pt, and model_best.pt if the best weights are others."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.snapshots.files import explain, load_first_good, save_file
+from lockstep.strategies.stored_tensor import whole
+
+LAST, BEST = "model.pt", "model_best.pt"
+
+
+def export_weights(run_dir: Path, last: dict[str, Tensor], best: dict[str, Any] | None) -> str | None:
+    """Write the files. Returns None, or why one could not be written. For rank 0.
+
+    last: the weights of model.pt, which is written after the other: a run that has it is complete. best: those of
+    model_best.pt; None: there is none, or it is that of an earlier end of this run, which is removed.
+    """
+    try:
+        if best is None:
+            (run_dir / BEST).unlink(missing_ok=True)
+        else:
+            save_file(run_dir / BEST, best)
+        save_file(run_dir / LAST, {name: value.cpu().contiguous() for name, value in last.items()})
+    except OSError as error:
+        reason = explain(error, run_dir)
+        return f"no {LAST}: {reason} and type the command again with hydra.run.dir={run_dir}"
+    return None
+
+
+def weights_of_snapshot(path: Path, averaged: bool) -> dict[str, Any] | None:
+    """What a snapshot holds of the model. averaged: with the averaged weights if it has them. None if it is damaged or
+    not there."""
+    if not path.exists():
+        return None
+    with suppress(ConfigError):  # a damaged one is in the log
+        found = load_first_good([path])
+        assert found is not None
+        saved, _ = found
+        weights: dict[str, Any] = whole(saved["model"] | ((saved["ema"] or {}) if averaged else {}))
+        return weights
+    return None
+
+
+def is_exported(run_dir: Path, snapshot: Path | None) -> bool:
+    """Whether model.pt is there and at least as new as `snapshot`."""
+    model = run_dir / LAST
+    return model.exists() and (snapshot is None or model.stat().st_mtime >= snapshot.stat().st_mtime)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Delete what a killed process left."""
+    for name in (LAST, BEST):
+        (run_dir / f"{name}.tmp").unlink(missing_ok=True)

@@ -1,0 +1,94 @@
+"""What is checked once, with the first batch: that model and task fit together, and that the task returns sums.
+
+With means the numbers would change with the number of ranks.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-2  # relative; a mean is off by half
+
+
+def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
+    """Raise ConfigError if the samples are dicts whose values `model` takes by name, as nets of transformers do."""
+    if not isinstance(inputs, Mapping):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if all(name in parameters for name in inputs):
+        raise ConfigError(
+            f"{_class_name(model)} takes {', '.join(inputs)} by name, and a model gets all inputs as one value, here a "
+            f"dict; type model._target_=<module>.<a class that calls it with **inputs>, as in docs/language_models.md"
+        )
+
+
+def require_one_tensor(task: Task, outputs: Any) -> None:
+    """Raise ConfigError if a task of this project gets something else than a tensor, such as the object with logits
+    that a net of transformers returns. A task of the user's may take anything."""
+    if isinstance(outputs, Tensor) or not _is_ours(task):
+        return
+    found = f"an object of {type(outputs).__name__}"
+    if hasattr(outputs, "logits"):
+        raise ConfigError(
+            f"the model returns {found}, and {type(task).__name__} wants its logits alone; type "
+            f"model._target_=<module>.<a class that returns the logits>, as in docs/language_models.md"
+        )
+    raise ConfigError(
+        f"the model returns {found}, and {type(task).__name__} wants one tensor; type "
+        f"model._target_=<module>.<a class that returns one>, or task._target_=<module>.<a task that takes it>"
+    )
+
+
+def require_sums(task: Task, outputs: Tensor, targets: Tensor) -> None:
+    """Compare what `task` gives for these samples with what it gives for their halves.
+
+    Raises ConfigError for a mean. Logs a warning for what is no sum either, such as a loss that compares the samples
+    of a batch with each other. The tasks of this project have tests for it: no step of theirs waits for a GPU.
+    """
+    count, half = len(targets), len(targets) // 2
+    if half == 0 or _is_ours(task):
+        return
+    with torch.no_grad():
+        whole, first, second = (
+            _values(task, outputs[part], targets[part]) for part in (slice(None), slice(half), slice(half, None))
+        )
+    for name, value in whole.items():
+        if _is_close(value, first[name] + second[name]):
+            continue
+        if _is_close(value, (half * first[name] + (count - half) * second[name]) / count):
+            raise ConfigError(
+                f"{_class_name(task)} returns a mean as its {name}, and the number of ranks would change it; return a "
+                f'sum over samples instead, and type reduction="sum" where it calls a loss of torch'
+            )
+        log.warning(
+            "%s of %s does not add up over the samples of a batch: it will be another number at another number of "
+            "ranks or another gradient accumulation",
+            name,
+            _class_name(task),
+        )
+
+
+def _is_ours(task: Task) -> bool:
+    return type(task).__module__.startswith("lockstep.")
+
+
+def _values(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    loss, sums = task(outputs, targets)
+    return {"loss": loss.double()} | {name: value.double() for name, value in sums.items() if name != "loss"}
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return bool(((one - other).abs() <= TOLERANCE * torch.maximum(one.abs(), other.abs())).all())
+
+
+def _class_name(part: Task | nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
