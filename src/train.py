@@ -59,6 +59,10 @@ def main(cfg: DictConfig) -> Any:
         from lockstep.check_run import check_run
 
         return check_run(cfg, launcher)
+    if launcher.plans:
+        from lockstep.dry_run import dry_run
+
+        return dry_run(cfg, launcher, record.options)
     launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 

@@ -16,7 +16,7 @@ from lockstep.config.targets import RECORD, is_open
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run, state_of
 
-TRAIN, CHECK = "train", "check"
+TRAIN, CHECK, DRY = "train", "check", "dry"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
 NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compile")
@@ -56,17 +56,19 @@ def with_trained_run(argv: list[str]) -> list[str]:
     """The command with the overrides of the run that `resume=` names before what is typed, which wins.
 
     Unchanged for mode=train. The log of the command goes to a folder of the mode inside the run folder, so that no new
-    run folder is made; mode=check gets one that is removed. Raises ConfigError for a run without a record, and for what
-    only its user may type.
+    run folder is made; mode=check and launch=dry get one that is removed. Raises ConfigError for a run without a
+    record, and for what only its user may type.
     """
     typed = argv[1:]
-    mode, resume = typed_value("mode", typed), typed_value("resume", typed)
-    if mode in (None, TRAIN) or (mode != CHECK and resume in (None, "null")):
+    mode, resume = typed_value("mode", typed) or TRAIN, typed_value("resume", typed)
+    plans = mode == TRAIN and typed_value("launch", typed) == DRY
+    if not plans and (mode == TRAIN or (mode != CHECK and resume in (None, "null"))):
         return argv
     if MULTIRUN_FLAGS & set(typed):
-        raise ConfigError(f"mode={mode} is no training, and a sweep trains; type the command without -m, run by run")
-    if mode == CHECK:
-        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={_quoted(_folder_of_check())}"]
+        what = f"launch={DRY}" if plans else f"mode={mode}"
+        raise ConfigError(f"{what} is no training, and a sweep trains; type the command without -m, run by run")
+    if plans or mode == CHECK:
+        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={_quoted(_folder_to_remove())}"]
     folder = run_folder(str(resume).strip("'\""))
     _require_flags(folder, typed)
     words = _recorded_words(folder, typed)
@@ -78,7 +80,7 @@ def with_trained_run(argv: list[str]) -> list[str]:
     return [argv[0], *words, *typed]
 
 
-def _folder_of_check() -> Path:
+def _folder_to_remove() -> Path:
     """Hydra makes a run folder before a config is checked. `cli.run_main` removes this one."""
     from multiprocessing.util import get_temp_dir
 

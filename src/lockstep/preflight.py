@@ -64,6 +64,11 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
         from lockstep.live import validate_live
 
         validate_live(job, strategy, gradient_sync)
+    if launcher.plans and strategy.follows_messages:
+        raise ConfigError(
+            "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
+            "type strategy=ddp, or launch=fork"
+        )
     check_batch_size(cfg, strategy.data_parallel_size(job.world_size))
     return strategy, job.world_size
 
@@ -74,6 +79,8 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return
+    if launcher.plans and not mode.checks:
+        raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if not mode.checks:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
     if launcher.recovers_live:

@@ -14,6 +14,7 @@ from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
 LIVE = ["launch=spawn", "launch.recover=live"]
+DRY = ["launch=dry", "launch.ranks=1024"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
 ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
 ADAFACTOR += ["~optimizer.momentum", "~optimizer.nesterov", "~optimizer.fused"]
@@ -68,6 +69,13 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*ASYNC, "trainer.precision=fp16"], "type trainer.precision=bf16"),
         ([*ASYNC, "profiler.enabled=true"], "type profiler.enabled=false"),
         ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
+        (
+            [*DRY, "strategy=async_parameter_server", "trainer.batch_size=1024"],
+            "acts on their messages; type strategy=",
+        ),
+        (DRY, "trainer.batch_size=64 is too small for 1024 ranks; type trainer.batch_size=1024"),
+        ([*DRY, "strategy=fsdp", "strategy.replicas=3"], "3 groups of two or more of 1024 ranks; type strategy.rep"),
+        ([*DRY, "mode=evaluate", "resume=a"], "mode=evaluate is none; type mode=train"),
         (["strategy=fsdp", *LIVE], "type strategy=ddp"),
         (["snapshot.format=sharded", *THREE], "type snapshot.format=auto, or strategy=fsdp"),
         (["gradient_sync=local_sgd", *LIVE], "type gradient_sync=auto"),

@@ -1,4 +1,4 @@
-"""mode=check as whole commands."""
+"""mode=check and launch=dry as whole commands."""
 
 import os
 from collections.abc import Callable
@@ -52,3 +52,22 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
     words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
     run = start(*PYTHON_TRAIN, *words).finish(2)
     assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence
+
+
+def test_a_job_of_1024_ranks_is_planned_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = ["launch=dry", "launch.ranks=1024", "trainer.batch_size=1100", "model=linear", "hydra.run.dir=mine"]
+    output = start(*PYTHON_TRAIN, *words, TMPDIR=temporary).finish().output
+    assert output.startswith("launch=dry: 1024 ranks; of these 0, 512, 1023 took a step here, and nothing was started")
+    assert "\na batch:    1100 samples, 1 or 2 for each of 1024 ranks\n" in output
+    steps = (
+        "2 in an epoch, 10 in the run; the last one of an epoch has 337 samples, one for each of 337 ranks and none for"
+    )
+    assert f"\nsteps:      {steps} 687\n" in output
+    # 650 weights of 4 bytes, of which 2 * 1023/1024 are sent and received.
+    assert "\nrank 512:   2.5 KiB of parameters, 2.5 KiB of gradients, 2.5 KiB of optimizer state; " in output
+    assert output.count("a step sends 5.1 KiB and receives 5.1 KiB") == 3
+    assert "\nwith fsdp:  at most 0.3 KiB of parameters" in output
+    assert list(tmp_path.iterdir()) == [temporary]
+    assert not list(temporary.iterdir())

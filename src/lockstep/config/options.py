@@ -93,6 +93,12 @@ class Spawn:
     replace_within: float = _replace_within()
 
 
+@describes("lockstep.launchers.dry.DryLauncher", "launch/dry")
+@dataclass
+class Dry:
+    ranks: int = number("Ranks of the job that is planned.", min=1, example=1024)
+
+
 @describes("lockstep.launchers.slurm.SlurmLauncher", "launch/slurm")
 @dataclass
 class Slurm:

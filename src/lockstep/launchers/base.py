@@ -22,6 +22,8 @@ class Launcher:
     """Whether `launch` replaces ranks that die, while the others go on."""
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
+    plans: bool = False
+    """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.

@@ -1,6 +1,6 @@
 """mode=check: which promises hold for this model and this data, and why not."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -138,13 +138,10 @@ def table(found: Sequence[Row]) -> list[str]:
 
 def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
     """The lines about memory, batches, steps and time. ranks: of the run. shares: that they cut a batch into."""
-    held = ", ".join(f"{bytes_shown(size)} of {what}" for what, size in two.nbytes.items())
-    smallest, rest = divmod(one.batch, shares)
-    share = f", {smallest}{f' or {smallest + 1}' if rest else ''} for each of {ranks} ranks" if ranks > 1 else ""
     epoch, whole = one.steps
     lines = [
-        f"a rank:    {held}; the process took {two.peak:.0f} MiB at most, with Python and torch",
-        f"a batch:   {one.batch} samples{share}",
+        f"a rank:    {held(two.nbytes)}; the process took {two.peak:.0f} MiB at most, with Python and torch",
+        f"a batch:   {one.batch} samples{shares_of(one.batch, ranks, shares)}",
         f"steps:     {epoch} in an epoch, {whole} in the run",
     ]
     worlds = {"1 rank": one.seconds, f"{two.ranks} ranks": two.seconds}
@@ -154,5 +151,18 @@ def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
     return lines
 
 
-def bytes_shown(size: int) -> str:
+def held(nbytes: Mapping[str, int]) -> str:
+    """{what: bytes} as words."""
+    return ", ".join(f"{bytes_shown(size)} of {what}" for what, size in nbytes.items())
+
+
+def shares_of(batch: int, ranks: int, shares: int) -> str:
+    """How many samples of a batch a rank gets, as words. shares: that `ranks` ranks cut it into."""
+    smallest, rest = divmod(batch, shares)
+    return f", {smallest}{f' or {smallest + 1}' if rest else ''} for each of {ranks} ranks" if ranks > 1 else ""
+
+
+def bytes_shown(size: float) -> str:
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -25,6 +25,7 @@ class AsyncParameterServer(Strategy):
 
     ranks_agree = False
     waits_in_passes = True
+    follows_messages = True
     supports_sync_bn = False  # workers compute different batches at the same time
 
     def __init__(self, sync_every: int) -> None:

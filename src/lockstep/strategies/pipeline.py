@@ -46,6 +46,7 @@ class Pipeline(Strategy):
     ranks_agree = False  # each rank holds its own layers
     shards_state = True
     waits_in_passes = True
+    follows_messages = True  # torch's stages tell each other their shapes
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: str, micro_batches: int) -> None:

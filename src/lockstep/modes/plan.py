@@ -1,0 +1,109 @@
+"""The screen of launch=dry: what a rank of a planned job holds, computes and sends."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lockstep.data.loader import BatchLoader
+from lockstep.data.nested import tensors_in
+from lockstep.distributed.dry_world import Traffic
+from lockstep.modes.check import bytes_shown, held, shares_of
+from lockstep.modes.check_steps import nbytes
+from lockstep.training.loop import train_epoch
+from lockstep.training.state import TrainState
+
+
+class _Taken(Exception):
+    """The first step is taken."""
+
+
+@dataclass
+class PlannedRank:
+    """What rank `rank` held and sent in its first step: {what: bytes} on this rank, of the whole model, and in a shard.
+
+    The last two are known only if this rank knows all weights.
+    """
+
+    rank: int
+    traffic: Traffic
+    held: dict[str, int] = field(default_factory=dict)
+    whole: dict[str, int] = field(default_factory=dict)
+    shard: dict[str, int] = field(default_factory=dict)
+
+    def note(self, what: str, tensors: Iterable[Tensor], ranks: int) -> None:
+        tensors = list(tensors)
+        self.held[what] = nbytes(tensors)
+        self.whole[what] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.shard[what] = sum(largest_part(tensor, ranks) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Job:
+    """ranks, and the shares that they cut a batch into. batch: samples of a step. samples: of an epoch.
+
+    steps: of an epoch, and of the whole run.
+    """
+
+    ranks: int
+    shares: int
+    batch: int
+    samples: int
+    steps: tuple[int, int]
+
+
+def largest_part(tensor: Tensor, ranks: int) -> int:
+    """Bytes of the largest of the parts that strategy=fsdp cuts `tensor` into. A number is on every rank."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    return -(-rows // ranks) * tensor.numel() // max(rows, 1) * tensor.element_size()
+
+
+def take_first_step(planned: PlannedRank, state: TrainState, loader: BatchLoader) -> None:
+    """Take the first step of a run, and note what this rank holds in it and sends."""
+    ranks, model = state.strategy.world.size, state.strategy.model
+
+    def before_update() -> None:
+        parameters = list(model.parameters())
+        planned.note("parameters", parameters, ranks)
+        planned.note("gradients", [p.grad for p in parameters if p.grad is not None], ranks)
+
+    def after_step(samples: int) -> None:
+        planned.note("optimizer state", tensors_in(dict(state.optimizer.state)), ranks)
+        raise _Taken
+
+    state.before_update = before_update
+    with suppress(_Taken):
+        train_epoch(state, loader, after_step=[after_step])
+
+
+def lines(job: Job, planned: Sequence[PlannedRank]) -> list[str]:
+    """planned: the first rank, and some of the others."""
+    epoch, whole = job.steps
+    found = [
+        f"a batch:    {job.batch} samples{shares_of(job.batch, job.ranks, job.shares)}",
+        f"steps:      {epoch} in an epoch, {whole} in the run{_last_batch(job)}",
+    ]
+    for rank in planned:
+        traffic = rank.traffic
+        sent, received = bytes_shown(traffic.sent), bytes_shown(traffic.received)
+        name = f"rank {rank.rank}:"
+        found.append(f"{name.ljust(11)} {held(rank.held)}; a step sends {sent} and receives {received}")
+    first = planned[0]
+    for kind, calls in first.traffic.calls.items():
+        found.append(f"{kind}: {calls} in a step of rank 0, of {bytes_shown(first.traffic.payload[kind])} together")
+    if job.shares == job.ranks > 1:
+        found.append(f"with ddp:   {held(first.whole)} on each rank")
+        found.append(f"with fsdp:  at most {held(first.shard)} on a rank")
+    return found
+
+
+def _last_batch(job: Job) -> str:
+    """What is left over after the whole batches of an epoch, as words."""
+    left = job.samples % job.batch
+    if not left:
+        return ""
+    shares = shares_of(left, job.ranks, job.shares)
+    if left < job.shares == job.ranks:
+        shares = f", one for each of {left} ranks and none for {job.ranks - left}"
+    return f"; the last one of an epoch has {left} samples{shares}"

@@ -1,0 +1,59 @@
+"""launch=dry: a planned rank holds what the real one holds, and sends what the formulas say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from support.configs import composed
+from support.worlds import in_world
+
+SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "model.width=96", "trainer.batch_size=16"]
+SMALL += ["optimizer=adamw", "optimizer.fused=false", "trainer.max_steps=1", "logger=[]"]
+
+
+def planned(cfg: DictConfig, ranks: int, *numbers: int) -> list[Any]:
+    """What each rank of `numbers` in a planned world of `ranks` found."""
+    from lockstep import build_data
+    from lockstep.dry_run import plan_rank
+
+    data = build_data.datasets(cfg)
+    return [plan_rank(cfg, data, number, ranks)[1] for number in numbers]
+
+
+def in_plan(words: list[str], ranks: int, *numbers: int) -> list[Any]:
+    return in_world(1, planned, composed(*SMALL, *words), ranks, *numbers)[0]
+
+
+def held_by_a_real_rank(cfg: DictConfig, folder: Path) -> dict[str, int]:
+    from lockstep.check_run import check_worker
+
+    return check_worker(cfg, folder)[0].nbytes
+
+
+def test_a_planned_rank_holds_what_the_real_one_holds(tmp_path: Path) -> None:
+    real = in_world(3, held_by_a_real_rank, composed(*SMALL, "strategy=fsdp"), tmp_path)
+    assert [rank.held for rank in in_plan(["strategy=fsdp"], 3, 0, 1, 2)] == real
+
+
+def test_ranks_of_ddp_send_what_a_ring_sends() -> None:
+    (last,) = in_plan(["trainer.batch_size=1024"], 1024, 1023)
+    whole = last.held["parameters"]
+    assert last.whole == last.held
+    assert last.traffic.sent == last.traffic.received == pytest.approx(2 * 1023 / 1024 * whole, rel=1e-12)
+    assert set(last.traffic.calls) == {"all_reduce"}
+
+
+def test_a_shard_on_paper_is_the_shard_of_the_first_rank() -> None:
+    (first,) = in_plan(["strategy=fsdp"], 16, 0)
+    assert first.shard == first.held
+    assert first.held["parameters"] < first.whole["parameters"] / 8
+
+
+def test_replicas_sum_their_parts_only() -> None:
+    (first,) = in_plan(["strategy=fsdp", "strategy.replicas=4"], 16, 0)
+    traffic = first.traffic
+    assert traffic.calls["all_reduce"] == traffic.calls["reduce_scatter"]
+    assert traffic.payload["all_reduce"] == traffic.payload["reduce_scatter"] / 4 == first.held["gradients"]
+    assert traffic.payload["all_gather"] == 2 * traffic.payload["reduce_scatter"]
