@@ -13,7 +13,7 @@ from lockstep.data.converter import Converter
 from lockstep.data.digits import digits
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Part, micro_batch_parts
+from lockstep.data.partition import Part, generator, micro_batch_parts
 from support.worlds import in_world
 
 
@@ -147,3 +147,23 @@ def test_parts_of_a_rank_are_numbered_over_all_ranks() -> None:
     numbers = [[part.number for part in micro_batch_parts(torch.arange(9), 3, rank, 2)] for rank in range(2)]
     assert numbers == [[0, 2, 4], [1, 3, 5]]
     assert isinstance(micro_batch_parts(torch.arange(3), 1, 0, 1)[0], Part)
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (1, 3)])
+def test_batches_of_a_long_epoch_are_planned_when_they_are_needed(workers: int, ahead: int) -> None:
+    """Rank 7 of 256 in an epoch of 10^7 samples. All 1221 batches in front took a second and more."""
+    planned = list[int]()
+
+    def noted(batch: Tensor) -> list[Part]:
+        planned.append(len(batch))
+        return micro_batch_parts(batch, 1, rank=7, size=256)
+
+    reader = loader(Numbers(10**7), rank=7, size=256, workers=workers)
+    epoch = reader.epoch(0, 8192, noted)
+    first, second = next(epoch).parts[0], next(epoch).parts[0]
+    assert len(planned) <= 2 + ahead
+    order = torch.randperm(10**7, generator=generator(1, 0))
+    for number, part in enumerate((first, second)):
+        assert torch.equal(part.targets, order[8192 * number : 8192 * (number + 1)].tensor_split(256)[7])
+    assert len(next(reader.eval_batches(5))[1]) == 5
+    reader.close()

@@ -1,7 +1,8 @@
 """The loader that gives one rank its parts of every global batch, on its device."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, tee
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,20 @@ VALUES_AT_ONCE = 2**20
 
 RawGroup = tuple[Any, Any, list[int]]
 """Raw inputs, targets, and how many of them belong to each share. Only single tensors are of several shares."""
+
+
+class _Planned(NamedTuple):
+    """A global batch that is not read yet, and this rank's parts of it.
+
+    start: samples of the epoch before it. samples: how many it has, over all ranks. shares: what is read for each part.
+    places: of each share in the batch, if a sample's place decides what it becomes; otherwise empty.
+    """
+
+    start: int
+    samples: int
+    parts: list[Part]
+    shares: list[Tensor]
+    places: list[Tensor]
 
 
 class BatchLoader:
@@ -92,41 +107,44 @@ class BatchLoader:
         """
         order = self._order(generator(self.seed, epoch)).to(self.index_device)
         starts = range(skip, len(self), batch_size)[turns]
-        batches = [order[start : start + batch_size] for start in starts]
-        mine = [parts(batch) for batch in batches]
-        shares = [part.indices for batch_parts in mine for part in batch_parts]
-        places: list[Tensor] = []  # of each share in its batch, where a sample's place decides what it becomes
-        if self.augment.enabled or self.transforms:
-            places = [place for batch in batches for place in self._places(len(batch), parts)]
-        if self.transforms:
-            owners = [batch for batch, batch_parts in zip(batches, mine, strict=True) for _ in batch_parts]
-            shares = [owner[place.to(owner.device)] for owner, place in zip(owners, places, strict=True)]
-        augmentation = self._augmentation(epoch, starts, batches, mine, places) if self.augment.enabled else None
-        loaded, waiting = self._load(shares, epoch, augmentation), iter(places)
-        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
-            plans = self.transforms.plans(len(batch), self.seed, epoch, start)
+        # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
+        planned, ahead = tee(self._plan(order[start : start + batch_size], start, parts) for start in starts)
+        augmentation = None
+        if self.augment.enabled:
+            ahead, augmented = tee(ahead)
+            augmentation = self._augmentation(epoch, augmented)
+        loaded = self._load((share for batch in ahead for share in batch.shares), epoch, augmentation)
+        for batch in planned:
+            plans = self.transforms.plans(batch.samples, self.seed, epoch, batch.start)
             found = []
-            for part in batch_parts:
+            for number, part in enumerate(batch.parts):
                 inputs, targets = next(loaded)
                 if self.transforms:
-                    place = next(waiting)
+                    place = batch.places[number]
                     inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
                 found.append(LoadedPart(part.number, inputs, targets, part.indices))
-            yield Batch(len(batch), found)
+            yield Batch(batch.samples, found)
+
+    def _plan(self, batch: Tensor, start: int, parts: Callable[[Tensor], list[Part]]) -> _Planned:
+        """batch: the indices (N,) of a global batch."""
+        mine, places = parts(batch), list[Tensor]()
+        shares = [part.indices for part in mine]
+        if self.augment.enabled or self.transforms:
+            places = self._places(len(batch), parts)
+        if self.transforms:
+            shares = [batch[place.to(batch.device)] for place in places]
+        return _Planned(start, len(batch), mine, shares, places)
 
     def _places(self, count: int, parts: Callable[[Tensor], list[Part]]) -> list[Tensor]:
         """Where in a global batch of `count` samples this rank's parts are, with the samples that are mixed in."""
         return [self.transforms.with_samples_before(part.indices, count) for part in parts(torch.arange(count))]
 
-    def _augmentation(
-        self, epoch: int, starts: range, batches: list[Tensor], mine: list[list[Part]], places: list[Tensor]
-    ) -> Iterator[Tensor]:
+    def _augmentation(self, epoch: int, batches: Iterable[_Planned]) -> Iterator[Tensor]:
         """The augmentation of each of this rank's parts: drawn for the global batch, cut as the batch is cut."""
-        waiting = iter(places)
-        for start, batch, batch_parts in zip(starts, batches, mine, strict=True):
-            plan = self.augment.plan(len(batch), generator(self.seed, epoch, start))
-            for _ in batch_parts:
-                yield plan[next(waiting)]
+        for batch in batches:
+            plan = self.augment.plan(batch.samples, generator(self.seed, epoch, batch.start))
+            for place in batch.places:
+                yield plan[place]
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) of at most `batch_size` samples; over all ranks every sample comes once.
@@ -135,11 +153,12 @@ class BatchLoader:
         """
         yield from self._load(self.eval_shares(batch_size), EVALUATION)
 
-    def eval_shares(self, batch_size: int) -> list[Tensor]:
+    def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
-        mine = torch.arange(len(self), device=self.index_device)[self.rank :: self.size]
-        rounds = -(-len(self) // (self.size * batch_size))
-        return [mine[number * batch_size : (number + 1) * batch_size] for number in range(rounds)]
+        together = self.size * batch_size
+        for first in range(0, len(self), together):
+            numbers = range(first, min(first + together, len(self)))
+            yield self._indices(numbers[self.rank :: self.size])
 
     def first_sample(self) -> tuple[Any, Any]:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
@@ -162,10 +181,13 @@ class BatchLoader:
 
     def raw_inputs(self, count: int) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
-        share = torch.arange(min(count, len(self)), device=self.index_device)
+        share = self._indices(range(min(count, len(self))))
         memory, reader = self.dataset, self.reader
         raw = read_memory(memory, [share]) if reader is None else read_samples(reader, [share], EVALUATION)
         return next(raw)[0]
+
+    def _indices(self, numbers: range) -> Tensor:
+        return torch.arange(numbers.start, numbers.stop, numbers.step, device=self.index_device)
 
     def shown_sample(self, number: int) -> Tensor:
         """The inputs of a sample as the data set has them; an empty tensor if they are several."""
@@ -175,7 +197,7 @@ class BatchLoader:
         return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
     def _load(
-        self, shares: list[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
+        self, shares: Iterable[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Any, Any]]:
         """The inputs and targets of each share of indices, in order, augmented by its plan."""
         raw = read_memory(self.dataset, shares) if self.reader is None else read_samples(self.reader, shares, epoch)
@@ -191,20 +213,19 @@ class BatchLoader:
                 yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
 
-def read_memory(dataset: InMemoryDataset, shares: list[Tensor]) -> Iterator[RawGroup]:
+def read_memory(dataset: InMemoryDataset, shares: Iterable[Tensor]) -> Iterator[RawGroup]:
     """Several shares at once, from a data set in memory."""
-    values_per_sample = dataset.samples.shape[1:].numel()
-    largest = max(map(len, shares), default=0)
-    at_once = max(1, VALUES_AT_ONCE // max(1, largest * values_per_sample))
-    for first in range(0, len(shares), at_once):
-        group = shares[first : first + at_once]
+    values_per_sample, waiting = dataset.samples.shape[1:].numel(), iter(shares)
+    for share in waiting:
+        at_once = VALUES_AT_ONCE // max(1, values_per_sample, len(share) * values_per_sample)
+        group = [share, *islice(waiting, max(0, at_once - 1))]
         indices = torch.cat(group)
         # index_select copies whole rows; samples[indices] copies value by value and takes five times as long.
         samples, targets = dataset.samples.index_select(0, indices), dataset.targets.index_select(0, indices)
         yield samples, targets, [len(share) for share in group]
 
 
-def read_samples(reader: DatasetReader, shares: list[Tensor], epoch: int) -> Iterator[RawGroup]:
+def read_samples(reader: DatasetReader, shares: Iterable[Tensor], epoch: int) -> Iterator[RawGroup]:
     """Share by share, from a data set that loads its samples one by one."""
-    for inputs, targets in reader.read([share.tolist() for share in shares], epoch):
+    for inputs, targets in reader.read((share.tolist() for share in shares), epoch):
         yield inputs, targets, [count_samples(targets)]

@@ -8,7 +8,7 @@ import signal
 import stat
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -65,12 +65,12 @@ class DatasetReader:
             # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
             atexit.register(self.close)
 
-    def read(self, batches: list[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
+    def read(self, batches: Iterable[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each batch of sample numbers. A pass that was left early does not disturb the next one.
 
         Samples that cannot be read may be missing, see `Samples`.
         """
-        self._batches.batches = [[(epoch, number) for number in batch] for batch in batches]
+        self._batches.batches = ([(epoch, number) for number in batch] for batch in batches)
         try:
             for loaded in self._loader:
                 if isinstance(loaded, ConfigError):
@@ -99,13 +99,10 @@ class _BatchList:
     """A batch sampler: torch asks it for its batches at the start of each pass."""
 
     def __init__(self) -> None:
-        self.batches: list[list[Key]] = []
+        self.batches: Iterable[list[Key]] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 @contextmanager
