@@ -40,7 +40,9 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
 
     launcher: what `launch` says. It starts nothing: the two ranks are forks of this process on this machine's CPUs.
     """
-    remove_new_folder(Path(cfg.run_dir))
+    folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
+    if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
+        remove_new_folder(Path(cfg.run_dir))
     strategy, ranks = check_options(cfg, launcher)
     shares = strategy.data_parallel_size(ranks)
     per_rank = cfg.trainer.batch_size_per_rank is not None
@@ -53,7 +55,6 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
         preflight(cfg, forks)
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
-    folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
     # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
     two, _, _ = forks.launch(check_worker, cfg, folder)
     one, draws, lines = check_worker(cfg, folder)
