@@ -1,4 +1,4 @@
-"""Optimizers of torch under strategy=fsdp: the numbers of one process, also over a resume at another number of ranks."""
+"""Optimizers of torch under strategy=fsdp: one process's numbers, also over a resume at another number of ranks."""
 
 from contextlib import nullcontext
 from pathlib import Path
