@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from lockstep import build
 from lockstep.config.instantiate import instantiate, instantiate_as
+from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.same_input import require_same_data
@@ -81,6 +82,7 @@ def remove_new_folder(run_dir: Path) -> None:
 
 def check_worker(cfg: DictConfig, folder: Path) -> tuple[Facts, Draws, list[str]]:
     """What one rank of a world of one or two does. Returns what it found, and lines about it."""
+    signals.listen()
     postpone_dynamo()
     strategy = instantiate(cfg.strategy)
     with rank_logs() as logs, exits_are_failures(), monitor.failures():

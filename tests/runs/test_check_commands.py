@@ -1,11 +1,12 @@
 """mode=check and launch=dry as whole commands."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_PROMISES
-from support.commands import PYTHON_TRAIN, Command
+from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -46,6 +47,45 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     assert "yes    samples and outputs are the same twice\n" in output
     assert "no     parameters without a gradient: spare.weight, spare.bias; type strategy.find_unused" in output
     assert not (tmp_path / "outputs").exists()
+
+
+SLOW = """
+import time
+from pathlib import Path
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        Path("began").touch()
+        time.sleep(600)
+"""
+MODE = """# @package _global_
+defaults:
+  - override /mode: check
+model:
+  _target_: slow_net.Net
+"""
+
+
+def test_ctrl_c_ends_a_check_at_once_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    """The mode stands in a file: Hydra has made a run folder."""
+    temporary, presets = tmp_path / "temporary", tmp_path / "conf" / "experiment"
+    presets.mkdir(parents=True)
+    temporary.mkdir()
+    (presets / "mine.yaml").write_text(MODE)
+    (tmp_path / "slow_net.py").write_text(SLOW)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    words = ["--config-dir", "conf", "experiment=mine", "~model.shape", "~model.classes"]
+    run = start(*PYTHON_TRAIN, *words, TMPDIR=temporary, PYTHONPATH=path)
+    wait_for((tmp_path / "began").exists, "the first forward pass")
+    run.send(signal.SIGINT, to="group")
+    assert run.finish(130, limit=20).sentence == "lockstep: ended by Ctrl-C; there is nothing to save"
+    assert not list(temporary.iterdir())
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {".started"}
 
 
 def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
