@@ -57,8 +57,9 @@ compare: $(BENCH) ## what each way of averaging gradients costs: a table
 growth: $(BENCH) ## what a unit of work costs as the work grows: a table
 	$(PYTHON) bench/growth.py $(ARGS)
 
-scaling: $(BENCH) ## step times on up to 4096 ranks: collectives fitted and checked here, the rest predicted
+scaling: $(BENCH) ## step times on up to 4096 ranks: collectives and meetings fitted here, the rest predicted
 	$(PYTHON) bench/scaling.py $(ARGS)
+	$(PYTHON) bench/meeting.py $(ARGS)
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

@@ -13,6 +13,7 @@ from lockstep.distributed import store as store_module
 from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.rendezvous import agree_on_nonce, form_group
 from lockstep.distributed.store import forget_start, run_started_at
+from lockstep.distributed.world import init_distributed
 from support.worlds import in_world
 
 PATIENCE = timedelta(seconds=20)
@@ -32,6 +33,37 @@ class CountingStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class AskedStore(dist.Store):
+    """Counts what gloo asks, and not what the ranks ask while they wait for each other."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self.inner, self.requests = inner, 0
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        key = args[0] if isinstance(args[0], str) else args[0][0]
+        self.requests += key.startswith("rendezvous/")
+        return getattr(self.inner, name)(*args)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask("get", key))
+
+    def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
+        self._ask("wait", keys, timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [bytes(value) for value in self._ask("multi_get", keys)]
+
+    def has_extended_api(self) -> bool:
+        return True
 
 
 def join_in_threads(store: Any, ranks: list[int], size: int) -> tuple[list[threading.Thread], dict[int, str]]:
@@ -99,6 +131,20 @@ def test_ranks_meet_three_times_over_one_store_and_share_the_start_time():
     answers = in_world(3, _meet_three_times)
     assert [totals for totals, _ in answers] == [[3.0] * 3] * 3
     assert len({moment for _, moment in answers}) == 1
+
+
+def requests_to_meet() -> int:
+    info = read_rank_info()
+    store = AskedStore(store_module.shared_store(info))
+    store_module._stores[info] = store
+    with init_distributed("gloo", 60) as world:
+        assert world.all_reduce_sum(torch.ones(1)).item() == world.size
+    return store.requests
+
+
+def test_a_rank_asks_the_store_as_often_in_a_larger_world():
+    assert in_world(2, requests_to_meet) == [2, 2]
+    assert in_world(5, requests_to_meet) == [2] * 5
 
 
 def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_path, monkeypatch):

@@ -218,6 +218,9 @@ def backend_environment(
         "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
         "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
     }
+    # A rank of gloo asks the store for all addresses at once. By itself it asks twice for each other rank, which for
+    # 1000 ranks are two million requests.
+    options["GLOO_ENABLE_STORE_V2_API"] = os.environ.get("GLOO_ENABLE_STORE_V2_API", "1")
     variables = {key: str(value) for key, value in options.items() if value is not None}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
