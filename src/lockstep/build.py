@@ -59,7 +59,8 @@ def model_and_data(
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     complete_config(cfg, train_data)
-    model = instantiate_as(nn.Module, cfg.model, "model")
+    with strategy.building(world.size):
+        model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)

@@ -5,7 +5,7 @@ To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` w
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +109,10 @@ class Strategy:
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         """Raise ConfigError for a model that this strategy cannot spread over `world_size` ranks."""
+
+    def building(self, world_size: int) -> AbstractContextManager[None]:
+        """Inside the block the model of a run of `world_size` ranks is built, which `setup` takes over later."""
+        return nullcontext()
 
     def setup(self, model: nn.Module, world: World, gradient_sync: "GradientSync") -> None:
         """Take over `model`, which is on `world.device`, and spread it over the ranks.

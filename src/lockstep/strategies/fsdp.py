@@ -5,7 +5,7 @@ With copies of these parts in other groups of ranks (HSDP, Zhao et al. 2023, sec
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.mapped_memory import parameters_on_disk
 from lockstep.strategies.replicas import replica_groups, validate_replicas
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 
@@ -53,6 +55,12 @@ class FSDP(Strategy):
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)
+
+    def building(self, world_size: int) -> AbstractContextManager[None]:
+        if world_size == 1:
+            return nullcontext()
+        return_large_blocks()
+        return parameters_on_disk()
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)

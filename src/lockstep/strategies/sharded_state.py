@@ -9,15 +9,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.world import World
+from lockstep.strategies.mapped_memory import on_disk
 from lockstep.strategies.stored_tensor import Block, StoredTensor, whole_block
 
 
 def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
-    """`Strategy.full_state`: each DTensor in `named` becomes the whole tensor on rank 0, None elsewhere."""
+    """`Strategy.full_state`: each DTensor in `named` becomes the whole tensor on rank 0, None elsewhere.
+
+    All large ones together may need more memory than rank 0 has.
+    """
 
     def gathered(tensor: DTensor) -> Tensor | None:
         full = tensor.full_tensor()  # a collective
-        return full.cpu() if world.is_rank_zero else None
+        return on_disk(full.cpu()) if world.is_rank_zero else None
 
     result: dict[str, Any] = tree_map_only(DTensor, gathered, named)
     return result

@@ -1,0 +1,68 @@
+"""Runs are killed while the ranks write the parts of a snapshot: the newest whole one is resumed, to the same bits."""
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from lockstep.snapshots.files import list_snapshots
+from support.commands import PYTHON_TRAIN, Command, children, wait_for
+from support.run_folders import count_resumptions, read_log
+from support.worlds import same_bits
+
+pytestmark = pytest.mark.drill
+
+KILLS = int(os.environ.get("LOCKSTEP_KILLS", "5"))
+TRAINING = [
+    *PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "strategy=fsdp", "snapshot.format=sharded",
+    "snapshot.every=1steps", "snapshot.keep_last=2", "model=mlp", "model.width=2048", "optimizer=adamw",
+    "trainer.batch_size=32", "trainer.deterministic=true", "scheduler=constant", "logger=[]",
+    "trainer.epochs=1000", f"trainer.max_steps={12 * KILLS}",
+]  # fmt: skip
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """The parts that are being written: no snapshot names them yet."""
+    return [parts for parts in folder.glob("step_*.parts.*") if not (folder / f"{parts.name[:13]}.pt").exists()]
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and all that it has started, the youngest first: a rank that outlives its launcher would save."""
+    return [other for child in children(pid) for other in descendants(child)] + [pid]
+
+
+def kill_while_writing(run: Command, folder: Path) -> bool:
+    """Kill all ranks and the launcher when they have begun a snapshot. Returns whether it was not finished."""
+    before = list_snapshots(folder)[:1]
+    wait_for(lambda: list_snapshots(folder)[:1] != before, "a snapshot of this start")
+    pids = descendants(run.process.pid)
+    time.sleep(random.uniform(0, 0.2))
+    deadline = time.monotonic() + 60
+    while not unfinished(folder):  # without a pause: writing takes milliseconds
+        assert time.monotonic() < deadline, "no rank writes parts"
+    time.sleep(random.uniform(0, 0.02))
+    run.broken_at = time.time()
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    run.finish(code=None)
+    return bool(unfinished(folder))
+
+
+@pytest.mark.timeout(300 + 30 * KILLS)
+def test_a_run_killed_while_it_writes_parts_goes_on_from_the_newest_whole_snapshot(start, start_faulty, tmp_path):
+    start(*TRAINING, "hydra.run.dir=undisturbed").finish()
+    folder, cut_short = tmp_path / "run" / "snapshots", 0
+    for _ in range(KILLS):
+        cut_short += kill_while_writing(start_faulty(*TRAINING, "hydra.run.dir=run"), folder)
+    start(*TRAINING, "hydra.run.dir=run").finish()
+    print(f"{KILLS} kills, {cut_short} of them before the snapshot was whole")
+    assert cut_short
+    assert count_resumptions(tmp_path / "run") == KILLS
+    assert "and passed over" not in read_log(tmp_path / "run")
+    assert not unfinished(folder)
+    assert same_bits(tmp_path / "undisturbed", tmp_path / "run")
