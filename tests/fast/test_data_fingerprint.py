@@ -38,6 +38,22 @@ def test_of_tensors_that_are_too_large_rows_are_sampled(monkeypatch: pytest.Monk
     assert before != data_fingerprint(InMemoryDataset(samples, targets))
 
 
+def test_windows_that_overlap_count_once_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST_TENSOR", 8 * 1000)  # bytes of the text, not of all its windows
+    text = torch.arange(1000)
+
+    def fingerprint() -> str:
+        return data_fingerprint(InMemoryDataset(text[:-1].unfold(0, 64, 1), text[1:].unfold(0, 64, 1)))
+
+    before = fingerprint()
+    assert before.endswith(" of all samples and targets")
+    for place in (0, 500, 999):
+        text[place] += 1
+        after = fingerprint()
+        assert before != after
+        before = after
+
+
 def test_names_sizes_and_classes_of_a_folder_of_images_count_and_times_apart(tmp_path: Path) -> None:
     def folder(root: Path) -> ImageFolder:
         return ImageFolder(str(root), "train", 8, 2)
