@@ -26,6 +26,12 @@ class ConvNet(nn.Module):
         return self.fc(out.reshape(out.size(0), -1))
 
 
+def small_image_net(shape: list[int], classes: int) -> nn.Module:
+    """Means over 8x8 areas and one linear layer: reading the images takes longer than this net."""
+    channels, height, _ = shape
+    return nn.Sequential(nn.AvgPool2d(height // 8), nn.Flatten(), nn.Linear(channels * 64, classes))
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default=os.environ.get("LOCKSTEP_DATA", "data"), help="where MNIST/raw lies")

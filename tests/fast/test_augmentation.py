@@ -22,6 +22,9 @@ def test_a_shift_moves_zeros_in_and_a_flip_mirrors() -> None:
     assert not shifted[:, :, -1].any()
     assert torch.equal(Augment(flip=True)(IMAGES, torch.tensor([[0, 0, 1]] * 12)), IMAGES.flip(3))
     assert torch.equal(Augment(pad=2)(IMAGES, torch.tensor([[2, 2, 0]] * 12)), IMAGES)
+    some = torch.tensor([[0, 0, number % 2] for number in range(12)])
+    expected = torch.stack([image.flip(2) if number % 2 else image for number, image in enumerate(IMAGES)])
+    assert torch.equal(Augment(flip=True)(IMAGES, some), expected)
 
 
 def test_shifts_cover_all_of_pad_and_half_of_the_images_are_mirrored() -> None:

@@ -28,6 +28,8 @@ class Augment:
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
         """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0."""
+        if not self.pad:  # looking up each pixel takes four times as long
+            return torch.where(plan[:, 2, None, None, None].bool(), images.flip(3), images)
         _, _, height, width = images.shape
         rows = plan[:, 0, None] + torch.arange(height, device=images.device)
         columns = plan[:, 1, None] + torch.arange(width, device=images.device)
