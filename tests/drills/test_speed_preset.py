@@ -1,0 +1,45 @@
+"""experiment=cifar10_speed, small: it learns, and is the same on two ranks and after a resume."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.models.airbench import Whitening
+from support.configs import composed, with_values
+from support.event_files import scalars
+from support.worlds import distance, in_world, same_bits, train_all, weights
+
+pytestmark = pytest.mark.drill
+
+
+def images(data_dir: str, train: bool) -> InMemoryDataset:
+    """In place of CIFAR-10's: 100 for training, 30 for tests, each the picture of its class under noise."""
+    count, generator = 100 if train else 30, torch.Generator().manual_seed(int(train))
+    noise = torch.randint(0, 64, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    pictures = torch.randint(0, 192, (10, 3, 8, 8), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    targets = torch.arange(count) % 10
+    return InMemoryDataset(noise + pictures.repeat_interleave(4, 2).repeat_interleave(4, 3)[targets], targets)
+
+
+def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
+    readers = [f"dataset.{half}._target_={__name__}.images" for half in ("train", "test")]
+    # SGD's learning rates are for 2000 samples a step, and these are 20.
+    groups = "optimizer.groups=[{match:head,use_muon:false,lr:13}]"
+    options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.sgd_lr=1", groups, "trainer.epochs=3"]
+    small = ["dataset.prepare=null", *readers, "model.widths=[8,12,16]", "logger=[tensorboard]"]
+    cfg = composed("experiment=cifar10_speed", *small, *options)
+    alone, two, moved = (with_values(cfg, f"run_dir={tmp_path / name}") for name in ("alone", "two", "moved"))
+    in_world(1, train_all, [alone])
+    in_world(2, train_all, [two, with_values(moved, "trainer.pause_after=1"), moved])
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-9
+    assert same_bits(tmp_path / "two", tmp_path / "moved")
+    losses = [loss for _, loss in scalars(tmp_path / "alone")["train/loss"]]
+    assert losses[-1] < losses[0] - 0.1
+
+    mean, std = (torch.tensor(list(cfg.dataset[name]), dtype=torch.float64)[:, None, None] for name in ("mean", "std"))
+    expected = Whitening(3).double()
+    expected.set_weights_from((images("", train=True).samples / 255 - mean) / std)
+    saved = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
+    torch.testing.assert_close(saved["whiten.weight"], expected.weight.detach(), rtol=1e-5, atol=1e-6)
