@@ -54,10 +54,12 @@ def section(runs: Runs, title: str, quantities: Sequence[str], pairs: Sequence[t
                 row.append(spread([mine[number] / theirs[number] for number in mine if number in theirs]))
         if any(by_round(runs, quantity, entry) for quantity in quantities):
             rows.append(row)
+    if not rows:
+        return ""
     head = ["", "ranks", *(["against", "ranks"] if pairs[0][1] else [])]
     for quantity in quantities:
         head += [HEADS.get(quantity, quantity), *(["ratio"] if pairs[0][1] else [])]
-    return f"## {title}\n\n{table(head, rows)}" if rows else ""
+    return f"## {title}\n\n{table(head, rows)}"
 
 
 def figures(records: Sequence[dict[str, Any]], began: float) -> dict[str, float]:
@@ -103,7 +105,7 @@ def sections(runs: Runs) -> Iterable[str]:
     yield section(runs, "From the command to the end of the first step", ("first_step",), pairs)
     commands = [run["name"] for run in runs if run["name"].endswith(" commands")][:1]
     pairs = [((f"sweep by {way}", 2), (name, 2)) for name in commands for way in ("launch=torchrun", "launch=fork")]
-    yield section(runs, "A sweep of short jobs", ("wall",), pairs) if pairs else ""
+    yield section(runs, "A sweep of short jobs", ("wall",), pairs)
     names = ("Lockstep", "Lockstep by torchrun", "Lockstep by launch=fork")
     pairs = [((name, ranks), ("tutorial", ranks)) for ranks in (1, 2, CROWD) for name in names]
     yield section(runs, "Memory of the rank that has most", ("rss", "private", "pss"), pairs)
