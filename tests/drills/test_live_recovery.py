@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.errors import EXIT_KILLED
+from lockstep.errors import EXIT_KILLED, EXIT_RESUMABLE
 from support.commands import PYTHON_TRAIN, ROOT, Command, ranks_under, wait_for
 from support.deaths import MOMENTS
 from support.event_files import MEASURED, scalars
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.drill
 
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "5"))  # in each of the runs below
 PHASES = ("meeting", "train", "evaluation", "snapshot")
+SPARE_SECONDS = 2.0  # in which the next spare has mostly loaded its data
 TRAINING = [
     *PYTHON_TRAIN,
     "launch=fork",
@@ -129,6 +130,25 @@ def test_killed_ranks_cost_no_restart_and_no_bit(start, tmp_path, launch):
     assert curves(undisturbed) == curves(folder)
     assert_one_curve(folder)
     assert len(scalars(folder)["recovery/seconds"]) == recoveries(folder)
+
+
+@pytest.mark.timeout(120 + 5 * KILLS)
+def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
+    """Two ranks, so that each has a core of a small machine. Alone on it, the median is below 0.3 s."""
+    folder = tmp_path / "run"
+    run = start(*TRAINING, "launch.nproc_per_node=2", "trainer.epochs=10000", f"hydra.run.dir={folder}")
+    wait_for(lambda: has_logged(folder, "epoch 3/"), "third epoch")
+    for number in range(KILLS):
+        time.sleep(SPARE_SECONDS)
+        victim = rank_zero(folder) if number % 2 else random.choice(all_ranks(run.process.pid))
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda number=number: recoveries(folder) > number, "recovery")
+    run.send(signal.SIGTERM)
+    run.finish(EXIT_RESUMABLE)
+    measured = pauses(folder)
+    print(f"\n{len(measured)} kills   pause: median {statistics.median(measured):.2f} s, longest {max(measured):.2f} s")
+    assert len(measured) == KILLS
+    assert statistics.median(measured) < 1.5  # a machine that does other work, too
 
 
 @pytest.mark.timeout(300)
