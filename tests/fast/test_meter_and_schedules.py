@@ -77,6 +77,19 @@ def test_a_moving_average_starts_at_the_first_weights_and_is_put_in_for_a_while(
     assert list(average.averages) == ["weight"]
 
 
+def test_a_moving_average_has_the_statistics_of_its_own_weights() -> None:
+    model = nn.BatchNorm1d(1).double()
+    model.register_buffer("table", torch.ones(1), persistent=False)
+    average = ExponentialMovingAverage(model, 0.9)
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.running_mean, value)
+        average.update()
+    with average.applied():
+        assert model.running_mean.item() == pytest.approx(0.9 * 1 + 0.1 * 2, rel=1e-12)
+    assert model.running_mean.item() == 2.0
+    assert list(average.averages) == ["weight", "bias", "running_mean", "running_var"]
+
+
 def rates(schedule: Any, steps: int, steps_per_epoch: int = 4) -> list[float]:
     """The learning rate of each step, of a peak of 2."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)

@@ -54,7 +54,9 @@ class Trainer:
         words=("off", "on"),
         example="on",
     )
-    ema: float | None = number("Decay of a moving average of the weights.", above=0, below=1, example=0.999)
+    ema: float | None = number(
+        "Decay of a moving average of the weights and running statistics.", above=0, below=1, example=0.999
+    )
 
 
 @dataclass

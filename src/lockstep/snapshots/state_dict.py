@@ -73,9 +73,7 @@ def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
     strategy = state.strategy
     strategy.model.load_state_dict(whole(strategy.shard_state(saved["model"])))
     if state.ema is not None:
-        averages = _to_parameter_layout(strategy, saved["ema"] or {})
-        # In the model's order: the average is updated parameter by parameter.
-        state.ema.averages = {name: averages[name] for name, _ in strategy.model.named_parameters() if name in averages}
+        state.ema.averages = _to_layout_of_weights(strategy, saved["ema"] or {})
 
 
 def plain_copy(value: Any) -> Any:
@@ -108,7 +106,7 @@ def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
 
 def _restore_optimizer(state: TrainState, saved: dict[str, Any]) -> None:
     indexed = state.optimizer.state_dict()
-    named = _to_parameter_layout(state.strategy, saved["optimizer"]["state"])
+    named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"])
     names = _parameter_names(state.strategy.model, state.optimizer)
     groups = _resumed_groups(state, saved, indexed["param_groups"])
     by_index = {index: named[name] for index, name in names.items() if name in named}
@@ -161,22 +159,22 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 @torch.no_grad()
-def _to_parameter_layout(strategy: Strategy, named: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of `named`, in its parameters' type, device and memory layout.
+def _to_layout_of_weights(strategy: Strategy, named: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of `named`, in the type, device and memory layout of its parameters and buffers, in their order.
 
-    Fused optimizers read a parameter and its state side by side in memory.
+    Fused optimizers read a parameter and its state side by side in memory. Averages are updated one after the other.
     """
-    parameters = dict(strategy.model.named_parameters())
+    weights = dict(strategy.model.named_parameters()) | dict(strategy.model.named_buffers())
     own = whole(strategy.shard_state(named))
-    return {name: _like(parameters[name], values) for name, values in own.items() if name in parameters}
+    return {name: _like(weight, own[name]) for name, weight in weights.items() if name in own}
 
 
-def _like(parameter: Tensor, values: Any) -> Any:
+def _like(weight: Tensor, values: Any) -> Any:
     if isinstance(values, dict):  # "step" counts; the optimizer chooses its type
-        return {key: value if key == "step" else _like(parameter, value) for key, value in values.items()}
+        return {key: value if key == "step" else _like(weight, value) for key, value in values.items()}
 
     def convert(tensor: Tensor) -> Tensor:
-        return torch.empty_like(parameter).copy_(tensor) if tensor.shape == parameter.shape else tensor
+        return torch.empty_like(weight).copy_(tensor) if tensor.shape == weight.shape else tensor
 
     return tree_map_only(Tensor, convert, values)
 

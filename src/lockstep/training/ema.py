@@ -9,32 +9,35 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class ExponentialMovingAverage:
-    """The average of `model`'s parameters over the steps of a run (Polyak and Juditsky 1992), from the first update on.
+    """The average of `model`'s weights over the steps of a run (Polyak and Juditsky 1992), from the first update on.
 
-    averages: {parameter name: tensor}. Buffers are not averaged; the latest ones are used.
+    averages: {name: tensor} of the parameters, and of the floating-point buffers that are saved with them. Averaged
+    weights give other activations than the latest ones, so batch norm needs the average of its statistics, too.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = model
         self.average_into = get_ema_multi_avg_fn(decay)
         self.averages: dict[str, Tensor] = {}
+        saved = model.state_dict().keys()
+        self.buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name in saved}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the parameters as they are now."""
+        """Add the weights as they are now."""
         if self.averages:
-            parameters = dict(self.model.named_parameters())
+            weights = self._weights()
             for kind in {type(average) for average in self.averages.values()}:  # torch cannot mix DTensors with others
                 names = [name for name, average in self.averages.items() if type(average) is kind]
-                self.average_into([self.averages[n] for n in names], [parameters[n] for n in names], None)
+                self.average_into([self.averages[n] for n in names], [weights[n] for n in names], None)
         else:
-            self.averages = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            self.averages = {name: weight.clone() for name, weight in self._weights().items()}
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside the block the parameters are the average. They are copied, since a strategy may hold views of them."""
+        """Inside the block the weights are the average. They are copied, since a strategy may hold views of them."""
         with torch.no_grad():
-            before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            before = {name: weight.clone() for name, weight in self._weights().items()}
             self._copy_into_model(self.averages)
         try:
             yield
@@ -42,7 +45,12 @@ class ExponentialMovingAverage:
             with torch.no_grad():
                 self._copy_into_model(before)
 
+    def _weights(self) -> dict[str, Tensor]:
+        """{name: tensor} of what is averaged, as the model holds it now."""
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return weights | {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
+
     def _copy_into_model(self, values: dict[str, Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
+        weights = self._weights()
         for name, value in values.items():
-            parameters[name].copy_(value)
+            weights[name].copy_(value)

@@ -88,7 +88,6 @@ def evaluate(
     """
     monitor.enter("evaluation")
     state.average_replicas()
-    state.strategy.sync_buffers()
     meter = Meter(state.task, state.strategy.world)
     context = autocast(state.strategy.world.device, state.settings.precision)
 
@@ -101,6 +100,7 @@ def evaluate(
     state.strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with state.ema_weights(), torch.no_grad():
+        state.strategy.sync_buffers()
         for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
             state.strategy.eval_step(inputs, targets, count, context)
             monitor.heartbeat()
