@@ -68,7 +68,7 @@ def kill_in(phase: str, run: Command, folder: Path, alone: bool = False) -> int:
 def kill_until_the_end(run: Command, folder: Path) -> dict[str, int]:
     """Kill ranks in each phase in turn, whenever the run has recovered. Returns {phase: killed ranks}."""
     killed = dict.fromkeys(PHASES, 0)
-    while sum(killed.values()) < KILLS and run.process.poll() is None:
+    while (sum(killed.values()) < KILLS or not all(killed.values())) and run.process.poll() is None:
         phase = min(PHASES, key=lambda name: killed[name])
         before = recoveries(folder)
         meets_again = phase == "meeting" and any(killed.values())
