@@ -16,9 +16,9 @@ from lockstep.data.converter import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
+from lockstep.snapshots.exported import trained_weights
 from lockstep.snapshots.files import load_first_good
 from lockstep.snapshots.trained import snapshots_to_try
-from lockstep.strategies.stored_tensor import whole
 from lockstep.training.setup import model_dtype, model_memory_format
 
 
@@ -33,9 +33,9 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
     net = net.to(device, model_dtype(precision))  # before the weights come: float64 would lose digits
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    weights = saved["model"] | (saved["ema"] or {} if config["trainer.ema"] is not None else {})
+    weights = trained_weights(saved, averaged=config["trainer.ema"] is not None)
     try:
-        net.load_state_dict(whole(weights))
+        net.load_state_dict(weights)
     except RuntimeError as error:  # of a model of the user's
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None

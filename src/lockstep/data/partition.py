@@ -51,6 +51,18 @@ def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: i
     return parts
 
 
+def shares_in_words(batch: int, ranks: int, shares: int) -> str:
+    """ ", 21 or 22 for each of 3 ranks": how many samples of a batch a rank gets. Empty for one rank.
+
+    shares: that `ranks` ranks cut it into.
+    """
+    if ranks == 1:
+        return ""
+    smallest, rest = divmod(batch, shares)
+    share = f"{smallest} or {smallest + 1}" if rest else f"{smallest}"
+    return f", {share} for each of {ranks} ranks"
+
+
 def fold_in(*numbers: int) -> int:
     """A seed that depends on `numbers` (seed, epoch, step, ...) alone, so no random state has to be saved."""
     seed = 0

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from lockstep.data.partition import shares_in_words
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ class ConsoleLogger(Logger):
             run.train_samples,
             run.eval_samples,
             run.batch_size,
-            _share(run),
+            shares_in_words(run.batch_size, run.world_size, run.data_parallel_size),
         )
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
@@ -55,12 +56,3 @@ class ConsoleLogger(Logger):
         # It is not there if the run was resumed in another folder, and has not become better since.
         where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
         log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
-
-
-def _share(run: RunInfo) -> str:
-    """ ", 21 or 22 for each of 3 ranks": how many samples of a global batch a rank gets. Empty for one rank."""
-    if run.world_size == 1:
-        return ""
-    smallest, remainder = divmod(run.batch_size, run.data_parallel_size)
-    share = f"{smallest} or {smallest + 1}" if remainder else f"{smallest}"
-    return f", {share} for each of {run.world_size} ranks"

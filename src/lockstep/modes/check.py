@@ -138,10 +138,12 @@ def table(found: Sequence[Row]) -> list[str]:
 
 def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
     """The lines about memory, batches, steps and time. ranks: of the run. shares: that they cut a batch into."""
+    from lockstep.data.partition import shares_in_words  # imports torch
+
     epoch, whole = one.steps
     lines = [
         f"a rank:    {held(two.nbytes)}; the process took {two.peak:.0f} MiB at most, with Python and torch",
-        f"a batch:   {one.batch} samples{shares_of(one.batch, ranks, shares)}",
+        f"a batch:   {one.batch} samples{shares_in_words(one.batch, ranks, shares)}",
         f"steps:     {epoch} in an epoch, {whole} in the run",
     ]
     worlds = {"1 rank": one.seconds, f"{two.ranks} ranks": two.seconds}
@@ -154,12 +156,6 @@ def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
 def held(nbytes: Mapping[str, int]) -> str:
     """{what: bytes} as words."""
     return ", ".join(f"{bytes_shown(size)} of {what}" for what, size in nbytes.items())
-
-
-def shares_of(batch: int, ranks: int, shares: int) -> str:
-    """How many samples of a batch a rank gets, as words. shares: that `ranks` ranks cut it into."""
-    smallest, rest = divmod(batch, shares)
-    return f", {smallest}{f' or {smallest + 1}' if rest else ''} for each of {ranks} ranks" if ranks > 1 else ""
 
 
 def bytes_shown(size: float) -> str:

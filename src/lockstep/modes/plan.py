@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
+from lockstep.data.partition import shares_in_words
 from lockstep.distributed.dry_world import Traffic
-from lockstep.modes.check import bytes_shown, held, shares_of
+from lockstep.modes.check import bytes_shown, held
 from lockstep.modes.check_steps import nbytes
 from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainState
@@ -81,7 +82,7 @@ def lines(job: Job, planned: Sequence[PlannedRank]) -> list[str]:
     """planned: the first rank, and some of the others."""
     epoch, whole = job.steps
     found = [
-        f"a batch:    {job.batch} samples{shares_of(job.batch, job.ranks, job.shares)}",
+        f"a batch:    {job.batch} samples{shares_in_words(job.batch, job.ranks, job.shares)}",
         f"steps:      {epoch} in an epoch, {whole} in the run{_last_batch(job)}",
     ]
     for rank in planned:
@@ -103,7 +104,7 @@ def _last_batch(job: Job) -> str:
     left = job.samples % job.batch
     if not left:
         return ""
-    shares = shares_of(left, job.ranks, job.shares)
+    shares = shares_in_words(left, job.ranks, job.shares)
     if left < job.shares == job.ranks:
         shares = f", one for each of {left} ranks and none for {job.ranks - left}"
     return f"; the last one of an epoch has {left} samples{shares}"

@@ -39,10 +39,14 @@ def weights_of_snapshot(path: Path, averaged: bool) -> dict[str, Any] | None:
     with suppress(ConfigError):  # a damaged one is in the log
         found = load_first_good([path])
         assert found is not None
-        saved, _ = found
-        weights: dict[str, Any] = whole(saved["model"] | ((saved["ema"] or {}) if averaged else {}))
-        return weights
+        return trained_weights(found[0], averaged)
     return None
+
+
+def trained_weights(saved: dict[str, Any], averaged: bool) -> dict[str, Any]:
+    """The model's state dict in a snapshot's contents. averaged: with the averaged weights if it has them."""
+    weights: dict[str, Any] = whole(saved["model"] | ((saved["ema"] or {}) if averaged else {}))
+    return weights
 
 
 def is_exported(run_dir: Path, snapshot: Path | None) -> bool:
