@@ -101,6 +101,18 @@ def test_hosts_whose_ranks_fail_by_themselves_name_the_one_that_failed_first(sta
         assert "RuntimeError: a mistake in the model" in node.output
 
 
+@pytest.mark.parametrize(("hang", "verdict"), [("operation", "another operation"), ("stopped", "a rank is stopped")])
+def test_a_hang_on_one_host_has_a_verdict_on_both(start, two_hosts, hang, verdict):
+    """The only rank of the second host hangs. What the first host's rank waits in decides about "operation"."""
+    words = [*NET, "model._target_=support.hangs.HangingModel", "watch.timeout=6"]
+    commands = [two_hosts.on(host, *spawn(2, host, 1)) for host in (0, 1)]
+    nodes = [start(*command, *words, HANG=hang, PYTHONPATH=ROOT / "tests") for command in commands]
+    for node in nodes:
+        node.finish(4)
+        assert "lockstep: rank 1 of 2 hangs" in node.output
+        assert f"verdict: {verdict}" in node.output
+
+
 def test_a_short_silence_of_the_network_costs_nothing(start, two_hosts, alone):
     nodes = start_on_both(start, two_hosts, static, "backend.timeout=30", "trainer.epochs=6")
     two_hosts.cut(1)

@@ -13,6 +13,7 @@ from lockstep.monitor.code_owner import PROJECT
 from lockstep.monitor.hang_collectives import Record, parse_record
 from lockstep.monitor.hang_detector import SHORTEST_SILENCE, HangDetector, HangRules
 from lockstep.monitor.hang_evidence import RankFacts, SharedSum
+from lockstep.monitor.hang_machines import exchange
 from lockstep.monitor.hang_rules import find_verdict
 from lockstep.monitor.hang_stack import Frame, Stack, parse_stack
 from lockstep.monitor.hang_verdict import Diagnosis, Kind
@@ -117,6 +118,17 @@ def test_a_sum_through_shared_memory_beside_a_collective():
 def test_nobody_here_is_guilty():
     assert verdict(waits(0, *STEP), waits(1, *STEP), world_size=4) == (Kind.ELSEWHERE, ())
     assert verdict(waits(0, *STEP), waits(1, *STEP)) == (Kind.UNKNOWN, ())
+
+
+def test_machines_that_wait_for_each_other_compare_their_calls(tmp_path):
+    (tmp_path / "logs").mkdir()
+    here, there = waits(0, *STEP), waits(1, *STEP[:1], ("broadcast", [100]))
+    assert exchange(str(tmp_path), [here], 0.0) == []
+    assert exchange(str(tmp_path), [there], 0.0) == [here]
+    assert exchange(str(tmp_path), [here], 0.0) == [there]
+    assert verdict(here, there) == (Kind.OTHER_OPERATION, (0, 1))
+    later = replace(here, seconds=-1.0)  # it has made progress since the others showed theirs
+    assert exchange(str(tmp_path), [later], 0.0) == []
 
 
 def test_what_may_only_be_slow_does_not_end_the_run():

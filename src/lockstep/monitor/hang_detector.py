@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lockstep.monitor.hang_evidence import RankFacts, gather
+from lockstep.monitor.hang_machines import exchange
 from lockstep.monitor.hang_rules import different_calls, find_verdict
-from lockstep.monitor.hang_verdict import Diagnosis, Kind
-from lockstep.monitor.linux_processes import kill_children, process_state
+from lockstep.monitor.hang_verdict import Diagnosis, Kind, Verdict
+from lockstep.monitor.linux_processes import kill_children, parent, process_state
 from lockstep.monitor.progress_page import STEPS_ENDED
 from lockstep.monitor.watched_rank import WatchedRank
 
@@ -23,7 +24,7 @@ REMEMBERED_STEPS = 101
 PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "meeting": float("inf"), "end": float("inf")}
 OTHER_PATIENCE = 10.0
 FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
-LOOKS_AT_SLOW_RANKS = 10  # in the time of one such limit
+LOOKS = 10  # at ranks that are slow, or wait for another machine, in the time of one such limit
 OWN_PAUSE = 5.0  # seconds between two checks, after which the monitor itself was stopped
 PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
 LEAVE_SECONDS = 0.5  # for a rank whose Python threads run to exit with the code of a hang
@@ -51,29 +52,50 @@ class HangDetector:
         self.is_slow = False  # by the last verdict
         self.examination: threading.Thread | None = None
         self.found: list[RankFacts] = []  # what it has found, nothing if it failed
+        self.elsewhere: list[RankFacts] = []  # and what other machines have shown, if all ranks here wait for them
         self.reported: tuple[Kind, tuple[int, ...]] | None = None
 
-    def check(self, ranks: Sequence[WatchedRank], world_size: int, now: float) -> Diagnosis | None:
-        """The diagnosis of a new hang, None as long as there is none. now: time.monotonic()."""
+    def check(
+        self, ranks: Sequence[WatchedRank], world_size: int, now: float, run_dir: str | None = None
+    ) -> Diagnosis | None:
+        """The diagnosis of a new hang, None as long as there is none. now: time.monotonic().
+
+        run_dir: where machines show each other what their ranks do.
+        """
         self._note_steps(ranks)
         progress = max(rank.page.last_progress for rank in ranks)
         last = max(progress, self.ignored_until)
         was_stopped = now - self.last_check > OWN_PAUSE
         self.last_check = now
-        if was_stopped or (now - last > PAUSE_SILENCE and all(process_state(rank.pid) == "T" for rank in ranks)):
+        if was_stopped or (now - last > PAUSE_SILENCE and _are_paused(ranks, world_size)):
             self.ignored_until = last = now  # Ctrl-Z
         if self.examination is not None:
             return None if self.examination.is_alive() else self._conclude(ranks, world_size, now, last)
         is_silent = now - last > self._limit(ranks, capped=True) or (self.is_slow and progress < self.ignored_until)
         if (is_silent and now > self.next_look) or any(rank.waits_in_crash for rank in ranks):
-            self.found = []
-            self.examination = threading.Thread(target=self._examine, args=(list(ranks),), daemon=True)
+            self.found, self.elsewhere = [], []
+            asked = (list(ranks), world_size, run_dir)
+            self.examination = threading.Thread(target=self._examine, args=asked, daemon=True)
             self.examination.start()
         return None
 
-    def _examine(self, ranks: Sequence[WatchedRank]) -> None:
-        with suppress(OSError, ValueError):  # a rank was replaced in the meantime
+    def _examine(self, ranks: Sequence[WatchedRank], world_size: int, run_dir: str | None) -> None:
+        with suppress(OSError, ValueError):  # a rank was replaced in the meantime, or the run folder cannot be read
             self.found = gather(ranks)
+            if run_dir is not None and find_verdict(self.found, world_size).kind is Kind.ELSEWHERE:
+                self.elsewhere = exchange(run_dir, self.found, ranks[0].clock_ahead)
+
+    def _find_verdict(self, world_size: int) -> tuple[Verdict, tuple[RankFacts, ...]]:
+        """The verdict on the ranks of all machines, if it names one of this machine; else on those of this machine.
+
+        The machine that it names ends the run and reports it.
+        """
+        everywhere = (*self.found, *self.elsewhere)
+        if self.elsewhere and len(everywhere) == world_size:
+            verdict = find_verdict(everywhere, world_size)
+            if {rank.rank for rank in self.found} & set(verdict.ranks):
+                return verdict, everywhere
+        return find_verdict(self.found, world_size), tuple(self.found)
 
     def _note_steps(self, ranks: Sequence[WatchedRank]) -> None:
         for rank in ranks:
@@ -107,12 +129,14 @@ class HangDetector:
         if crashing:
             different = different_calls(self.found)
             return None if different is None else Diagnosis(different, tuple(self.found), silence, crashing)
-        verdict = find_verdict(self.found, world_size)
+        verdict, facts = self._find_verdict(world_size)
         self.is_slow = verdict.kind is Kind.SLOW
         if self.is_slow:  # silence counts from the end of a compilation, or of a debugger
-            self.ignored_until, self.next_look = now, now + max(1.0, limit / LOOKS_AT_SLOW_RANKS)
+            self.ignored_until, self.next_look = now, now + max(1.0, limit / LOOKS)
         if self.is_slow or silence < limit:
             return None
+        if verdict.kind is Kind.ELSEWHERE:  # another machine may show more soon
+            self.next_look = now + max(1.0, limit / LOOKS)
         longest = self._limit(ranks, capped=False)
         if not any(facts.is_waiting for facts in self.found) and silence < longest:
             self.next_look = last + longest
@@ -120,7 +144,17 @@ class HangDetector:
         if self.reported == (verdict.kind, verdict.ranks):
             return None
         self.reported = verdict.kind, verdict.ranks
-        return Diagnosis(verdict, tuple(self.found), silence)
+        return Diagnosis(verdict, facts, silence)
+
+
+def _are_paused(ranks: Sequence[WatchedRank], world_size: int) -> bool:
+    """Whether the run was stopped as a whole, as by Ctrl-Z, which stops the launcher, too.
+
+    A machine cannot see by its own ranks alone whether those of other machines are stopped.
+    """
+    if not all(process_state(rank.pid) == "T" for rank in ranks):
+        return False
+    return len(ranks) == world_size or all(process_state(parent(rank.pid)) == "T" for rank in ranks)
 
 
 def look_for_hang(detector: HangDetector, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
@@ -128,7 +162,7 @@ def look_for_hang(detector: HangDetector, ranks: Sequence[WatchedRank], run_dir:
     living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known]
     if not living:
         return
-    diagnosis = detector.check(living, int(living[0].hello["world_size"]), time.monotonic())
+    diagnosis = detector.check(living, int(living[0].hello["world_size"]), time.monotonic(), run_dir)
     if diagnosis is None:
         for rank in living:
             if rank.waits_in_crash and detector.examination is None:

@@ -11,11 +11,21 @@ PIPE_SECONDS = 0.01  # until a thread that is about to wait does so
 
 def process_state(pid: int) -> str:
     """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
+    return _stat(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """The process that has started `pid`, or has taken it over; 0 if `pid` is gone."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat after the name of the program, "" and "0" for a process that is gone."""
     try:
         # The name of the program stands in parentheses and may contain spaces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or ["", "0"]
+    except OSError:
+        return ["", "0"]
 
 
 def handles_stack_signal(pid: int) -> bool:
