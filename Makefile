@@ -9,6 +9,8 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 BENCH := $(VENV)/.ready-bench
+# Tests of whole commands wait for a third of their time: three at once keep two cores busy. Long ones are named first.
+WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill faults fuzz promise pairs screenshots coverage clean
@@ -73,16 +75,16 @@ test-fast: lint ## lint, then the tests that take seconds
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast $(ARGS)
 
 test: lint ## lint, then all tests but the drills
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast tests/runs $(ARGS)
+	$(PYTHON) -m pytest -q $(WHOLE) tests/runs tests/fast $(ARGS)
 
 screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs chromium
 	LOCKSTEP_SCREENSHOTS=docs $(PYTHON) -m pytest -q -m drill tests/drills/test_dashboards.py
 
 drill: $(DEV) ## the long drills, with a table of what was broken on purpose
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m drill tests/drills $(ARGS)
+	$(PYTHON) -m pytest -q $(WHOLE) -m drill tests/drills $(ARGS)
 
 faults: $(DEV) ## every fault of docs/failures.md, with the same table
-	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m fault tests $(ARGS)
+	$(PYTHON) -m pytest -q $(WHOLE) -m fault tests $(ARGS)
 
 fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=1000 of each kind): a run or one sentence
 	LOCKSTEP_FUZZ_EXAMPLES=$(FUZZ) $(PYTHON) -m pytest -q -m drill tests/drills/test_fuzz.py $(ARGS)
@@ -95,7 +97,7 @@ pairs: $(DEV) ## docs/option_pairs.md: every two options in one command; it trai
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase
-	-$(PYTHON) -m coverage run -m pytest -q -n 2 --dist loadfile tests/fast tests/runs $(ARGS)
+	-$(PYTHON) -m coverage run -m pytest -q $(WHOLE) tests/runs tests/fast $(ARGS)
 	$(PYTHON) -m coverage combine --quiet
 	$(PYTHON) -m coverage report
 

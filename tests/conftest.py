@@ -1,5 +1,6 @@
 """Fixtures that start commands."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,18 @@ import pytest
 from support.commands import TRAIN, Command
 from support.fault_table import Traces, add_row, name_of, row_of, table, tests_of_faults
 
+# Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
+# the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Files of drills that take minutes. They run first, so that no core is idle while another one runs the last of them.
+LONG = ("test_kills", "test_promise", "test_bench", "test_live_recovery", "test_faults", "test_slurm_jobs")
+
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that the table of faults in docs/failures.md names."""
+    """Mark the tests that the table of faults in docs/failures.md names, and put the longest drills first."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     named = tests_of_faults()
     for item in items:
         if getattr(item, "originalname", "") in named:
