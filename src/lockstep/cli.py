@@ -14,7 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.cli_arguments import asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
+from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
+from lockstep.cli_compose import compose_once
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_help import accept_lazy_help, copy_config_store_once
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
@@ -197,6 +198,7 @@ def _run(main: Callable[[], Any]) -> int:
         if not info.is_rank_zero:
             return EXIT_FINISHED
         copy_config_store_once()
+    compose_once(is_sweep=bool(MULTIRUN_FLAGS & set(sys.argv)))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)

@@ -90,10 +90,23 @@ def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        master = loader.load_configuration("config", ["launch=fork"], RunMode.MULTIRUN)
-        composer = Composer(loader, master)
-        composer.compose(["optimizer.lr=0.3", "seed=5"])  # leaves no trace in the next one
-        assert text_or_error(composer.compose, words) == text_or_error(partial(loader.load_sweep_config, master), words)
+        fixed = ["launch=fork", "trainer.max_steps=9"]
+        master = loader.load_configuration("config", [*fixed, "sync_bn=on,off"], RunMode.MULTIRUN)
+        expected = text_or_error(partial(loader.load_sweep_config, master), [*fixed, *words])
+        for known in (fixed, fixed[:1]):  # with the config of the sweep as the jobs' own, and without
+            composer = Composer(loader, master, known)
+            composer.compose([*fixed, "optimizer.lr=0.3", "seed=5"])  # leaves no trace in the next one
+            assert text_or_error(composer.compose, [*fixed, *words]) == expected
+
+
+def test_a_job_has_no_value_of_the_sweep_that_it_does_not_have_itself() -> None:
+    """A resumed sweep may type one value of a key that its jobs vary."""
+    cli.register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", ["seed=8", "launch=fork"], RunMode.MULTIRUN)
+        assert Composer(loader, master, ["launch=fork"]).compose(["launch=fork"]).seed == 0
 
 
 def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) -> str:

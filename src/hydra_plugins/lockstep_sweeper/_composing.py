@@ -8,24 +8,29 @@ from typing import cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 
 class Composer:
     """Hydra reads and merges twenty files for a config, which takes 0.1 s. Jobs that differ in values only share that.
 
-    master: the config of the sweep as Hydra has composed it, without its jobs.
+    master: the config of the sweep as Hydra has composed it, without its jobs. fixed: the overrides that all jobs have.
     """
 
-    def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
+    def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
+        assert isinstance(loader, ConfigLoaderImpl)
         self.loader, self.master = loader, master
+        name, hydras = master.hydra.job.config_name, list(master.hydra.overrides.hydra)
+        self.files = loader._parse_overrides_and_create_caching_repo(name, hydras)[1]  # it reads the main file
         self.parse = cache(OverridesParser.create().parse_override)
         self.is_group = cache(self._is_group)
         self.composed: dict[tuple[str, ...], bytes] = {}  # pickled, which copies twice as fast as deepcopy
+        self._keep_master(fixed)
 
     def compose(self, words: Sequence[str]) -> DictConfig:
         """What `load_sweep_config` of Hydra's loader returns, or raises, for these overrides."""
@@ -41,6 +46,17 @@ class Composer:
             except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong with them
                 pass
         return self._load(words)
+
+    def _keep_master(self, fixed: Sequence[str]) -> None:
+        """The config of the sweep is that of its jobs, as far as it has no other overrides than they have."""
+        words: list[str] = list(self.master.hydra.overrides.task)
+        typed = [override for override in map(self.parse, words) if not override.is_sweep_override()]
+        plain = {f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in typed}
+        choices = OmegaConf.to_container(self.master.hydra.runtime.choices)
+        assert isinstance(choices, dict)
+        if plain <= set(fixed) and "???" not in choices.values():  # the sweep may vary a group that has no default
+            options = [str(override.input_line) for override in typed if not self._is_value(override)]
+            self.composed[tuple(options)] = pickle.dumps(self.master)
 
     def _copy(self, options: Sequence[str]) -> DictConfig:
         """A config with these options, and no values of the command line."""
@@ -63,9 +79,7 @@ class Composer:
         return chooses or _is_hydras(override)
 
     def _is_group(self, key: str) -> bool:
-        hydras: list[str] = list(self.master.hydra.overrides.hydra)
-        name = self.master.hydra.job.config_name
-        return bool(self.loader.get_group_options(key, config_name=name, overrides=hydras))
+        return bool(self.files.get_group_options(key, ObjectType.CONFIG))
 
 
 def sweep_folder(master: DictConfig) -> Path:

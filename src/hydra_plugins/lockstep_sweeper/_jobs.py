@@ -45,7 +45,7 @@ class HydraJobs:
     def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction, fixed: Sequence[str]) -> None:
         self.context, self.master, self.task, self.fixed = context, master, task, fixed
         self.folder = sweep_folder(master)
-        self.composer = Composer(context.config_loader, master)
+        self.composer = Composer(context.config_loader, master, fixed)
         setup_globals()
         self.base: Any = without_hydra(self.compose(fixed, 0))
 
