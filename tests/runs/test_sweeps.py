@@ -50,6 +50,20 @@ def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(sta
     assert not (run.cwd / "s").exists()
 
 
+def test_a_drawn_combination_that_is_refused_costs_its_own_job_only(start):
+    drawn = ["sweep.search=random", "trainer.batch_size=32,64", "trainer.gradient_accumulation_steps=1,64"]
+    words = [*PYTHON_TRAIN, "-m", "model=mlp", "logger=[]", "trainer.max_steps=1", *drawn]
+    run = start(*words, "sweep.trials=2", "hydra.sweep.dir=s").finish(6)
+    assert column(run.cwd / "s", "state") == ["failed", "finished"]
+    sentence = "refused: trainer.batch_size=32 is too small for 64 micro-batches; type trainer.batch_size=64 or more"
+    assert column(run.cwd / "s", "cause") == [sentence, ""]
+    assert sentence in run.output
+    assert "run what failed again" not in run.output
+    run = start(*words, "sweep.trials=1", "hydra.sweep.dir=t").finish(2)  # all of them are refused
+    assert sentence.removeprefix("refused: ") in run.sentence
+    assert not (run.cwd / "t").exists()
+
+
 def test_a_halving_leaves_out_what_the_constraints_refuse(start):
     rates = ["optimizer.lr=0.1,0.2", "trainer.epochs=2", "trainer.batch_size=64,128"]
     constraint = 'sweep.constraints=["optimizer.lr * trainer.batch_size / trainer.epochs <= 6.4"]'

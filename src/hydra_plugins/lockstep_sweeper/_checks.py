@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,7 @@ from lockstep.sweeps.table import FINISHED, read_rows
 
 if TYPE_CHECKING:
     from hydra_plugins.lockstep_sweeper._jobs import HydraJobs
+    from hydra_plugins.lockstep_sweeper._searches import Plan
 
 MISSING = object()
 PREFLIGHTED = 200  # jobs; their configs stay in memory until then
@@ -57,17 +59,17 @@ def check_jobs(jobs: "HydraJobs", lists: Sequence[Sequence[str]]) -> Checked:
     return checked
 
 
-def preflight_jobs(checked: Checked, fixed: Sequence[str]) -> None:
+def preflight_jobs(checked: Checked, plan: "Plan") -> None:
     """Raise ConfigError for the first job that would be refused when it starts, as far as this needs no data.
 
-    A forked process checks them: this one may not ask CUDA, as the jobs are forked from it. If that process cannot
-    tell, the job itself does.
+    Of jobs that are drawn at random some may be refused: their rows say it. A forked process checks them: this one may
+    not ask CUDA, as the jobs are forked from it. If that process cannot tell, the job itself does.
     """
     preload("fork")
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _preflight_in_child(checked, fixed, writer)
+        _preflight_in_child(checked, plan, writer)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         sentence = pipe.read()
@@ -76,22 +78,37 @@ def preflight_jobs(checked: Checked, fixed: Sequence[str]) -> None:
         raise ConfigError(sentence)
 
 
-def _preflight_in_child(checked: Checked, fixed: Sequence[str], writer: int) -> NoReturn:
+def _preflight_in_child(checked: Checked, plan: "Plan", writer: int) -> NoReturn:
     try:
         signals.end_at_signals()
         end_with_parent()
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
         os.dup2(nothing, 2)
-        from lockstep.preflight import preflight_job
-
-        for overrides, values in checked:
-            with _naming(overrides, fixed):
-                preflight_job(DictConfig(values))
-    except ConfigError as error:
-        os.write(writer, str(error).encode())
+        os.write(writer, _refusal(checked, plan).encode())
     finally:
         os._exit(0)
+
+
+def _refusal(checked: Checked, plan: "Plan") -> str:
+    """What is wrong with the first job that is refused. Of jobs that are drawn: with the first one, if all are."""
+    sentences = (_wrong(overrides, values, plan.fixed) for overrides, values in checked)
+    if not plan.are_drawn:
+        return next(filter(None, sentences), "")
+    refused = list(takewhile(bool, sentences))
+    return refused[0] if refused and len(refused) == len(checked) else ""
+
+
+def _wrong(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
+    """Why a job is refused, empty if it is not."""
+    from lockstep.preflight import preflight_job
+
+    try:
+        with _naming(overrides, fixed):
+            preflight_job(DictConfig(values))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

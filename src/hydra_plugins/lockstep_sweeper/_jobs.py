@@ -20,7 +20,7 @@ from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_s
 from lockstep import cli
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
+from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
@@ -105,7 +105,7 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)
-    preflight_jobs(checked, fixed)
+    preflight_jobs(checked, plan)
     run_plan(sweeper.launcher, jobs, plan)
 
 
@@ -192,7 +192,8 @@ def record_return(table: SweepTable, job: Job, result: JobReturn, seconds: float
     """Write what a launcher of Hydra's returned for a job to its row. seconds: the mean of the jobs of its batch."""
     value = result._return_value
     is_finished = result.status == JobStatus.COMPLETED
-    outcome = Outcome(EXIT_FINISHED, value) if is_finished else Outcome(EXIT_FAILED, cause=_cause(value))
+    code = EXIT_CONFIG if isinstance(value, ConfigError) else EXIT_FAILED
+    outcome = Outcome(EXIT_FINISHED, value) if is_finished else Outcome(code, cause=_cause(value))
     record_outcome(table, job.number, outcome, outcome.state, seconds)
 
 

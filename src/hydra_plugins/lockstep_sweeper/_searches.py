@@ -25,7 +25,8 @@ class Plan:
     """lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
 
     fixed: the overrides that all jobs have. space: None if all jobs are known.
-    allows: what may be drawn from it. left_out: listed jobs that the constraints refuse.
+    allows: what may be drawn from it. left_out: listed jobs that the constraints refuse. are_drawn: whether the jobs of
+    `lists` are drawn at random.
     """
 
     lists: Sequence[Sequence[str]]
@@ -33,6 +34,7 @@ class Plan:
     space: Space | None = None
     allows: Allows = allow_all
     left_out: int = 0
+    are_drawn: bool = False
 
 
 def make_plan(
@@ -70,7 +72,8 @@ def make_plan(
         draw(space, seed, 0, allows_values)  # raises an error if nothing can be drawn
         corners = [[*fixed, *words(values)] for values in limits_of(space) if allows_values(values)]
         return Plan(corners, fixed, space, allows_values)
-    return Plan([[*fixed, *words(draw(space, seed, number, allows_values))] for number in range(trials)], fixed)
+    drawn = [[*fixed, *words(draw(space, seed, number, allows_values))] for number in range(trials)]
+    return Plan(drawn, fixed, are_drawn=True)
 
 
 def _without_refused(

@@ -13,11 +13,18 @@ from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT
+from lockstep.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_HANG,
+    EXIT_RESUMABLE,
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+)
 from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import SENTENCES
 from lockstep.sweeps.search import Job
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
@@ -119,7 +126,7 @@ class JobProcess:
 
 def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
     """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
-    cause = outcome.cause
+    cause = f"{REFUSED}{outcome.cause}" if outcome.code == EXIT_CONFIG else outcome.cause
     if state == FINISHED and outcome.objective is None:
         state, cause = RUNNING, SUBMITTED
     seconds = round(table.rows[number].seconds + seconds, 2)

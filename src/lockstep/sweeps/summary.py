@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED
 from lockstep.sweeps.halving import read_results
 from lockstep.sweeps.plot import PLOT, plot_sweep
-from lockstep.sweeps.table import FAILED, FINISHED, STATES, TABLE, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, STATES, TABLE, Row, SweepTable
 
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
@@ -45,7 +45,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
         print(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, "pruned", FAILED) for row in rows):
         print(f"go on with: {shlex.join(resume)}")
-    if any(row.state == FAILED for row in rows):
+    if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
         print(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
     print(f"curves:     tensorboard --logdir {table.folder.absolute()}", flush=True)
 

@@ -15,6 +15,7 @@ from lockstep.runs.record import write_whole
 TABLE = "sweep.csv"
 WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"
 SUBMITTED = "submitted, and runs elsewhere"  # the cause of a running row that this command does not wait for
+REFUSED = "refused: "  # the cause of a failed row begins with it if the job would fail again: its config is wrong
 STATES = (WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED)
 
 
