@@ -23,7 +23,8 @@ from lockstep.distributed.world import init_distributed
 from lockstep.loggers.profiler import StepProfiler
 from lockstep.training.schedulers import constant
 from support.commands import ROOT
-from support.refusals import accepted, composed_once
+from support.configs import composed
+from support.refusals import accepted
 
 CONF = ROOT / "conf"
 OPTIONS = {
@@ -68,7 +69,7 @@ def assert_keys_fit(key: str, node: Any) -> None:
 @pytest.mark.parametrize("options", list(combinations()), ids=" ".join)
 def test_the_keys_of_an_option_are_those_of_its_schema_and_of_its_target(options: list[str]) -> None:
     filled_in = [value for option, values in FILLED_IN.items() if option in options for value in values]
-    cfg = cli.resolve(composed_once(*options, *filled_in))
+    cfg = cli.resolve(composed(*options, *filled_in))
     check_config(cfg)
     assert unchecked_keys(cfg) == []
     for key, node in nodes_with_target(as_dict(cfg)):
@@ -81,7 +82,7 @@ def test_every_option_stands_in_the_schema_and_every_schema_in_conf() -> None:
 
 
 def test_the_sections_are_the_parameters_of_what_takes_them() -> None:
-    cfg = composed_once()
+    cfg = composed()
     assert set(cfg.backend) | {"bind_device"} == set(inspect.signature(init_distributed).parameters)
     assert set(cfg.dataset.augment) == set(inspect.signature(Augment).parameters)
     assert set(cfg.profiler) - {"enabled"} <= set(inspect.signature(StepProfiler).parameters)
@@ -97,7 +98,7 @@ def test_a_preset_begins_with_its_command_and_passes_the_checks(path: Any) -> No
     package, command = path.read_text().splitlines()[:2]
     assert package == "# @package _global_"
     assert f"experiment={path.stem}:" in command
-    check_config(cli.resolve(composed_once(f"experiment={path.stem}")))
+    check_config(cli.resolve(composed(f"experiment={path.stem}")))
 
 
 def every_rule() -> Iterator[tuple[str, Rule]]:

@@ -1,9 +1,8 @@
-"""A text as token numbers, the mean over counted tokens, and the GPT with one process's numbers everywhere."""
+"""A text as token numbers, the mean over counted tokens, and the GPT's shape."""
 
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ import torch.nn.functional as F
 from lockstep.config.check import as_dict
 from lockstep.config.instantiate import instantiate
 from lockstep.config.token_models import check_tokens
-from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt
 from lockstep.preflight import preflight
 from lockstep.tasks.language_modelling import IGNORED, LanguageModelling
-from support.configs import composed, with_values
+from support.configs import composed
 from support.small_text import WORDS, small_gpt, written
-from support.worlds import distance, in_world, train_all, weights
 
 TASK = LanguageModelling({"loss": "min", "perplexity": "min"}, "loss")
 
@@ -123,49 +120,3 @@ def test_a_gpt_sees_no_later_token_and_has_gpt2s_first_loss() -> None:
     assert not torch.equal(before[:, 40], after[:, 40])
     loss = F.cross_entropy(before.flatten(0, 1), tokens.flatten().roll(-1))
     assert loss.item() == pytest.approx(math.log(65), abs=0.1)
-
-
-def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -> None:
-    base = composed(*small_gpt(tmp_path))
-    untied = with_values(base, "model.tied=false")
-    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
-    in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
-    in_world(
-        2,
-        train_all,
-        [
-            with_values(base, f"run_dir={tmp_path / 'ddp'}"),
-            composed(*small_gpt(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
-            composed(*small_gpt(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
-            composed(*small_gpt(tmp_path, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")),
-            composed(*small_gpt(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
-        ],
-    )
-    for name in ("ddp", "virtual_ranks", "fsdp", "tensor_parallel"):
-        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
-    assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
-
-
-def uneven(path: str, symbols: str, block: int, samples: int | None) -> InMemoryDataset:
-    """Blocks of a text of which some have few tokens that count, and some none."""
-    text = read_text(path, symbols).tokens[: 26 * block + 1]
-    targets = text[1:].clone().view(26, block)
-    for number, row in enumerate(targets):
-        row[number % (block + 1) :] = IGNORED
-    return InMemoryDataset(text[:-1].view(26, block), targets)
-
-
-def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(tmp_path: Path) -> None:
-    target = f"dataset.train._target_={uneven.__module__}.uneven"
-    base = composed(*small_gpt(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
-    losses: dict[str, Any] = {}
-    for name, ranks, more in (
-        ("alone", 1, []),
-        ("accumulated", 1, ["trainer.gradient_accumulation_steps=3"]),
-        ("two", 2, []),
-    ):
-        (losses[name], *_) = in_world(ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *more)])
-    assert losses["accumulated"] == pytest.approx(losses["alone"], rel=1e-12)
-    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-12)
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-12
-    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "accumulated")) < 1e-12

