@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from support.commands import TRAIN, Command
-from support.fault_table import Traces, add_row, name_of, row_of, table, tests_of_faults
+from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of, table, tests_of_faults
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
@@ -62,7 +62,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
-    """As start, for a command that the test breaks: it has a row in the table after the tests."""
+    """As start, for a command that the test breaks: it has a row in the table, and leaves no process and no file."""
     watched: list[tuple[Command, Traces]] = []
 
     def start_command(*words: str, **env: object) -> Command:
@@ -71,10 +71,14 @@ def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) 
         return watched[-1][0]
 
     yield start_command
+    left = []
     for command, traces in watched:
         if command.process.poll() is not None:
-            add_row(request.node, row_of(name_of(request.node.name), command, traces))
+            row = row_of(name_of(request.node.name), command, traces)
+            left += [*(row.orphans or []), *(row.leftovers or [])]
+            add_row(request.node, row)
         traces.remove()
+    assert not left, f"processes that are alive, and files in TMPDIR and {SHARED_MEMORY}: {left}"
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
 SWITCHES = {"true": "on", "false": "off"}
 OPTUNA = "optuna"
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
 OWN_SWEEPERS = ("lockstep", "basic")  # they draw nothing at random
 
 
@@ -87,7 +88,11 @@ def _parse_flags(flags: list[str]) -> Namespace:
 
     parser = get_args_parser()
     setattr(parser, "error", refuse)  # noqa: B010  (mypy refuses the assignment)
-    return parser.parse_args(flags)
+    parsed = parser.parse_args(flags)
+    first, *others = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(parsed, mode)] or [""]
+    if others:
+        raise ConfigError(f"{first} and {' and '.join(others)} exclude each other; type the command with one of them")
+    return parsed
 
 
 def _check_config_folders(flags: Namespace, script_folder: Path) -> None:

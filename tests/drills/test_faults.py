@@ -113,6 +113,7 @@ def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
         f"no {words!r} in the report": words in screen,
         "the report is not the last thing": launcher == "mpirun" or command.output.rstrip().endswith(screen),
         "the screen is too long": len(screen.splitlines()) <= 40,
+        "Python warns of leaked objects": "leaked" not in command.output,
         f"exit code {command.process.returncode}": launcher not in OURS or command.process.returncode == found[2],
         f"the line is {first.get('file')}": not own_line or first["file"].endswith("faults.py"),
         f"left in TMPDIR or /dev/shm: {row.leftovers}": not row.leftovers,

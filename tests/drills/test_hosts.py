@@ -116,7 +116,7 @@ def test_a_hang_on_one_host_has_a_verdict_on_both(start, two_hosts, hang, verdic
 def test_a_short_silence_of_the_network_costs_nothing(start, two_hosts, alone):
     nodes = start_on_both(start, two_hosts, static, "backend.timeout=30", "trainer.epochs=6")
     two_hosts.cut(1)
-    time.sleep(3)
+    time.sleep(5)
     two_hosts.mend(1)
     for node in nodes:
         node.finish()

@@ -1,8 +1,10 @@
 """Ctrl-C and a closed terminal in each phase of a run, under each way to start it: the exit code, the words, the files.
 
 A signal from the terminal goes to all processes of the group; `kill` sends it to the launcher alone.
+LOCKSTEP_SIGNALS=all tries both signals in each phase under each launcher.
 """
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -78,6 +80,8 @@ ROWS = [
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
     ("launch=fork", "step", HUP, "group"),
 ]
+if os.environ.get("LOCKSTEP_SIGNALS") == "all":
+    ROWS = [(starter, phase, number, "group") for starter in OURS for phase in SECONDS for number in (INT, HUP)]
 
 
 @pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=lambda value: getattr(value, "name", value))

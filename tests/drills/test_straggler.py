@@ -50,6 +50,9 @@ def test_a_slow_rank_is_named_once(tmp_path: Path, sync: str, monkeypatch: pytes
         later = [step for step in slowest if step > 15]
         assert later
         assert sum(slowest[step] - fastest[step] >= 20 for step in later) > len(later) / 2
+        of_ranks = [dict(curves[f"world/rank{rank}_ms"]) for rank in range(2)]
+        assert all(max(curve[step] for curve in of_ranks) == slowest[step] for step in slowest)
+        assert sum(of_ranks[slow][step] == slowest[step] for step in later) > len(later) / 2
     assert "is slow" not in (tmp_path / "off" / "train.log").read_text()
     assert "world/slowest_rank_ms" not in scalars(tmp_path / "off")
 

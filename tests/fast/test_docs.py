@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from lockstep import errors
 from support.commands import ROOT
 from support.configs import composed
 from support.documented_config import PAGE as CONFIGURATION
@@ -49,6 +50,14 @@ def test_paths_and_tests_that_are_named_exist(page: Path) -> None:
             assert (ROOT / path).exists() or ignored_by_git, word
         if re.fullmatch(r"test_\w+", word):
             assert f"def {word}(" in names, word
+
+
+def test_exit_codes_are_distinct_and_documented() -> None:
+    codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert len(codes) == sum(name.startswith("EXIT_") for name in vars(errors))
+    table = (ROOT / "docs/failures.md").read_text().partition("\n## Exit codes\n")[2].partition("\n\nAfter ")[0]
+    documented = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+    assert {int(code) for row in documented for code in row.split(", ")} == codes | {129, 143}  # two more signals
 
 
 @each_page

@@ -107,6 +107,12 @@ def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted() -> No
     assert prepare_arguments(["train.py", "-i", "defaults", "seed=1"]) == ["train.py", "seed=1", "-i", "defaults"]
 
 
+def test_flags_that_exclude_each_other_are_refused() -> None:
+    assert answer("-m", "seed=1,2", "--cfg", "job") == (
+        "--multirun and --cfg exclude each other; type the command with one of them"
+    )
+
+
 class Direction(enum.Enum):
     minimize = 1
     maximize = 2

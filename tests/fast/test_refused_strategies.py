@@ -91,6 +91,14 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
         preflight(cfg, instantiate(cfg.launch))
 
 
+@pytest.mark.parametrize("launch", ["fork", "spawn", "torchrun"])
+def test_a_torch_that_cannot_reconfigure_a_group_is_refused(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "_reconfigure")  # as in torch 2.13
+    cfg = composed(f"launch={launch}", "launch.recover=live")
+    with pytest.raises(ConfigError, match="live needs torch 2.14 or later; type launch.recover=restart"):
+        preflight(cfg, instantiate(cfg.launch))
+
+
 @pytest.mark.parametrize(
     "typed",
     [

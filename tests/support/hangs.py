@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +33,7 @@ def _hold_gil() -> None:
 
 
 def _fifo() -> str:
-    path = os.path.join(tempfile.mkdtemp(), "fifo")
+    path = os.path.abspath(f"fifo-{os.getpid()}")
     os.mkfifo(path)
     return path
 
@@ -45,9 +44,9 @@ def _wait_in_kernel() -> None:
 
 
 def _die_with_open_sockets() -> None:
-    """A child inherits the sockets, so no other rank sees that they are closed."""
+    """A child inherits the sockets, so no other rank sees that they are closed. It is the user's to end."""
     nothing = subprocess.DEVNULL
-    subprocess.Popen(["sleep", "20"], close_fds=False, stdin=nothing, stdout=nothing, stderr=nothing)
+    subprocess.Popen(["sleep", "20"], close_fds=False, stdin=nothing, stdout=nothing, stderr=nothing, env={})
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 STEPS = 100  # a rank is named after it was slow in the measured ones of so many steps
 FEWEST_MEASURED = 3
 NOISE = 1.0  # milliseconds: a smaller difference is not worth a line
+MOST_CURVES = 16  # ranks: in a larger world the slowest and the fastest one must do
 PARTS = {"data": "data", "forward": "computing", "backward": "computing", "optimizer": "computing"}
 PARTS |= {"logging": "writing"}
 NAMES = ("data", "computing", "writing")  # what a rank does by itself
@@ -87,9 +88,9 @@ class StragglerWatch(StepTimer):
         return rows.flatten().to(self.world.device)
 
     def report(self, summed: Tensor) -> dict[str, float]:
-        """{tag: milliseconds}: a step's parts, and the own time of the slowest and of the fastest rank. A collective.
+        """{tag: milliseconds}: a step's parts, and the own time of each rank, of the slowest and of the fastest one.
 
-        summed: `own_times` over all ranks.
+        summed: `own_times` over all ranks. A collective.
         """
         rows = summed.view(-1, len(COLUMNS))
         times: Times = rows[:, : len(NAMES)].tolist()
@@ -101,6 +102,8 @@ class StragglerWatch(StepTimer):
             self._name_stragglers()
         parts = zip(COLUMNS, rows.mean(0).tolist(), strict=True)
         metrics = {f"time/{part}_ms": milliseconds for part, milliseconds in parts}
+        if len(totals) <= MOST_CURVES:
+            metrics |= {f"world/rank{rank}_ms": total for rank, total in enumerate(totals)}
         return metrics | {"world/slowest_rank_ms": max(totals), "world/fastest_rank_ms": min(totals)}
 
     def _name_stragglers(self) -> None:
