@@ -53,7 +53,7 @@ def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_pa
     assert middle <= 15  # other drills run beside this one
 
 
-BY_HAND = [*PYTHON_TRAIN, *SLOW, "launch=torchrun"]
+BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]
 
 
 @pytest.fixture(scope="module")

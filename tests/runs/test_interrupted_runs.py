@@ -70,9 +70,10 @@ def forked_ranks(run: Command) -> list[int]:
 
 
 def test_killed_workers_are_restarted_by_torchrun_and_end_with_the_same_bits(start, tmp_path):
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=6"]
-    start(*torchrun, "hydra.run.dir=undisturbed").finish()
-    run = start(*torchrun, "hydra.run.dir=disturbed")
+    training = [*SLOW, "trainer.epochs=3"]
+    start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", TRAIN]
+    run = start(*torchrun, *training, "hydra.run.dir=disturbed")
     disturbed = tmp_path / "disturbed"
     wait_for_snapshot(disturbed)
     os.kill(ranks_of_torchrun(run.process.pid)[0], signal.SIGKILL)
