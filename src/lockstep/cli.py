@@ -18,6 +18,7 @@ from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text, prepare_argume
 from lockstep.cli_compose import compose_once
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_help import accept_lazy_help, copy_config_store_once
+from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
@@ -198,6 +199,8 @@ def _run(main: Callable[[], Any]) -> int:
         if not info.is_rank_zero:
             return EXIT_FINISHED
         copy_config_store_once()
+    else:
+        load_libraries()
     compose_once(is_sweep=bool(MULTIRUN_FLAGS & set(sys.argv)))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed

@@ -29,6 +29,8 @@ START_METHODS = ("spawn", "fork", "forkserver")
 # What a rank imports in any case. It is imported once, before ranks are forked.
 PRELOADED_MODULES = [
     "torch.utils.tensorboard",
+    "torch.utils.serialization.config",  # of torch.save
+    "numpy.random",
     "tqdm",
     "encodings.idna",  # of socket.getaddrinfo
     "hydra.utils",

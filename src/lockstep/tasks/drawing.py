@@ -18,6 +18,8 @@ FEWEST_CELLS = 8  # in the width of a matrix
 
 Colour = tuple[int, int, int]
 
+Image.preinit()  # otherwise the first image that is written imports its format: in a sweep, again in each job
+
 
 @dataclass(frozen=True)
 class Tile:
