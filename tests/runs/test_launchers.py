@@ -1,6 +1,9 @@
 """Launchers in this process: how many ranks they start, what they leave behind, what they refuse."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.distributed.host import cpu_count
+from lockstep.distributed.host import LAUNCHER, cpu_count
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed
@@ -16,6 +19,7 @@ from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.processes import resolve_nproc
 from lockstep.launchers.spawn import SpawnLauncher
 from lockstep.launchers.torchrun import TorchrunLauncher
+from support.commands import ROOT
 from support.worlds import PRELOAD, in_world
 
 
@@ -132,3 +136,12 @@ def test_what_launchers_refuse(monkeypatch):
     for launcher in (spawn(), TorchrunLauncher("spawn", 2, 0, "restart", 10)):
         with pytest.raises(ConfigError, match="inside torchrun would start every rank several times; type launch=env"):
             launcher.validate()
+
+
+@pytest.mark.parametrize(("launcher_lives", "code"), [(True, 0), (False, -signal.SIGKILL)])
+def test_a_fork_server_ends_if_its_launcher_has_ended_before_it_ran(launcher_lives, code):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    env = {LAUNCHER: str(os.getpid() if launcher_lives else ended.pid), "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", "import lockstep.launchers.forkserver_preload"]
+    assert subprocess.run(command, env=os.environ | env).returncode == code

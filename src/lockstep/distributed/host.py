@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 
+LAUNCHER = "LOCKSTEP_LAUNCHER"  # the launcher's pid, in the environment of the server that its ranks are forked from
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.monitor import rank as monitor
@@ -100,6 +100,7 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
     if start_method == "forkserver":
         # The server skips a module that it cannot import.
         multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *modules])
+        os.environ[LAUNCHER] = str(os.getpid())
         try:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
                 multiprocessing.forkserver.ensure_running()
@@ -109,6 +110,8 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
                 f"the helper process of the ranks cannot listen in {folder} ({error}); "
                 f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
             ) from None
+        finally:
+            del os.environ[LAUNCHER]
     elif start_method == "fork":
         global _has_preloaded
         _has_preloaded = True

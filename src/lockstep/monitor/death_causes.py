@@ -149,7 +149,8 @@ def explain_exit(code: int | None, out_of_memory: bool, ended: str) -> tuple[str
     if code is None and out_of_memory:
         code = -signal.SIGKILL  # its parent, such as Slurm, has taken the exit code
     if code is None:
-        return "its parent has taken the exit code", *SIGNALS["SIGKILL"]
+        meaning, advice = SIGNALS["SIGKILL"]
+        return "its parent has taken the exit code", f"{meaning}; or it left by a call of exit()", advice
     if code >= 0:
         meaning = f"its program left with exit code {code} before the end of the run, in the phase {ended!r}"
         return f"exit code {code}", meaning, "remove the call of exit() in your code, or raise an exception there"
