@@ -25,7 +25,7 @@ def wait_for_end(pids: list[int], limit: float) -> None:
 
 def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
     """Kill one rank. Returns the seconds until the next snapshot after the restart."""
-    time.sleep(random.uniform(0, 0.5))
+    time.sleep(random.uniform(0, 0.2))  # some snapshots long
     os.kill(random.choice(ranks_of_torchrun(run.process.pid)), signal.SIGKILL)
     killed = time.monotonic()
     wait_for(lambda: count_resumptions(folder) > kills_before, "restart", limit=30)
@@ -36,21 +36,18 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 
 @pytest.mark.timeout(1200)
 def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
-    torchrun = [*STANDALONE, "--max-restarts=3", TRAIN, *SLOW, "trainer.epochs=20"]
-    start(*torchrun, "hydra.run.dir=undisturbed").finish()
-    waits = []
-    for number in range(3):
-        folder = tmp_path / str(number)
-        run = start_faulty(*torchrun, f"hydra.run.dir={folder}")
-        wait_for(lambda folder=folder: position(folder)[0] >= 5, "first snapshot")
-        waits += [kill_a_rank(run, folder, kill) for kill in range(3)]
-        run.finish()
-        assert count_resumptions(folder) == 3
-        assert same_bits(tmp_path / "undisturbed", folder)
-        assert_one_curve(folder)
+    training, folder = [*SLOW, "trainer.epochs=20"], tmp_path / "run"
+    start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
+    run = start_faulty(*STANDALONE, "--max-restarts=9", TRAIN, *training, "hydra.run.dir=run")
+    wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
+    waits = [kill_a_rank(run, folder, kill) for kill in range(9)]
+    run.finish()
+    assert count_resumptions(folder) == 9
+    assert same_bits(tmp_path / "undisturbed", folder)
+    assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
-    print(f"{len(waits)} kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
-    assert middle <= 15  # other drills run beside this one
+    print(f"9 kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
+    assert middle <= 20  # other drills run beside this one
 
 
 BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]
