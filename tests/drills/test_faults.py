@@ -6,7 +6,6 @@ FAULTS=all runs each fault under each launcher; without it launch=fork gets all 
 import json
 import os
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed.environment import free_port
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
+from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
 from support.fault_table import Row, Traces, add_row, row_of
 
 pytestmark = pytest.mark.drill
@@ -25,7 +24,7 @@ LAUNCHERS = {
     "spawn": [*PYTHON_TRAIN, "launch=spawn"],
     "torchrun outside": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
     "python": PYTHON_TRAIN,
-    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN],
+    "mpirun": MPIRUN,
 }
 OURS = ("fork", "torchrun inside", "spawn")  # torchrun and mpirun have exit codes of their own
 CODES = {"exception": 1, "diverged": 3, "killed": 5, "left": 5}

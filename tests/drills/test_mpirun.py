@@ -7,14 +7,13 @@ import subprocess
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, wait_for
+from support.commands import MPIRUN, wait_for
 from support.run_folders import has_logged
 
 pytestmark = [
     pytest.mark.drill,
     pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin"),
 ]
-MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
 
 
 def test_mpirun_ends_all_ranks_when_one_is_killed(start, tmp_path):

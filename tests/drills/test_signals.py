@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import STARTERS, Command, wait_for
+from support.commands import MPIRUN, STARTERS, Command, wait_for
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
@@ -21,6 +21,7 @@ TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
 SECONDS = {"import": 0, "prepare": 60, "build": 60, "step": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 3}
 BEFORE_TRAINING = ("import", "prepare", "build")
+LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
 
 
@@ -41,7 +42,7 @@ def start_in_phase(start, tmp_path: Path, starter: str, phase: str, *words: str)
     """A command that has come to `phase`."""
     env = {"LINGER": f"{phase}:{SECONDS[phase]}", "PYTHONPATH": TESTS}
     limit = "trainer.epochs=1" if phase == "end" else "trainer.epochs=100"
-    run = start(*words, *STARTERS[starter], *PARTS, "evaluation.batch_size=2", limit, **env)
+    run = start(*words, *LAUNCHERS[starter], *PARTS, "evaluation.batch_size=2", limit, **env)
     if phase == "import":
         wait_for(lambda: Path(f"/proc/{run.process.pid}/maps").read_text().count("libtorch"), "import of torch")
     else:
@@ -80,8 +81,13 @@ ROWS = [
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
     ("launch=fork", "step", HUP, "group"),
 ]
+FOREIGN_ROWS = [("torchrun", "step", INT, "group"), ("torchrun", "evaluation", HUP, "launcher")]
 if os.environ.get("LOCKSTEP_SIGNALS") == "all":
-    ROWS = [(starter, phase, number, "group") for starter in OURS for phase in SECONDS for number in (INT, HUP)]
+    PHASES = [(phase, number, "group") for phase in SECONDS for number in (INT, HUP)]
+    ROWS = [(starter, *rest) for starter in OURS for rest in PHASES]
+    FOREIGN_ROWS = [("torchrun", *rest) for rest in PHASES]
+    # mpirun kills what has not ended a second after the signal. It imports no torch itself.
+    FOREIGN_ROWS += [("mpirun", *rest) for rest in PHASES if rest[0] not in ("import", "snapshot", "end")]
 
 
 @pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=lambda value: getattr(value, "name", value))
@@ -94,12 +100,21 @@ def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     assert list(run.temporary.glob("pymp-*")) == []
 
 
-@pytest.mark.parametrize(("phase", "number", "who"), [("step", INT, "group"), ("evaluation", HUP, "launcher")])
-def test_one_signal_under_torchrun_which_shows_a_traceback_of_its_own(start_faulty, tmp_path, phase, number, who):
-    run = start_in_phase(start_faulty, tmp_path, "torchrun", phase)
+@pytest.mark.parametrize(
+    ("starter", "phase", "number", "who"), FOREIGN_ROWS, ids=lambda value: getattr(value, "name", value)
+)
+def test_one_signal_under_a_launcher_that_has_words_and_codes_of_its_own(
+    start_faulty, tmp_path, starter, phase, number, who
+):
+    run = start_in_phase(start_faulty, tmp_path, starter, phase)
     run.send(number, who)
     run.finish(code=None)
-    assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
+    if phase in BEFORE_TRAINING:
+        assert not (tmp_path / "run/snapshots").exists()
+    elif phase == "end":
+        assert "finished:" in run.output
+    else:
+        assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
     wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
 
 

@@ -108,6 +108,7 @@ def ranks_of_torchrun(agent: int) -> list[int]:
 
 
 # The ways to start two ranks, and a plain start of one.
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, TRAIN]
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
     "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun"],
