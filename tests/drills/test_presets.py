@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from support.commands import TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 from support.event_files import scalars
 
 pytestmark = [
@@ -16,3 +16,10 @@ pytestmark = [
 def test_the_mnist_preset_reaches_99_percent(start):
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "experiment=mnist_ddp").finish()
     assert scalars(run.folder)["test/accuracy"][-1][1] >= 0.99
+
+
+def test_mnist_airbench_learns_in_its_first_epoch(start):
+    """Six epochs take minutes; docs/image_recipes.md has their accuracy."""
+    words = ["launch=fork", "launch.nproc_per_node=2", "backend=gloo", "experiment=mnist_airbench", "trainer.epochs=1"]
+    run = start(*PYTHON_TRAIN, *words).finish()
+    assert scalars(run.folder)["test/accuracy"][-1][1] >= 0.985
