@@ -19,11 +19,11 @@ from lockstep.runs.record import FINISHED, read_run, state_of
 TRAIN, CHECK, DRY = "train", "check", "dry"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
-NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "trainer.compile")
+NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
 NORMALISATION = ("mean", "std")
 # What a finished run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
-NOT_NEEDED += ("snapshot", "logging", "watch", "backend", "data_dir")
+NOT_NEEDED += ("logging", "watch", "backend", "data_dir")
 
 
 def require_words_of_finished_run(argv: list[str]) -> list[str]:
