@@ -51,7 +51,8 @@ class Embedding(nn.Module):
         if tokens.is_floating_point() or tokens.dim() != 2 or tokens.shape[1] > self.positions.num_embeddings:
             raise ConfigError(
                 f"model=gpt reads rows of at most {self.positions.num_embeddings} token numbers, and these samples "
-                f"are {tokens.dtype} of shape {list(tokens.shape[1:])}; type dataset=text"
+                f"are {tokens.dtype} of shape {list(tokens.shape[1:])}; type dataset=text, or return int64 "
+                "tokens from your own data"
             )
         vectors: Tensor = self.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
         return vectors
