@@ -5,12 +5,13 @@ LOCKSTEP_HANGS=all runs the whole matrix; LOCKSTEP_HEALTHY_MINUTES=20 lengthens 
 
 import json
 import os
+import shutil
 import signal
 import time
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, wait_for
+from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, STARTERS, TORCHRUN, TRAIN, children, wait_for
 
 pytestmark = pytest.mark.drill
 
@@ -38,6 +39,7 @@ VERDICTS = {
     "dead": None,  # its death is seen at once, whatever becomes of its sockets
 }
 KINDS = list(VERDICTS)
+LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS]
 CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("forward", "loader", "skip", "stopped", "gil")]
 MATRIX = [
@@ -92,6 +94,46 @@ def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
     os.kill(pid, 18)
     run.finish(0)
     assert run.output.count("verdict:") == 1
+
+
+@pytest.mark.parametrize("kind", ["stopped", "forward", "skip"])
+@pytest.mark.parametrize("launcher", ["launch=torchrun", "launch=spawn", "torchrun", "mpirun"])
+def test_a_hang_has_the_same_verdict_under_each_launcher(start_faulty, tmp_path, launcher, kind):
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        pytest.skip("needs mpirun: apt-get install openmpi-bin")
+    command = [*LAUNCHERS[launcher], *SMALL, *MODEL, f"watch.timeout={TIMEOUT}", "hydra.run.dir=run"]
+    run = start_faulty(*command, HANG=kind, PYTHONPATH=ROOT / "tests").finish(None)
+    report = json.loads((tmp_path / "run/failure.json").read_text())
+    assert report["exit_code"] == 4
+    assert report["first"]["verdict"] == VERDICTS[kind]
+    assert report["first"]["ranks"] == [1]
+    assert run.process.returncode == (1 if launcher == "torchrun" else 4)  # torchrun has codes of its own
+    assert run.output.count("verdict:") == 1
+
+
+def test_a_store_that_does_not_answer_is_named(start_faulty, tmp_path):
+    """torchrun is stopped, with the store in it, and the ranks ask it for a new group."""
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *SMALL, *MODEL, f"watch.timeout={TIMEOUT}"]
+    run = start_faulty(*torchrun, "hydra.run.dir=run", HANG="store", PYTHONPATH=ROOT / "tests")
+    wait_for(lambda: (tmp_path / "run/failure.json").exists(), "verdict", 90)
+    run.send(signal.SIGCONT)
+    run.finish(1)
+    first = json.loads((tmp_path / "run/failure.json").read_text())["first"]
+    assert first["verdict"] == "the store does not answer"
+    assert "support/hangs.py:" in first["meaning"]
+
+
+def test_a_compilation_is_only_slow(start, tmp_path):
+    """A compiler that takes longer than watch.timeout ends no run."""
+    compiler = tmp_path / "slow-g++"
+    compiler.write_text(f'#!/bin/sh\nsleep 8; exec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    own = {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
+    command = [*hang_command("compile", "auto", 2), "hydra.run.dir=run"]
+    run = start(*command, HANG="compile", PYTHONPATH=ROOT / "tests", **own).finish()
+    assert not (tmp_path / "run/failure.json").exists()
+    assert "verdict:" not in run.output
+    assert run.ended - run.started > 8
 
 
 def test_ranks_of_torchrun_leave_with_the_code_of_a_hang(start_faulty, tmp_path):

@@ -19,8 +19,17 @@ pytestmark = pytest.mark.drill
 
 TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
-SECONDS = {"import": 0, "prepare": 60, "build": 60, "step": 0.2, "evaluation": 0.2, "snapshot": 1, "end": 3}
-BEFORE_TRAINING = ("import", "prepare", "build")
+SECONDS = {
+    "import": 0,
+    "meeting": 60,
+    "prepare": 60,
+    "build": 60,
+    "step": 0.2,
+    "evaluation": 0.2,
+    "snapshot": 1,
+    "end": 3,
+}
+BEFORE_TRAINING = ("import", "meeting", "prepare", "build")
 LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
 
@@ -71,12 +80,13 @@ def check(run: Command, tmp_path: Path, phase: str, number: int) -> None:
 
 
 ROWS = [
-    *[("python", phase, INT, "group") for phase in SECONDS],
+    *[("python", phase, INT, "group") for phase in SECONDS if phase != "meeting"],
     *[("python", phase, HUP, "group") for phase in ("prepare", "step", "evaluation")],
     *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase != "snapshot"],
     *[("launch=torchrun", phase, HUP, "group") for phase in ("prepare", "step")],
     *[("launch=torchrun", phase, HUP, "launcher") for phase in ("step", "evaluation")],
-    *[("launch=spawn", phase, INT, "group") for phase in ("import", "step", "end")],
+    *[("launch=spawn", phase, INT, "group") for phase in ("import", "meeting", "step", "end")],
+    ("launch=fork", "meeting", HUP, "launcher"),
     ("launch=spawn", "step", HUP, "launcher"),
     *[("launch=fork", phase, INT, "group") for phase in ("build", "snapshot")],
     ("launch=fork", "step", HUP, "group"),
@@ -85,6 +95,7 @@ FOREIGN_ROWS = [("torchrun", "step", INT, "group"), ("torchrun", "evaluation", H
 if os.environ.get("LOCKSTEP_SIGNALS") == "all":
     PHASES = [(phase, number, "group") for phase in SECONDS for number in (INT, HUP)]
     ROWS = [(starter, *rest) for starter in OURS for rest in PHASES]
+    ROWS = [row for row in ROWS if row[:2] != ("python", "meeting")]  # one rank meets nobody
     FOREIGN_ROWS = [("torchrun", *rest) for rest in PHASES]
     # mpirun kills what has not ended a second after the signal. It imports no torch itself.
     FOREIGN_ROWS += [("mpirun", *rest) for rest in PHASES if rest[0] not in ("import", "snapshot", "end")]

@@ -14,7 +14,8 @@ import pytest
 from lockstep.distributed.environment import free_port
 from support import slurm_cluster
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
-from support.run_folders import read_log, stopped_at
+from support.phases import PARTS, in_phase
+from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.slurm_cluster import SlurmCluster
 
 TESTS = str(Path(__file__).parents[1])
@@ -96,6 +97,42 @@ def test_a_cancelled_job_saves_and_is_not_requeued(start, slurm):
     time.sleep(3)
     assert slurm.show(job)["JobState"] == "CANCELLED"
     assert list((folder / "snapshots").glob(f"*{stopped_at(folder)}.json"))
+
+
+def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, seconds: float) -> Command:
+    """A typed srun of two tasks that have come to `phase`."""
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", *PYTHON_TRAIN, *PARTS, "trainer.epochs=100"]
+    words += ["evaluation.batch_size=2", "snapshot.every=1steps"]
+    run = start_faulty(*words, **slurm.env, LINGER=f"{phase}:{seconds}", PYTHONPATH=TESTS)
+    wait_for(lambda: in_phase(tmp_path, phase), phase)
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("phase", ["meeting", "prepare", "build", "step", "evaluation"])
+def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
+    """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
+    trains = phase in ("step", "evaluation")
+    run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2 if trains else 60)
+    wait_for(lambda: not trains or list((tmp_path / "run").glob("snapshots/step_*.json")), "first snapshot")
+    run.send(number)
+    if number == signal.SIGINT:
+        time.sleep(0.3)
+        run.send(number)
+    run.finish(137)
+    wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of the job", 10)
+    if trains:
+        words = ["hydra.run.dir=run", f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"]
+        start_faulty(*PYTHON_TRAIN, *PARTS, *words, PYTHONPATH=TESTS).finish()
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP", "TERM"])
+@pytest.mark.parametrize("phase", ["step", "evaluation"])
+def test_a_signal_by_scancel_saves_the_last_step(start_faulty, slurm, tmp_path, phase, name):
+    run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2)
+    slurm.run("scancel", f"--signal={name}", slurm.run("squeue", "--noheader", "--format=%i").strip())
+    run.finish(75)
+    assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
 
 
 def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):

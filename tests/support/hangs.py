@@ -1,5 +1,7 @@
 """Models and data that hang on rank 1, in the way that HANG names, in "train" or "evaluation" as HANG_IN says.
 
+With HANG=store all ranks ask a store that no longer answers, and with HANG=compile they compile.
+
 Other ones are slow, and must not be taken for hangs.
 """
 
@@ -66,6 +68,21 @@ IN_FORWARD: dict[str, Callable[[], None]] = {
 }
 
 
+def _ask_a_stopped_store() -> None:
+    """Under torchrun the store is in its agent, the parent of the ranks. A new group asks it."""
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGSTOP)
+    dist.barrier()
+    dist.new_group()
+
+
+def _compile() -> None:
+    torch.compile(torch.sin)(torch.ones(3000))
+
+
+ON_ALL_RANKS: dict[str, Callable[[], None]] = {"store": _ask_a_stopped_store, "compile": _compile}
+
+
 def _is_here(*kinds: str) -> bool:
     return os.environ.get("RANK") == "1" and os.environ.get("HANG") in kinds
 
@@ -83,6 +100,8 @@ class HangingModel(torch.nn.Module):
         self.passes[self.training] += 1
         place, first = os.environ.get("HANG_IN", "train"), FIRST_BATCH if self.training else FIRST_EVALUATED
         is_now = self.passes[self.training] == first and (place == "train") == self.training
+        if is_now and os.environ["HANG"] in ON_ALL_RANKS:
+            ON_ALL_RANKS[os.environ["HANG"]]()
         if is_now and _is_here(*IN_FORWARD):
             IN_FORWARD[os.environ["HANG"]]()
         if is_now and _is_here(*INSTEAD_OF_SUM):

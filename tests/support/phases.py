@@ -15,6 +15,13 @@ from torch import Tensor
 from lockstep.data.digits import digits
 from lockstep.loggers.base import Logger
 from lockstep.models.mlp import mlp
+from lockstep.strategies.ddp import DDP
+
+
+def own_rank() -> str:
+    """Also before a rank of mpirun or srun has met the others, and has RANK."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def linger(phase: str) -> None:
@@ -22,7 +29,7 @@ def linger(phase: str) -> None:
     wanted, _, seconds = os.environ.get("LINGER", "").partition(":")
     if wanted != phase:
         return
-    Path(f"in-{phase}-{os.environ.get('RANK', '0')}").touch()
+    Path(f"in-{phase}-{own_rank()}").touch()
     time.sleep(float(seconds))
 
 
@@ -76,6 +83,15 @@ class Net(torch.nn.Module):
         return outputs
 
 
+class LateDDP(DDP):
+    """Lingers in "meeting" on rank 1, which the other ranks then wait for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if own_rank() != "0":
+            linger("meeting")
+
+
 class SlowLogger(Logger):
     """Lingers in "snapshot" before each snapshot, and in "end" after the training."""
 
@@ -95,6 +111,7 @@ PARTS = [
     "dataset.test._target_=support.phases.Digits",
     "model=mlp",
     "model._target_=support.phases.Net",
+    "strategy._target_=support.phases.LateDDP",
     "+logger.slow._target_=support.phases.SlowLogger",
     "trainer.deterministic=true",
     "trainer.batch_size=16",
@@ -103,5 +120,5 @@ PARTS = [
 
 
 def in_phase(folder: Path, phase: str) -> bool:
-    """Whether rank 0 has come to `phase`."""
-    return (folder / f"in-{phase}-0").exists()
+    """Whether rank 0 has come to `phase`, and for a meeting rank 1."""
+    return (folder / f"in-{phase}-{int(phase == 'meeting')}").exists()

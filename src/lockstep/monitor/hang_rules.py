@@ -89,8 +89,10 @@ def store(machine: MachineFacts) -> Verdict | None:
     asking = [rank for rank in machine.facts if rank.stack.waits_at_store]
     if not asking or any(rank.stack.users for rank in machine.free):
         return None
+    if any(rank.stack.makes_group for rank in asking) and len(asking) < machine.world_size:
+        return None  # the others did not come to the new group
     ranks = tuple(rank.rank for rank in asking)
-    meaning = f"{_are(ranks)} waiting for an answer of the store, {at(asking[0].stack.top)}"
+    meaning = f"{_are(ranks)} waiting for an answer of the store, {at(asking[0].stack.users or asking[0].stack.top)}"
     return Verdict(Kind.STORE, ranks, meaning, "check the network to MASTER_ADDR, and whether its process is alive")
 
 
@@ -128,7 +130,8 @@ def _are(ranks: Sequence[int]) -> str:
 
 
 def _place(rank: RankFacts, entry: Collective | None = None) -> str:
-    what = str(rank.shared_sum or entry or rank.record.unfinished or "no collective")
+    otherwise = "a new process group" if rank.stack.makes_group else "no collective"
+    what = str(rank.shared_sum or entry or rank.record.unfinished or otherwise)
     return f"{what}, {at(rank.stack.place)}"
 
 

@@ -20,6 +20,7 @@ STORES = (
     *("/lockstep/distributed/rendezvous.py", "/lockstep/distributed/store.py", "/lockstep/distributed/store_waits.py"),
     "/torch/distributed/rendezvous.py",
 )
+GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # functions of torch
 WAITING_CALLS = (".wait(", ".item(", ".tolist(", ".cpu(", "synchronize(")
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
 
@@ -87,7 +88,12 @@ class Stack:
         top = self.top
         if top is None:
             return False
-        return top.file.endswith(STORES) or top.function == "_store_based_barrier" or "store." in top.source
+        return top.file.endswith(STORES) or self.makes_group or "store." in top.source
+
+    @property
+    def makes_group(self) -> bool:
+        """Whether the innermost frame forms a process group, for which the ranks meet at the store."""
+        return self.top is not None and self.top.function in GROUP_MAKERS
 
     def waits_in_collective(self, has_unfinished: bool) -> bool:
         """Whether the innermost frame waits for other ranks.
@@ -99,7 +105,7 @@ class Stack:
         if top is None:
             return has_unfinished
         if any(part in top.file for part in COLLECTIVES):
-            return has_unfinished or not self.waits_at_store
+            return has_unfinished or self.makes_group or not self.waits_at_store
         is_call = any(call in top.source for call in WAITING_CALLS)
         return has_unfinished and (top.function == "_engine_run_backward" or is_call)
 
