@@ -5,7 +5,6 @@ FAULTS=all runs each fault under each launcher; without it launch=fork gets all 
 
 import json
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed.environment import free_port
-from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command
+from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, skip_without_mpirun
 from support.fault_table import Row, Traces, add_row, row_of
 
 pytestmark = pytest.mark.drill
@@ -127,8 +126,7 @@ def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path, request):
-    if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("needs mpirun (apt-get install openmpi-bin)")
+    skip_without_mpirun(launcher)
     is_whole = os.environ.get("FAULTS") == "all" or launcher == "fork"
     chosen = FAULTS if is_whole else FAULTS[::6]
     with ThreadPoolExecutor(2) as pool:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, STARTERS, TORCHRUN, TRAIN, children, wait_for
+from support.commands import LAUNCHERS, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, skip_without_mpirun, wait_for
 
 pytestmark = pytest.mark.drill
 
@@ -39,7 +39,6 @@ VERDICTS = {
     "dead": None,  # its death is seen at once, whatever becomes of its sockets
 }
 KINDS = list(VERDICTS)
-LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS]
 CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("forward", "loader", "skip", "stopped", "gil")]
 MATRIX = [
@@ -99,8 +98,7 @@ def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
 @pytest.mark.parametrize("kind", ["stopped", "forward", "skip"])
 @pytest.mark.parametrize("launcher", ["launch=torchrun", "launch=spawn", "torchrun", "mpirun"])
 def test_a_hang_has_the_same_verdict_under_each_launcher(start_faulty, tmp_path, launcher, kind):
-    if launcher == "mpirun" and not shutil.which("mpirun"):
-        pytest.skip("needs mpirun: apt-get install openmpi-bin")
+    skip_without_mpirun(launcher)
     command = [*LAUNCHERS[launcher], *SMALL, *MODEL, f"watch.timeout={TIMEOUT}", "hydra.run.dir=run"]
     run = start_faulty(*command, HANG=kind, PYTHONPATH=ROOT / "tests").finish(None)
     report = json.loads((tmp_path / "run/failure.json").read_text())

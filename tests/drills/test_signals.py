@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import MPIRUN, STARTERS, Command, wait_for
+from support.commands import LAUNCHERS, STARTERS, Command, wait_for
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
@@ -30,7 +30,6 @@ SECONDS = {
     "end": 3,
 }
 BEFORE_TRAINING = ("import", "meeting", "prepare", "build")
-LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
 
 

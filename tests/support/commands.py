@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,3 +117,10 @@ STARTERS = {
     "launch=fork": [*PYTHON_TRAIN, "launch=fork"],
     "python": PYTHON_TRAIN,
 }
+LAUNCHERS = STARTERS | {"mpirun": MPIRUN}
+
+
+def skip_without_mpirun(launcher: str) -> None:
+    """Skip the test of `launcher` if it is mpirun and this machine lacks it."""
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        pytest.skip("needs mpirun: apt-get install openmpi-bin")

@@ -100,7 +100,7 @@ class HangingModel(torch.nn.Module):
         self.passes[self.training] += 1
         place, first = os.environ.get("HANG_IN", "train"), FIRST_BATCH if self.training else FIRST_EVALUATED
         is_now = self.passes[self.training] == first and (place == "train") == self.training
-        if is_now and os.environ["HANG"] in ON_ALL_RANKS:
+        if is_now and os.environ.get("HANG") in ON_ALL_RANKS:
             ON_ALL_RANKS[os.environ["HANG"]]()
         if is_now and _is_here(*IN_FORWARD):
             IN_FORWARD[os.environ["HANG"]]()

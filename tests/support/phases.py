@@ -13,15 +13,10 @@ import torch
 from torch import Tensor
 
 from lockstep.data.digits import digits
+from lockstep.distributed.environment import read_rank_info
 from lockstep.loggers.base import Logger
 from lockstep.models.mlp import mlp
 from lockstep.strategies.ddp import DDP
-
-
-def own_rank() -> str:
-    """Also before a rank of mpirun or srun has met the others, and has RANK."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-    return next((os.environ[name] for name in names if name in os.environ), "0")
 
 
 def linger(phase: str) -> None:
@@ -29,7 +24,7 @@ def linger(phase: str) -> None:
     wanted, _, seconds = os.environ.get("LINGER", "").partition(":")
     if wanted != phase:
         return
-    Path(f"in-{phase}-{own_rank()}").touch()
+    Path(f"in-{phase}-{read_rank_info().rank}").touch()
     time.sleep(float(seconds))
 
 
@@ -88,7 +83,7 @@ class LateDDP(DDP):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if own_rank() != "0":
+        if read_rank_info().rank:
             linger("meeting")
 
 
