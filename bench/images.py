@@ -46,13 +46,13 @@ def references(root: Path, size: int) -> Laps:
 
 
 def lockstep(root: Path, size: int, cache: str) -> Laps:
-    """The time that decoding once takes counts for the first epoch."""
+    """The time that decoding the training images once takes counts for the first epoch. They come before the tests'."""
     same = ["dataset=image_folder", f"dataset.root={root}", f"dataset.size={size}", f"trainer.batch_size={BATCH}"]
     same += [f"trainer.epochs={EPOCHS}", f"dataset.cache={cache}", "dataset.cache_dir=decoded", "hydra.run.dir=run"]
     net = ["model._target_=workload.small_image_net", "optimizer.lr=0.1"]
     laps, console = run([harness.TRAIN, *same, *net, *harness.MEASURED])
-    decoding = sum(map(float, re.findall(r"decoded them in ([\d.]+) s", console)))
-    return [laps[0] + decoding, *laps[1:]]
+    decoding = re.search(r"decoded them in ([\d.]+) s", console)
+    return [laps[0] + float(decoding[1]), *laps[1:]] if decoding else laps
 
 
 def run(command: list[str]) -> tuple[Laps, str]:

@@ -64,8 +64,10 @@ def main(cfg: DictConfig) -> Any:
 
         return dry_run(cfg, launcher, record.options)
     launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
-    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
+    from lockstep.distributed.lazy_dynamo import postpone_dynamo  # imports torch, while the fork server does the same
+    from lockstep.preflight import preflight
 
+    postpone_dynamo()
     wait_for_turn()
     preflight(cfg, launcher)
     cli.collect_garbage()

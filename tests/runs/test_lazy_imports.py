@@ -44,16 +44,35 @@ import torch._dynamo.utils
 assert recompile_limit and torch._dynamo.utils.counters is not None
 """
 
+TORCHVISION = """
+import sys, torch
+from lockstep.distributed.lazy_dynamo import postpone_dynamo
 
-@pytest.mark.parametrize("script", [COMPILED, SUBMODULE], ids=["compiled", "submodule"])
+postpone_dynamo()
+from torchvision.ops import RoIAlign
+from torchvision.ops.roi_align import is_compile_supported
+import torch._dynamo.utils as utils
+pooled = RoIAlign(2, 1.0, -1)(torch.rand(1, 3, 8, 8), torch.tensor([[0, 0, 0, 4.0, 4.0]]))
+assert pooled.shape == (1, 3, 2, 2) and "torch._dynamo.convert_frame" not in sys.modules
+assert not hasattr(utils, "__wrapped__") and "torch._dynamo.convert_frame" not in sys.modules
+assert is_compile_supported("cpu") and not is_compile_supported("meta")
+assert utils.counters is sys.modules["torch._dynamo.utils"].counters and sys.modules["torch._dynamo.utils"] is not utils
+compiled = torch.compile(RoIAlign(2, 1.0, -1), backend="aot_eager")
+assert compiled(torch.rand(1, 3, 8, 8), torch.tensor([[0, 0, 0, 4.0, 4.0]])).shape == (1, 3, 2, 2)
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILED, SUBMODULE, TORCHVISION], ids=["compiled", "submodule", "torchvision"])
 def test_the_compiler_is_imported_when_it_is_asked_for(start, script):
     start(sys.executable, "-c", script, PYTHONPATH=ROOT / "src").finish()
 
 
-def test_a_run_that_compiles_nothing_does_not_import_the_compiler(start):
-    imported = start(sys.executable, "-X", "importtime", TRAIN, "model=mlp", "trainer.max_steps=1").finish().output
-    modules = [line.split()[-1] for line in imported.splitlines() if line.startswith("import time")]
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(start, model):
+    run = start(sys.executable, "-X", "importtime", TRAIN, f"model={model}", "trainer.max_steps=1")
+    modules = [line.split()[-1] for line in run.finish().output.splitlines() if line.startswith("import time")]
     assert "torch" in modules
+    assert ("torchvision" in modules) == (model == "resnet18")
     assert not [module for module in modules if module.startswith(("torch._dynamo", "torch._inductor"))]
 
 

@@ -28,13 +28,17 @@ class Augment:
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
         """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0."""
-        if not self.pad:  # looking up each pixel takes four times as long
-            return torch.where(plan[:, 2, None, None, None].bool(), images.flip(3), images)
+        if not self.pad:  # whole rows are copied, which takes a twentieth of the time of looking up each pixel
+            as_they_are_and_flipped = torch.cat([images, images.flip(3)])
+            return as_they_are_and_flipped.index_select(0, plan[:, 2] * len(images) + _numbers(images))
         _, _, height, width = images.shape
         rows = plan[:, 0, None] + torch.arange(height, device=images.device)
         columns = plan[:, 1, None] + torch.arange(width, device=images.device)
         columns = torch.where(plan[:, 2, None].bool(), columns.flip(1), columns)
         padded = torch.nn.functional.pad(images, [self.pad] * 4)
-        samples = torch.arange(len(images), device=images.device)
-        picked = padded[samples[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        picked = padded[_numbers(images)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
         return picked.permute(0, 3, 1, 2)
+
+
+def _numbers(images: Tensor) -> Tensor:
+    return torch.arange(len(images), device=images.device)

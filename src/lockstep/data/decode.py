@@ -10,12 +10,10 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from lockstep.data.decoded_images import is_whole, pixel_bytes, pixel_file
 from lockstep.data.download import one_at_a_time
@@ -28,7 +26,7 @@ from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BYTES_AT_ONCE = 2**20  # that a worker sends: a container often has 64 MB of shared memory
+BYTES_AT_ONCE = 2**20  # of pixels that a worker writes
 IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
 REPORT_EVERY = 10.0  # seconds
 
@@ -110,27 +108,24 @@ def _decode(files: ImageFiles, size: int, path: Path) -> None:
     needed = pixel_bytes(files, size)
     if shutil.disk_usage(path.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    reader = ImageReader(size)  # imports torchvision
     _say(f"decoding the {len(files)} images of {files.folder} once: {needed / 1e6:.0f} MB in {path}")
-    begun, temporary, unreadable = time.monotonic(), path.with_suffix(".tmp"), list[str]()
+    begun, temporary = time.monotonic(), path.with_suffix(".tmp")
     try:
-        with open(temporary, "wb") as out:
-            for pixels, errors in _decoded(files, size):
-                out.write(pixels.numpy().data)
-                unreadable += errors
+        with open(temporary, "wb", buffering=0) as out:
+            unreadable = _decode_into(out.fileno(), files, size, reader)
             if unreadable:
                 out.truncate(0)
-                out.seek(0)
                 out.write("\n".join(unreadable).encode(errors="replace"))
-            out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, _list_of_unreadable(path) if unreadable else path)
     finally:
         temporary.unlink(missing_ok=True)
-    _say(f"decoded them in {time.monotonic() - begun:.1f} s")
+    _say(f"decoded them in {time.monotonic() - begun:.2f} s")
 
 
-def _decoded(files: ImageFiles, size: int) -> Iterator[tuple[Tensor, list[str]]]:
-    """(pixels of some images (n, 3, size, size), sentences about those that cannot be read), in order.
+def _decode_into(file: int, files: ImageFiles, size: int, read: ImageReader) -> list[str]:
+    """Write the pixels to an open file. Returns sentences about images that cannot be read. Raises OSError.
 
     The work is done in other processes: one that has computed must not fork ranks.
     """
@@ -138,35 +133,45 @@ def _decoded(files: ImageFiles, size: int) -> Iterator[tuple[Tensor, list[str]]]
     at_once = max(1, min(BYTES_AT_ONCE // (3 * size**2), len(files) // (8 * workers)))
     numbers = range(len(files))
     batches = [list(numbers[first : first + at_once]) for first in numbers[::at_once]]
-    reader = DatasetReader(_Decoder(files, size), workers, pin_memory=False)
-    done, report_at = 0, time.monotonic() + REPORT_EVERY
+    reader = DatasetReader(_Decoder(file, files, size, read), workers, pin_memory=False)
+    done, unreadable, report_at = 0, list[str](), time.monotonic() + REPORT_EVERY
     try:
-        for pixels, errors in reader.read(batches):
-            yield pixels, errors
-            done += len(pixels)
+        for images, errors in reader.read(batches):
+            if isinstance(errors, OSError):  # raised here: a DataLoader would put a traceback into its words
+                raise errors
+            unreadable += errors
+            done += images
             if time.monotonic() > report_at:
                 _say(f"decoded {done} of {len(files)} images")
                 report_at += REPORT_EVERY
     finally:
         reader.close()
+    return unreadable
 
 
 class _Decoder:
-    """What a worker does."""
+    """What a worker does: it writes the pixels of an image to their place in the file, whose descriptor it shares."""
 
-    def __init__(self, files: ImageFiles, size: int) -> None:
-        self.files, self.size, self.read = files.files, size, ImageReader(size)
+    def __init__(self, file: int, files: ImageFiles, size: int, read: ImageReader) -> None:
+        self.file, self.files, self.size, self.read = file, files.files, size, read
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, list[str]]:
-        pixels, errors = torch.zeros(len(keys), 3, self.size, self.size, dtype=torch.uint8), []
+    def __getitems__(self, keys: list[Key]) -> tuple[int, list[str] | OSError]:
+        pixels, errors = np.empty((len(keys), 3, self.size, self.size), dtype=np.uint8), []
         for row, (_, number) in zip(pixels, keys, strict=True):
             try:
-                row.copy_(self.read(self.files[number][0]))
+                row[:] = self.read(self.files[number][0]).numpy()
             except OSError as error:
                 errors.append(" ".join(str(error).split()))
-        return pixels, errors
+        left, place = pixels.reshape(-1).data, keys[0][1] * pixels[0].nbytes  # the numbers of a batch are in a row
+        try:
+            while left:
+                written = os.pwrite(self.file, left, place)
+                left, place = left[written:], place + written
+        except OSError as error:
+            return len(keys), error
+        return len(keys), errors
 
-    def collate(self, read: tuple[Tensor, list[str]]) -> tuple[Tensor, list[str]]:
+    def collate(self, read: tuple[int, list[str] | OSError]) -> tuple[int, list[str] | OSError]:
         return read
 
 

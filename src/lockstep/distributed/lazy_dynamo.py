@@ -1,8 +1,8 @@
 """A stand-in for torch._dynamo, which is imported when something is compiled and not before.
 
-The import takes half of the time to a first step. Every optimizer and DistributedDataParallel import torch._dynamo,
-1.5 seconds and 100 MB a rank, only to exclude themselves from torch.compile. The stand-in has the functions that they
-call, and the real module replaces it when another attribute is needed.
+The import takes half of the time to a first step. Every optimizer, DistributedDataParallel and torchvision import
+torch._dynamo, 1.5 seconds and 100 MB a rank, most of them only to exclude themselves from torch.compile. The stand-in
+has the functions that they call, and the real module replaces it when another attribute is needed.
 """
 
 import functools
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 NAME = "torch._dynamo"
+UTILS = f"{NAME}.utils"
 
 
 def postpone_dynamo() -> None:
     """From here on torch._dynamo is imported when something is compiled, and not before."""
     if NAME not in sys.modules:
-        sys.modules[NAME] = torch._dynamo = DynamoStandIn(NAME)
+        sys.modules[NAME] = torch._dynamo = stand_in = DynamoStandIn(NAME)
+        sys.modules[UTILS] = stand_in.utils
 
 
 class DynamoStandIn(ModuleType):
@@ -30,8 +32,7 @@ class DynamoStandIn(ModuleType):
         super().__init__(name)
         self.disabled_by_torch: list[Callable[..., Any]] = []
         self.trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)
-        # The real module's default, which changes nothing in DistributedDataParallel.
-        self.utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        self.utils = UtilsStandIn(self._import_real)
 
     def graph_break(self, msg: str = "") -> None:
         """Nothing is traced, so there is no graph to break."""
@@ -76,7 +77,28 @@ class DynamoStandIn(ModuleType):
 
     def _import_real(self) -> Any:
         if sys.modules.get(NAME) is self:
-            del sys.modules[NAME], torch._dynamo
+            del sys.modules[NAME], sys.modules[UTILS], torch._dynamo
             for function in self.disabled_by_torch:  # torch must ask the real module again
                 getattr(function, "__dict__", {}).pop("__dynamo_disable", None)
         return importlib.import_module(NAME)
+
+
+class UtilsStandIn(ModuleType):
+    """torch._dynamo.utils as torch's eager code and torchvision use it. import_real: returns torch._dynamo."""
+
+    def __init__(self, import_real: Callable[[], Any]) -> None:
+        super().__init__(UTILS)
+        self._import_real = import_real
+
+    def get_optimize_ddp_mode(self) -> str:
+        """The real module's default, which changes nothing in DistributedDataParallel."""
+        return "ddp_optimizer"
+
+    def is_compile_supported(self, device_type: Any) -> Any:
+        """torchvision.ops imports this function, and calls it in detection models."""
+        return self._import_real().utils.is_compile_supported(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._import_real().utils, name)
