@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 def validate_live(job: JobSpec, strategy: Strategy, gradient_sync: GradientSync) -> None:
     """Raise ConfigError for what a new rank could not take over from the others."""
     reasons = {
-        "is for gloo; type backend.name=gloo": job.device_type == "cuda",
         "needs ranks with the same weights; type strategy=ddp": not strategy.recovers_live,
         "cannot go back behind a rollback; type watch.nan=stop": job.nan == "rollback",
         "needs a gradient sync that remembers nothing; type gradient_sync=auto": not gradient_sync.recovers_live,

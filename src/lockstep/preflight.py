@@ -60,6 +60,8 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.recovers_live and job.device_type == "cuda":
+        launcher.restart_instead("is for gloo")
     if launcher.recovers_live:
         from lockstep.live import validate_live
 

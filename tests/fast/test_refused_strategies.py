@@ -81,7 +81,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["gradient_sync=local_sgd", *LIVE], "type gradient_sync=auto"),
         (["sync_bn=off", *LIVE], "type sync_bn=on"),
         (["watch.nan=rollback", *LIVE], "type watch.nan=stop"),
-        (["launch.nnodes=2", "launch.master_port=29500", *LIVE], "is for one machine; type launch.recover=restart"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -89,6 +88,26 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
     cfg = composed(*typed)
     with pytest.raises(ConfigError, match=said):
         preflight(cfg, instantiate(cfg.launch))
+
+
+def test_without_live_recovery_on_several_machines_the_run_starts_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cfg = composed("launch.nnodes=2", "launch.master_port=29500", *LIVE)
+    launcher = instantiate(cfg.launch)
+    preflight(cfg, launcher)
+    said = capsys.readouterr().out
+    assert "launch.recover=live is for one machine, so no rank is replaced. If one dies, the run ends" in said
+    assert not launcher.recovers_live
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_without_live_recovery_on_gpus_the_restarts_stay(restarts: int, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = instantiate(composed("launch=torchrun", "launch.recover=live", f"launch.max_restarts={restarts}").launch)
+    launcher.restart_instead("is for gloo")
+    said = f"restart from the newest snapshot, up to {restarts} times" if restarts else "the run ends, and its report"
+    assert said in capsys.readouterr().out
+    assert not launcher.recovers_live
 
 
 @pytest.mark.parametrize("launch", ["fork", "spawn", "torchrun"])

@@ -25,6 +25,17 @@ class Launcher:
     plans: bool = False
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
 
+    max_restarts: int = 0
+    """How often ranks that fail are started again together, from the newest snapshot."""
+
+    def restart_instead(self, reason: str) -> None:
+        """Go on without launch.recover=live, and say why: the same command is for machines that have it or not."""
+        self.recovers_live = False
+        stays = "the run ends, and its report has the command that goes on"
+        if self.max_restarts:
+            stays = f"all ranks restart from the newest snapshot, up to {self.max_restarts} times"
+        print(f"lockstep: launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}", flush=True)
+
     def prepare(self, modules: Sequence[str] = ()) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
 

@@ -16,13 +16,12 @@ from lockstep.launchers.supervisor import Supervisor
 from lockstep.monitor.start import MonitorLink
 
 
-def validate_live(nnodes: int = 1) -> None:
+def validate_live() -> None:
     """Raise ConfigError where ranks cannot be replaced."""
     from lockstep.distributed.regroup import can_reconfigure
 
     reasons = {
         "is for Linux": sys.platform != "linux",
-        "is for one machine": nnodes > 1,
         "needs torch 2.14 or later": not can_reconfigure(),
     }
     for reason, applies in reasons.items():

@@ -54,8 +54,10 @@ class SpawnLauncher(Launcher):
                 "a process with threads cannot fork safely; type launch=spawn"
             )
         self._node()
+        if self.recovers_live and self.nnodes > 1:
+            self.restart_instead("is for one machine")
         if self.recovers_live:
-            validate_live(self.nnodes)
+            validate_live()
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
