@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import LAUNCHERS, STARTERS, Command, wait_for
+from support.commands import LAUNCHERS, STARTERS, Command, processes_of, wait_for
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
@@ -31,19 +31,6 @@ SECONDS = {
 }
 BEFORE_TRAINING = ("import", "meeting", "prepare", "build")
 OURS = ("launch=torchrun", "launch=spawn", "launch=fork", "python")
-
-
-def processes_of(session: int) -> list[int]:
-    """The processes of a command, which is the first of its session. The monitor has a session of its own."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 def start_in_phase(start, tmp_path: Path, starter: str, phase: str, *words: str) -> Command:

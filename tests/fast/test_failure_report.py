@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.monitor import channel
 from lockstep.monitor.channel import Reader, send
@@ -65,6 +66,14 @@ def report_of(*ranks: WatchedRank, folder: Path | None = None) -> FailureReport:
 def first_rank(*ranks: WatchedRank) -> tuple[int, str]:
     first = report_of(*ranks).contents["first"]
     return first["rank"], first["kind"]
+
+
+def test_a_model_for_colour_images_that_gets_grey_ones_is_told_so(make_rank):
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Conv2d(3, 8, 3)(torch.zeros(2, 1, 8, 8))
+    first = report_of(make_rank(0, raised.value, 1.0)).contents["first"]
+    assert first["meaning"] == "the images have another number of channels than the model was made for"
+    assert "in dataset.transforms" in first["advice"]
 
 
 def test_a_lost_peer_is_a_consequence_whatever_the_clock_says(make_rank):

@@ -44,7 +44,7 @@ def test_torchvisions_weights_come_in_with_a_new_head(
 def test_exported_weights_begin_another_run(tmp_path: Path, kind: str) -> None:
     first, second = (mlp(shape=[1, 4, 4], classes=3, width=8, depth=1, dropout=0.0) for _ in range(2))
     path = tmp_path / f"last.{kind}"
-    write_weights(first.state_dict(), path)
+    write_weights(first.state_dict(), path, "state_dict" if kind == "pt" else kind)
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
     load_initial_weights(second, str(path), [])

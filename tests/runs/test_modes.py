@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -138,6 +139,16 @@ def test_an_exported_net_holds_its_preprocessing_for_any_batch(run: Path, start:
     assert mean_loss(exported(images())) == pytest.approx(last_loss(run), rel=1e-9)
     assert exported(images()[:1]).shape == (1, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["net.pt2"]
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "safetensors"])
+def test_exported_weights_are_the_nets(run: Path, start: Start, tmp_path: Path, kind: str) -> None:
+    start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', f"mode.format={kind}", "mode.file=net").finish()
+    written = (tmp_path / "net").read_bytes()
+    weights = safetensors.torch.load(written) if kind == "safetensors" else torch.load(tmp_path / "net")
+    expected = torch.load(run / "model.pt", weights_only=True)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(

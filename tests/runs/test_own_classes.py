@@ -12,6 +12,7 @@ from lockstep.cli_errors import as_config_error
 from lockstep.config.arguments import KEPT_BACK
 from lockstep.config.instantiate import instantiate
 from lockstep.errors import ConfigError
+from lockstep.preflight import preflight
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
@@ -112,6 +113,12 @@ def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
     optimizer = instantiate(OmegaConf.create(options))([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)
+
+
+def test_a_key_that_a_function_passes_on_in_vain_is_refused_before_any_process_starts() -> None:
+    cfg = composed("model._target_=torchvision.models.resnet18", "launch=fork")
+    with pytest.raises(ConfigError, match=r"resnet18 takes no shape \(ResNet.*\); type ~model.shape$"):
+        preflight(cfg, instantiate(cfg.launch))
 
 
 def test_an_error_inside_an_own_class_keeps_its_traceback() -> None:

@@ -124,3 +124,16 @@ def skip_without_mpirun(launcher: str) -> None:
     """Skip the test of `launcher` if it is mpirun and this machine lacks it."""
     if launcher == "mpirun" and not shutil.which("mpirun"):
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a command, which is the first of its session. The monitor has a session of its own."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found

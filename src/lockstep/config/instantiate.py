@@ -1,5 +1,6 @@
 """Turns config nodes into objects. The only place that calls Hydra for it."""
 
+import re
 from typing import Any, TypeVar
 
 import hydra.utils
@@ -14,14 +15,29 @@ Kind = TypeVar("Kind")
 def instantiate(node: DictConfig | ListConfig | None) -> Any:
     """The object that a node with `_target_` describes, a list for a list of nodes, None for no node.
 
-    Raises ConfigError if the target does.
+    Raises ConfigError if the target does, and for a key that it has no argument for.
     """
+    if node is None:
+        return None
     try:
-        return None if node is None else hydra.utils.instantiate(node, _convert_="all")
+        return hydra.utils.instantiate(node, _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
+        refused = _refused_key(node, error.__cause__)
+        if refused is not None:
+            key = node._get_full_key("")
+            raise ConfigError(
+                f"{key}._target_={node._target_} takes no {refused} ({error.__cause__}); type ~{key}.{refused}"
+            ) from error
         raise
+
+
+def _refused_key(node: Any, error: BaseException | None) -> str | None:
+    """The key of `node` that its target passed on to a function without such an argument."""
+    refused = re.search("got an unexpected keyword argument '([^']+)'", str(error))
+    is_in_node = isinstance(error, TypeError) and refused is not None and refused[1] in node
+    return refused[1] if refused is not None and is_in_node else None
 
 
 def instantiate_as(kind: type[Kind], node: DictConfig, key: str) -> Kind:

@@ -25,6 +25,7 @@ SUFFIXES = {"torch_export": "pt2", "onnx": "onnx", "safetensors": "safetensors",
 EXAMPLES = 5  # samples of the batch by which outputs are compared
 TOLERANCE = 1e-4  # of outputs that another program computes in float32, relative to the largest one
 
+Weights = dict[str, "Tensor"]
 Outputs = Callable[["Tensor"], "Tensor"]
 """What an exported file computes of raw samples (N, ...)."""
 
@@ -74,7 +75,9 @@ class Export(Mode):
 
         model = trained.state.strategy.model.eval()
         if self.format in ("state_dict", "safetensors"):
-            return write_weights({name: value.cpu().contiguous() for name, value in model.state_dict().items()}, path)
+            weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+            require_same_weights(weights, write_weights(weights, path, self.format), self.format)
+            return
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
         samples = trained.eval_loader.raw_inputs(EXAMPLES)
         if not isinstance(samples, torch.Tensor) or len(samples) < 2:
@@ -85,17 +88,31 @@ class Export(Mode):
                 require_same_outputs(net(batch), exported(batch), self.format)
 
 
-def write_weights(weights: dict[str, "Tensor"], path: Path) -> None:
-    """The suffix of `path` says how."""
+def write_weights(weights: Weights, path: Path, format: str) -> Weights:
+    """Returns what the file holds."""
     import torch
 
-    if path.suffix != f".{SUFFIXES['safetensors']}":
+    if format == "state_dict":
         torch.save(weights, path)
-        return
-    from safetensors.torch import save
+        read: Weights = torch.load(path, weights_only=True)
+        return read
+    from safetensors.torch import load_file, save
 
     # Tied weights are written twice. Its save_file would make a file that only its owner can read.
     path.write_bytes(save({name: value.clone() for name, value in weights.items()}))
+    return load_file(path)
+
+
+def require_same_weights(ours: Weights, theirs: Weights, format: str) -> None:
+    """Raise ConfigError if a file does not hold the weights that were written to it, bit by bit."""
+    import torch
+
+    changed = [name for name, value in ours.items() if name not in theirs or not torch.equal(value, theirs[name])]
+    changed = [name for name in changed if not ours[name].isnan().any()]
+    if changed:
+        raise ConfigError(
+            f"mode.format={format}: the file holds another {changed[0]} than the net; type mode.file=<a file elsewhere>"
+        )
 
 
 def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:

@@ -17,6 +17,12 @@ SILENT_RANK = re.compile(r"for rank (\d+)|rank (\d+) did not")
 # Exception type or words of its message -> what it means, and what to type or do.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
+        r"expected input\[.*\] to have \d+ channels",
+        "the images have another number of channels than the model was made for",
+        "make the model for the channels of dataset.shape, or change the images in dataset.transforms, for example "
+        "with torchvision.transforms.v2.RGB or Grayscale",
+    ),
+    (
         r"can't allocate memory|out of memory|MemoryError|Cannot allocate memory",
         "this rank has no memory left",
         "type trainer.batch_size=<half>, or trainer.gradient_accumulation_steps=2",
