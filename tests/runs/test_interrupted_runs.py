@@ -123,6 +123,7 @@ def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, trai
     options = ["snapshot.every=50epochs", "evaluation.every=50"]
     run = start(*LONG, *options, f"launch={launch}")
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
+    wait_for(lambda: list((tmp_path / "run").glob("events*")), "TensorBoard's file")
     (tmp_path / "run").rename(tmp_path / "moved")
     wait_for(lambda: (tmp_path / "run/.lock").exists(), "new folder")
     second = train("hydra.run.dir=run", code=2)
