@@ -5,6 +5,7 @@ import logging
 import multiprocessing.reduction
 import random
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
 from lockstep.loggers.rank_logs import rank_logs
-from lockstep.modes.check import Options, figures, rows, table
+from lockstep.modes.check import Options, figures, is_unexplained, rows, table
 from lockstep.modes.check_steps import Draws, Facts, FirstSteps, differences, what_is_drawn
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_options, preflight
@@ -49,24 +50,45 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     per_rank = cfg.trainer.batch_size_per_rank is not None
     cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank = check_batch_size(cfg, shares), None
     cfg.backend.name, cfg.trainer.compile, cfg.profiler.enabled = "gloo", False, False
-    forks = SpawnLauncher("fork", RANKS, 1, 0, "127.0.0.1", 0, "restart", 0)
-    forks.prepare()
     try:
         check_options(cfg, EnvLauncher())
-        preflight(cfg, forks)
+        preflight(cfg, forks(RANKS))
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
-    # This process becomes the world of one rank afterwards: a process that has computed cannot fork.
-    two, _, _ = forks.launch(check_worker, cfg, folder)
-    one, draws, lines = check_worker(cfg, folder)
-    kept = [torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)]
-    apart = {} if one.diverged or two.diverged else differences(*kept)
+    torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
+    one, two, draws, lines, apart = compare_worlds(cfg, folder)
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank)
     found = rows(one, two, draws, apart, options)
+    if is_unexplained(found):  # in float32 a rounding error may turn a ReLU off: only float64 tells
+        found[0] = rows(*in_float64(cfg, folder), replace(options, precision="fp64"))[0]
     print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
     if any(row.reasons for row in found):
         raise SystemExit(EXIT_PROMISES)
+
+
+def forks(ranks: int) -> SpawnLauncher:
+    """Starts a world as forks of this process."""
+    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0, "restart", 0)
+    launcher.prepare()
+    return launcher
+
+
+def compare_worlds(cfg: DictConfig, folder: Path) -> tuple[Facts, Facts, Draws, list[str], dict[str, float]]:
+    """What one rank finds and what two find, what is drawn, lines about it, and how far the worlds are apart."""
+    two, _, _ = forks(RANKS).launch(check_worker, cfg, folder)
+    one, draws, lines = forks(1).launch(check_worker, cfg, folder)
+    kept = [torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)]
+    apart = {} if one.diverged or two.diverged else differences(*kept)
+    return one, two, draws, lines, apart
+
+
+def in_float64(cfg: DictConfig, folder: Path) -> tuple[Facts, Facts, Draws, dict[str, float]]:
+    """What `rows` wants, of the same worlds in float64."""
+    precise = cfg.copy()
+    precise.trainer.precision = "fp64"
+    one, two, draws, _, apart = compare_worlds(precise, folder)
+    return one, two, draws, apart
 
 
 def remove_new_folder(run_dir: Path) -> None:

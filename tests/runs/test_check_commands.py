@@ -22,6 +22,13 @@ class Net(nn.Module):
 """
 
 
+def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
+    output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish().output
+    (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on any number")]
+    assert "  yes  " in numbers
+    assert numbers.endswith("(in float64)")
+
+
 def test_promises_of_a_good_model_hold_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -61,13 +61,19 @@ def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], op
     if options.per_rank:
         numbers.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
     seen = ", ".join(f"{what} {value:.1e}" for what, value in ({"loss": loss} | apart).items())
+    unit = " (in float64)" if options.precision == "fp64" else ""
     if diverged:
         numbers, seen = ["not checked: there is no first step"], ""
     return [
-        Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}"),
+        Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}{unit}"),
         Row("stopped and resumed, the bits of an unbroken run", outside, "samples and outputs are the same twice"),
         Row("your own work fits", fits(one, two, diverged), f"{one.trained:,} numbers get a finite gradient"),
     ]
+
+
+def is_unexplained(found: Sequence[Row]) -> bool:
+    """Whether the numbers depend on the number of ranks, and nobody knows why."""
+    return found[0].reasons == [UNKNOWN]
 
 
 def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
