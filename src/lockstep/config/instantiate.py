@@ -36,8 +36,9 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
 def _refused_key(node: Any, error: BaseException | None) -> str | None:
     """The key of `node` that its target passed on to a function without such an argument."""
     refused = re.search("got an unexpected keyword argument '([^']+)'", str(error))
-    is_in_node = isinstance(error, TypeError) and refused is not None and refused[1] in node
-    return refused[1] if refused is not None and is_in_node else None
+    if refused is None or not isinstance(error, TypeError) or refused[1] not in node:
+        return None
+    return refused[1]
 
 
 def instantiate_as(kind: type[Kind], node: DictConfig, key: str) -> Kind:

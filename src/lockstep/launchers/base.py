@@ -24,17 +24,8 @@ class Launcher:
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
     plans: bool = False
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
-
     max_restarts: int = 0
     """How often ranks that fail are started again together, from the newest snapshot."""
-
-    def restart_instead(self, reason: str) -> None:
-        """Go on without launch.recover=live, and say why: the same command is for machines that have it or not."""
-        self.recovers_live = False
-        stays = "the run ends, and its report has the command that goes on"
-        if self.max_restarts:
-            stays = f"all ranks restart from the newest snapshot, up to {self.max_restarts} times"
-        print(f"lockstep: launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}", flush=True)
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
@@ -55,6 +46,14 @@ class Launcher:
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """
         raise NotImplementedError
+
+    def restart_instead(self, reason: str) -> None:
+        """Go on without launch.recover=live, and say why: the same command is for machines that have it or not."""
+        self.recovers_live = False
+        stays = "the run ends, and its report has the command that goes on"
+        if self.max_restarts:
+            stays = f"all ranks restart from the newest snapshot, up to {self.max_restarts} times"
+        print(f"lockstep: launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}", flush=True)
 
 
 class RankFailed(Exception):

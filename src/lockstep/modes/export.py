@@ -89,7 +89,7 @@ class Export(Mode):
 
 
 def write_weights(weights: Weights, path: Path, format: str) -> Weights:
-    """Returns what the file holds."""
+    """Write the weights as `format` says, state_dict or safetensors. Returns what the file holds."""
     import torch
 
     if format == "state_dict":
@@ -104,15 +104,14 @@ def write_weights(weights: Weights, path: Path, format: str) -> Weights:
 
 
 def require_same_weights(ours: Weights, theirs: Weights, format: str) -> None:
-    """Raise ConfigError if a file does not hold the weights that were written to it, bit by bit."""
+    """Raise ConfigError if a file does not hold the weights that were written to it, value by value."""
     import torch
 
-    changed = [name for name, value in ours.items() if name not in theirs or not torch.equal(value, theirs[name])]
-    changed = [name for name in changed if not ours[name].isnan().any()]
-    if changed:
-        raise ConfigError(
-            f"mode.format={format}: the file holds another {changed[0]} than the net; type mode.file=<a file elsewhere>"
-        )
+    for name, value in ours.items():
+        if name not in theirs or not torch.equal(value.nan_to_num(), theirs[name].nan_to_num()):
+            raise ConfigError(
+                f"mode.format={format}: the file holds another {name} than the net; type mode.file=<a file elsewhere>"
+            )
 
 
 def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
