@@ -1,6 +1,5 @@
 """Sweeps that are killed, stopped or run several jobs at once end with the objectives of an undisturbed sweep."""
 
-import importlib.util
 import os
 import random
 import re
@@ -101,30 +100,3 @@ def test_a_rank_killed_under_torchrun_ends_the_sweep_which_then_goes_on(start):
     start(*command, "sweep.retry=failed").finish()
     assert states(run.cwd / "s") == ["finished"] * 3
     assert column(run.cwd / "s", "objective") == column(whole.cwd / "whole", "objective")
-
-
-def needs(plugin: str) -> pytest.MarkDecorator:
-    package = f"hydra-{plugin.replace('_', '-')}"
-    missing = not (
-        importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}")
-    )
-    return pytest.mark.skipif(missing, reason=f"no plugin of Hydra: pip install {package}")
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("joblib", marks=needs("joblib_launcher")),
-        pytest.param("submitit_local", marks=needs("submitit_launcher")),
-    ],
-)
-def test_launchers_of_hydra_fill_the_table(start, launcher):
-    jobs = ["-m", "optimizer.lr=0.1,1e10", "model=mlp", "trainer.epochs=1", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, *jobs, f"hydra/launcher={launcher}").finish(6)
-    assert states(run.cwd / "s") == ["finished", "failed"]
-    alone = start(
-        *PYTHON_TRAIN, "-m", "optimizer.lr=0.1", "model=mlp", "trainer.epochs=1", "hydra.sweep.dir=t"
-    ).finish()
-    assert column(run.cwd / "s", "objective")[0] == column(alone.cwd / "t", "objective")[0]
-    assert "the loss is" in column(run.cwd / "s", "cause")[1]
-    assert (run.cwd / "s" / "0_optimizer.lr=0.1" / "model.pt").exists()

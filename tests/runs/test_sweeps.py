@@ -4,7 +4,6 @@ Sweeps by each launcher are in test_starters.py. Sweeps that are killed, and sev
 """
 
 import fcntl
-import importlib.util
 import json
 import os
 import re
@@ -176,22 +175,6 @@ def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
 def test_a_sampling_sweeper_under_torchrun_is_refused(start):
     run = start(*PYTHON_TRAIN, "-m", "hydra/sweeper=optuna", RANK=0, WORLD_SIZE=2).finish(2)
     assert run.sentence.endswith("type python src/train.py -m launch=torchrun hydra/sweeper=optuna ...")
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper"),
-    reason="Optuna's sweeper is not installed: pip install hydra-optuna-sweeper",
-)
-def test_optuna_looks_for_the_best_accuracy(start):
-    trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, "-m", *trials, "optimizer.lr=interval(0.0001,0.1)", *SHORT).finish()
-    accuracies = [float(value) for value in column(run.cwd / "s", "objective")]
-    assert "Directions: ['maximize']" in run.output
-    assert len(set(accuracies)) > 1
-    best = re.search(r"Best value: ([\d.]+)", run.output)
-    assert best is not None
-    assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
-    assert "sweep: 3 finished" in run.output
 
 
 def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):

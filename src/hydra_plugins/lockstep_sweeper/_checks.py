@@ -1,5 +1,6 @@
 """What is refused before the first job of a sweep starts. The scan for plugins leaves this file out."""
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError
 from lockstep.launchers.processes import preload
+from lockstep.monitor.code_hashes import module_hashes
 from lockstep.sweeps.constraints import Constraint
 from lockstep.sweeps.search import changed_words
 from lockstep.sweeps.table import FINISHED, read_rows
@@ -59,8 +61,10 @@ def check_jobs(jobs: "HydraJobs", lists: Sequence[Sequence[str]]) -> Checked:
     return checked
 
 
-def preflight_jobs(checked: Checked, plan: "Plan") -> None:
+def preflight_jobs(checked: Checked, plan: "Plan") -> dict[str, str]:
     """Raise ConfigError for the first job that would be refused when it starts, as far as this needs no data.
+
+    Returns {module: hash} of the user's modules that the jobs import.
 
     Of jobs that are drawn at random some may be refused: their rows say it. A forked process checks them: this one may
     not ask CUDA, as the jobs are forked from it. If that process cannot tell, the job itself does.
@@ -72,10 +76,12 @@ def preflight_jobs(checked: Checked, plan: "Plan") -> None:
         _preflight_in_child(checked, plan, writer)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        sentence = pipe.read()
+        told = json.loads(pipe.read() or "{}")
     os.waitpid(pid, 0)
-    if sentence:
-        raise ConfigError(sentence)
+    if told.get("refusal"):
+        raise ConfigError(told["refusal"])
+    modules: dict[str, str] = told.get("modules", {})
+    return modules
 
 
 def _preflight_in_child(checked: Checked, plan: "Plan", writer: int) -> NoReturn:
@@ -85,7 +91,9 @@ def _preflight_in_child(checked: Checked, plan: "Plan", writer: int) -> NoReturn
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
         os.dup2(nothing, 2)
-        os.write(writer, _refusal(checked, plan).encode())
+        told = {"refusal": _refusal(checked, plan), "modules": module_hashes(users_only=True)}
+        with open(writer, "w") as pipe:
+            json.dump(told, pipe)
     finally:
         os._exit(0)
 

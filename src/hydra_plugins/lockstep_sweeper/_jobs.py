@@ -1,8 +1,6 @@
 """How the jobs of a sweep are composed and run with Hydra. The scan for plugins leaves this file out."""
 
 import sys
-import time
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +14,22 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
 from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, preflight_jobs
 from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
+from hydra_plugins.lockstep_sweeper._launchers import run_by_launcher
+from hydra_plugins.lockstep_sweeper._outcomes import outcome_of
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
-from lockstep import cli
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
-from lockstep.launchers.base import RankFailed
+from lockstep.errors import StoppedEarly
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
 from lockstep.sweeps.ending import at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, cause_in_words, record_outcome, wait_for_turn
+from lockstep.sweeps.job_process import Outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
 from lockstep.sweeps.search import Job, JobList, Search, add_jobs, folder_name, to_run, varied_keys
 from lockstep.sweeps.slots import Slot, divide_machine
 from lockstep.sweeps.sweep import OpenSweep, SweepSettings
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, Row, SweepTable, read_rows
+from lockstep.sweeps.table import FINISHED, Row, read_rows
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 
@@ -48,6 +46,7 @@ class HydraJobs:
         self.composer = Composer(context.config_loader, master, fixed)
         setup_globals()
         self.base: Any = without_hydra(self.compose(fixed, 0))
+        self.modules: dict[str, str] = {}  # those of the user's that the jobs import, and their hashes
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
         """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
@@ -76,17 +75,15 @@ class HydraJobs:
     def run(self, job: Job, row: Row) -> Outcome:
         """Run a job in this process, and print its errors."""
 
-        def call() -> None:
+        def call() -> Any:
             config = self.compose(job.overrides, job.number, row.folder)
             result = run_job(self.task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
             if result.status != JobStatus.COMPLETED:
                 wait_for_turn()  # before it prints what is wrong
                 raise result._return_value
-            values.append(result.return_value)
+            return result.return_value
 
-        values: list[Any] = []
-        code, error = cli.end_of(call)
-        return Outcome(code, values[0] if values else None, _cause(error))
+        return outcome_of(call)
 
 
 def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
@@ -105,7 +102,7 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)
-    preflight_jobs(checked, plan)
+    jobs.modules = preflight_jobs(checked, plan)
     run_plan(sweeper.launcher, jobs, plan)
 
 
@@ -122,7 +119,7 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
         return
     sweep = open_sweep(jobs)
     if isinstance(launcher, LockstepLauncher):
-        slots = slots_of(jobs)
+        slots = slots_of(jobs, plan.lists)
         run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
     else:
         added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
@@ -138,14 +135,20 @@ def open_sweep(jobs: HydraJobs) -> OpenSweep:
     if restarted():
         told["retry"] = "failed"
     settings = SweepSettings(**told, objective=base.objective, mode=mode, epochs=base.trainer.epochs)
-    sweep = OpenSweep(jobs.folder, settings, jobs.fixed, flatten(OmegaConf.to_container(base, resolve=False)))
+    config = flatten(OmegaConf.to_container(base, resolve=False))
+    sweep = OpenSweep(jobs.folder, settings, jobs.fixed, config, jobs.modules)
     at_end(sweep.finish)
     return sweep
 
 
-def slots_of(jobs: HydraJobs) -> list[Slot]:
-    """How this machine is divided between the jobs. Raises ConfigError."""
-    return divide_machine(jobs.base.sweep.slots, jobs.base.launch.get("nproc_per_node", 1))
+def slots_of(jobs: HydraJobs, lists: Sequence[Sequence[str]]) -> list[Slot]:
+    """How this machine is divided between jobs with these overrides. Raises ConfigError."""
+    fixed = set(jobs.fixed)
+    changes = {tuple(word for word in words if word.startswith("launch") and word not in fixed) for words in lists}
+    configs = [jobs.base, *(jobs.compose([*jobs.fixed, *words], 0) for words in changes if words)]
+    ranks = [config.launch.get("nproc_per_node", 1) for config in configs]
+    named = [count for count in ranks if not isinstance(count, int)]
+    return divide_machine(jobs.base.sweep.slots, named[0] if named else max(ranks))
 
 
 def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
@@ -165,45 +168,6 @@ def prepare_forks(modules: Sequence[str]) -> None:
     loaded_code_facts()
 
 
-def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job]) -> None:
-    """Run jobs with a launcher of Hydra's, such as joblib's, which returns when all of them have ended."""
-    table, batch = sweep.table, []
-    for job in chosen:
-        row = table.update(job.number, state=RUNNING, cause="")
-        # A worker composes the config again: without these words it would choose a folder of its own.
-        folders = [f"hydra.sweep.dir='{table.folder.absolute()}'", f"hydra.sweep.subdir='{row.folder}'"]
-        batch.append([*job.overrides, *folders])
-    started = time.monotonic()
-    try:
-        results = launcher.launch(batch, initial_job_idx=chosen[0].number) if batch else []
-    except Exception as error:  # such as submitit's, when one of its workers was killed
-        traceback.print_exception(error)
-        for job in chosen:
-            table.update(job.number, state=FAILED, cause=f"the launcher failed: {_cause(error)}"[:LONGEST_CAUSE])
-        return
-    finally:
-        end_joblib_workers()
-    seconds = round((time.monotonic() - started) / max(1, len(batch)), 2)
-    for job, result in zip(chosen, results, strict=True):
-        record_return(table, job, result, seconds)
-
-
-def record_return(table: SweepTable, job: Job, result: JobReturn, seconds: float) -> None:
-    """Write what a launcher of Hydra's returned for a job to its row. seconds: the mean of the jobs of its batch."""
-    value = result._return_value
-    is_finished = result.status == JobStatus.COMPLETED
-    code = EXIT_CONFIG if isinstance(value, ConfigError) else EXIT_FAILED
-    outcome = Outcome(EXIT_FINISHED, value) if is_finished else Outcome(code, cause=_cause(value))
-    record_outcome(table, job.number, outcome, outcome.state, seconds)
-
-
-def end_joblib_workers() -> None:
-    """joblib keeps its workers for later calls, and they would outlive this command."""
-    loky = sys.modules.get("joblib.externals.loky")
-    if loky is not None:
-        loky.get_reusable_executor().shutdown(wait=True)
-
-
 def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
     """Run jobs for a sweeper of Hydra's, which may launch several times. Returns what they returned.
 
@@ -217,7 +181,7 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
         launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs))
+    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs, lists))
     if launcher.opened.stop_code is not None:
         raise StoppedEarly("the sweep stopped early", end_sweep())
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
@@ -228,16 +192,3 @@ def _as_return(job: Job, row: Row) -> JobReturn:
     value = row.objective if is_finished else RuntimeError(row.cause)
     status = JobStatus.COMPLETED if is_finished else JobStatus.FAILED
     return JobReturn(overrides=job.overrides, status=status, _return_value=value)
-
-
-def _cause(error: BaseException | None) -> str:
-    """The error of a job in one line."""
-    if error is None:
-        return ""
-    if isinstance(error, RankFailed) and "first" in error.contents:
-        return cause_in_words(error.contents)
-    if isinstance(error, RankFailed) and error.__cause__ is None:
-        return error.headline.removeprefix("lockstep: ")
-    if isinstance(error, RankFailed):
-        error = error.__cause__  # this rank's own error
-    return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())

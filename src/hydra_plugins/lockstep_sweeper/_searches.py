@@ -10,6 +10,7 @@ from lockstep.config.check import check_value
 from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.sweeps.halving import PAUSE, Halving
+from lockstep.sweeps.output import show
 from lockstep.sweeps.search import Job, JobList, Search, add_jobs, to_run
 from lockstep.sweeps.space import Allows, Choices, Numbers, Space, allow_all, draw, interval, limits_of, words
 from lockstep.sweeps.sweep import OpenSweep
@@ -142,7 +143,7 @@ def build_search(sweep: OpenSweep, plan: Plan, name: Name, slots: int) -> Search
     """The search, whose jobs get rows in the table. name: see `add_jobs`. slots: how many jobs run at once."""
     settings, retry = sweep.settings, sweep.settings.retry == "failed"
     if plan.left_out:
-        print(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
+        show(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
     if plan.space is not None:
         assert settings.trials is not None
         drawn = settings.trials, settings.seed, slots, settings.mode

@@ -48,7 +48,7 @@ class RunRecord(Logger):
             before = read_run(run.run_dir)
         self.run = {
             **run.facts,
-            "objective": {"name": self.objective, "mode": self.mode, "best": None, "step": None},
+            "objective": {"name": self.objective, "mode": self.mode, "best": None, "step": None, "last": None},
             "improvements": [],
             "lives": [],
             "steps": start,
@@ -92,6 +92,7 @@ class RunRecord(Logger):
 
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
         is_paused = self.state.reached_limit == "trainer.pause_after"
+        self.run["objective"]["last"] = metrics[self.objective.removeprefix("test/")]
         self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:

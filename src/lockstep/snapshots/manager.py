@@ -10,7 +10,7 @@ import torch
 
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.slurm_reason import slurm_reason
+from lockstep.distributed.slurm_job import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly

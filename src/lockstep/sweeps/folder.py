@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,7 +15,7 @@ from lockstep.runs.record import write_whole
 from lockstep.sweeps.table import TABLE
 
 RECORD = "sweep.json"
-SCHEMA = 1
+SCHEMA = 2
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 COMPARED = (
@@ -54,10 +55,26 @@ def lock_sweep(folder: Path) -> IO[str]:
     return file
 
 
-def check_record(folder: Path, config: dict[str, Any], code: dict[str, str], accept_changes: bool) -> None:
+@dataclass(frozen=True)
+class Code:
+    """{file: hash} of this project's Python files (what conf/ says is in the config), and {module: hash} of the user's
+    modules that the jobs import.
+    """
+
+    files: dict[str, str]
+    modules: dict[str, str]
+
+
+def read_code(modules: dict[str, str]) -> Code:
+    """modules: see `Code`."""
+    return Code({file: digest for file, digest in source_hashes().items() if file.endswith(".py")}, modules)
+
+
+def check_record(folder: Path, config: dict[str, Any], code: Code, accept_changes: bool) -> None:
     """Raise ConfigError if the sweep in `folder` was begun with another base config or other code.
 
-    config: the flat config of a job without what the sweep varies. code: see `hash_code`.
+    config: the flat config of a job without what the sweep varies. A module of the user's that only one of the two
+    commands imports is no difference: the jobs of a longer list may need it.
     """
     record = read_record(folder)
     if record is None:
@@ -65,7 +82,9 @@ def check_record(folder: Path, config: dict[str, Any], code: dict[str, str], acc
             raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
         return
     config = json.loads(json.dumps(_compared(config), default=str))
-    differences = _differences(record["config"], config) + _differences(record["code"], code, "the code of ")
+    differences = _differences(record["config"], config) + _differences(record["code"], code.files, "the code of ")
+    shared = record["modules"].keys() & code.modules.keys()
+    differences += [f"the code of {name}" for name in sorted(shared) if record["modules"][name] != code.modules[name]]
     if differences and not accept_changes:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise ConfigError(
@@ -75,10 +94,11 @@ def check_record(folder: Path, config: dict[str, Any], code: dict[str, str], acc
         )
 
 
-def write_record(folder: Path, arguments: list[str], config: dict[str, Any], code: dict[str, str]) -> None:
+def write_record(folder: Path, arguments: list[str], config: dict[str, Any], code: Code) -> None:
     """Write what the sweep is. arguments: the words after `src/train.py`. config, code: as for `check_record`."""
     kept = [word for word in arguments if not word.startswith(OF_ONE_COMMAND)]
-    contents = {"schema": SCHEMA, "arguments": kept, "config": _compared(config), "code": code}
+    contents = {"schema": SCHEMA, "arguments": kept, "config": _compared(config)}
+    contents |= {"code": code.files, "modules": code.modules}
     write_whole(folder / RECORD, json.dumps(contents, indent=1, default=str), sync=True)
 
 
@@ -99,11 +119,6 @@ def recorded_arguments(folder: Path) -> list[str]:
             f"sweep.resume={folder} is not the folder of a sweep; type sweep.resume=<a folder with {RECORD}>"
         )
     return list(map(str, record["arguments"]))
-
-
-def hash_code() -> dict[str, str]:
-    """{file: hash} of this project's Python files. What conf/ says is in the config."""
-    return {file: digest for file, digest in source_hashes().items() if file.endswith(".py")}
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.errors import EXIT_RESUMABLE, ConfigError
 from lockstep.sweeps.ending import at_end
 from lockstep.sweeps.job_process import Work, record_outcome, reported_cause
+from lockstep.sweeps.output import show
 from lockstep.sweeps.search import Job, Search
 from lockstep.sweeps.sweep import OpenSweep
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, Row
@@ -59,7 +60,7 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
         if job is None:
             break
         row = table.update(job.number, state=RUNNING, cause="")
-        print(f"sweep: {job.describe(row.overrides)}", flush=True)
+        show(f"sweep: {job.describe(row.overrides)}")
         announced = {"number": job.number, "overrides": job.overrides, "folder": row.folder, "sweep": str(table.folder)}
         store.set(f"turn/{turn}", json.dumps(announced))
         turn += 1
@@ -71,7 +72,7 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
         record_outcome(table, job.number, outcome, outcome.state, time.time() - started)
         search.tell(job.number, outcome.objective)
         if outcome.state == STOPPED:
-            sweep.stop_code = outcome.code
+            sweep.stop_code = outcome.stop_code
             break
     if signals.stop_requested():
         sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE

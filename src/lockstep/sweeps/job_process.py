@@ -45,6 +45,11 @@ class Outcome:
             return FINISHED
         return STOPPED if self.code in STOP_CODES else FAILED
 
+    @property
+    def stop_code(self) -> int:
+        """The exit code of a sweep that a signal ends in this job, which may have had nothing to save yet."""
+        return EXIT_STOPPED_WITHOUT_SNAPSHOT if self.code == EXIT_STOPPED_WITHOUT_SNAPSHOT else EXIT_RESUMABLE
+
 
 turns: list[int] = []  # in a job that has not had its turn: the pipe on which it waits
 

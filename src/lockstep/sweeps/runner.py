@@ -11,6 +11,7 @@ from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
+from lockstep.sweeps.output import show
 from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
 from lockstep.sweeps.slots import Slot
@@ -93,7 +94,7 @@ class SweepRunner:
             time.sleep(0.1)
         self.table.update(process.job.number, state=RUNNING, cause="")
         if process.output is None:
-            print(f"sweep: {process.job.describe(row.overrides)}", flush=True)
+            show(f"sweep: {process.job.describe(row.overrides)}")
         with blocked():
             self.running[process.slot] = process
             if relay.first is None:
@@ -108,7 +109,7 @@ class SweepRunner:
             state = STOPPED  # its launcher or a second signal has killed it
         row = record_outcome(self.table, job.number, outcome, state, time.monotonic() - process.started)
         if row.state == STOPPED:
-            self.stop_code = max(self.stop_code or 0, outcome.code if outcome.code > 0 else EXIT_RESUMABLE)
+            self.stop_code = max(self.stop_code or 0, outcome.stop_code)
         self.failures += row.state == FAILED
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:

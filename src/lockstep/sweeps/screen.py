@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from lockstep.distributed.run_folder import BAR_COLUMNS
 from lockstep.sweeps.job_process import JobProcess
+from lockstep.sweeps.output import show
 
 UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
 ROOM = len("[1000] ")  # columns before a job's bar
@@ -52,7 +53,7 @@ class Screen:
         if not lines and bars == self.drawn:
             return
         erased = UP_AND_ERASE.format(len(self.drawn)) if self.drawn else ""
-        print(erased, *(f"{line}\n" for line in [*lines, *bars]), sep="", end="", flush=True)
+        show(erased + "".join(f"{line}\n" for line in [*lines, *bars]), end="")
         self.drawn = bars
 
 

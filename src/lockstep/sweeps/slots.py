@@ -23,18 +23,23 @@ class Slot:
 def divide_machine(slots: int | str, ranks: int | str) -> list[Slot]:
     """The slots of this machine. slots: how many, or auto: as many as have a core, or a GPU, for each rank of a job.
 
-    ranks: of a job; a word such as gpu takes the whole machine. Raises ConfigError for more slots than GPUs or cores.
+    ranks: of the largest job, or a word: gpu, cpu and auto take what a slot has. Raises ConfigError if the slots need
+    more GPUs or cores than there are.
     """
     gpus, cores = visible_gpus(), usable_cores()
     units = len(gpus) or len(cores)
+    ranks_here = ranks if isinstance(ranks, int) else 1
     if slots == "auto":
         slots = max(1, units // ranks) if isinstance(ranks, int) else 1
     assert isinstance(slots, int)
     if slots == 1:
         return [Slot()]
-    if slots > units:
+    if slots * ranks_here > units:
         what = "GPUs" if gpus else "cores"
-        raise ConfigError(f"sweep.slots={slots} is more than the {units} {what} of this machine; type sweep.slots=auto")
+        wanted = f"{slots} of {ranks_here} ranks each" if ranks_here > 1 else slots
+        raise ConfigError(
+            f"sweep.slots={wanted} is more than the {units} {what} of this machine; type sweep.slots=auto"
+        )
     return [
         Slot(
             frozenset(_share(cores, slots, number)),

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE
 from lockstep.sweeps.halving import read_results
+from lockstep.sweeps.output import show
 from lockstep.sweeps.plot import PLOT, plot_sweep
-from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, STATES, TABLE, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
@@ -32,22 +33,22 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
     """command: the words of one run without what the sweep varies. resume: those that go on with this sweep."""
     rows = sorted_rows(table, mode)
     counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
-    print(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
+    show(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
     for line in _table(rows[:SHOWN], objective):
-        print(line)
+        show(line)
     if len(rows) > SHOWN:
-        print(f"... and {len(rows) - SHOWN} more in {TABLE}")
+        show(f"... and {len(rows) - SHOWN} more in {TABLE}")
     best = rows[0] if rows and rows[0].state == FINISHED else None
     if best is not None:
-        print(f"best:       job {best.number}, {table.folder / best.folder}")
+        show(f"best:       job {best.number}, {table.folder / best.folder}")
         if plot_sweep(table.folder, rows, objective, best.number):
-            print(f"plot:       {table.folder / PLOT}")
-        print(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
+            show(f"plot:       {table.folder / PLOT}")
+        show(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, "pruned", FAILED) for row in rows):
-        print(f"go on with: {shlex.join(resume)}")
+        show(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
-        print(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
-    print(f"curves:     tensorboard --logdir {table.folder.absolute()}", flush=True)
+        show(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
+    show(f"curves:     tensorboard --logdir {table.folder.absolute()}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
@@ -55,7 +56,7 @@ def print_share(table: SweepTable, epochs: int) -> None:
     trained = [max(read_results(row), default=0) for row in table]
     if any(trained):
         share = sum(trained) / (epochs * len(trained))
-        print(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs", flush=True)
+        show(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs")
 
 
 def _table(rows: Sequence[Row], objective: str) -> Iterator[str]:
@@ -90,10 +91,16 @@ def _number(value: float | None) -> str:
 
 
 def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
-    """The exit code of the whole sweep: 0 only if every job has finished. stop_code: of jobs that a signal stopped."""
+    """The exit code of the whole sweep: 0 only if every job has finished, or was submitted and is not waited for.
+
+    stop_code: of jobs that a signal stopped.
+    """
     if stop_code is not None:
         return stop_code
-    return EXIT_JOBS_FAILED if any(row.state == FAILED for row in rows) else EXIT_FINISHED
+    states = {row.state for row in rows if row.cause != SUBMITTED}
+    if FAILED in states:
+        return EXIT_JOBS_FAILED
+    return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
 
 
 def resume_words(script: Sequence[str], folder: Path) -> list[str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.monitor.start import whole_command
-from lockstep.sweeps.folder import check_record, hash_code, lock_sweep, write_record
+from lockstep.sweeps.folder import check_record, lock_sweep, read_code, write_record
+from lockstep.sweeps.left_rows import left_running
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, resume_words
-from lockstep.sweeps.table import FINISHED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
+from lockstep.sweeps.table import RUNNING, SweepTable
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,29 @@ class SweepSettings:
 class OpenSweep:
     """fixed: the overrides that all jobs have. config: the flat config of a job without what the sweep varies.
 
-    Raises ConfigError if the folder cannot be locked, or if its sweep is another one.
+    modules: {module: hash} of the user's modules that the jobs import. Raises ConfigError if the folder cannot be
+    locked, or if its sweep is another one.
     """
 
-    def __init__(self, folder: Path, settings: SweepSettings, fixed: Sequence[str], config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: SweepSettings,
+        fixed: Sequence[str],
+        config: Mapping[str, Any],
+        modules: dict[str, str],
+    ) -> None:
         self.settings, self.fixed = settings, fixed
         self.lock = lock_sweep(folder)
-        code = hash_code()
+        code = read_code(modules)
         check_record(folder, dict(config), code, settings.changes == "accept")
         self.table = SweepTable(folder)
         write_record(folder, sys.argv[1:], dict(config), code)
         for row in self.table:
             if row.state == RUNNING:
-                self._settle(row)
+                values = left_running(row, folder / row.folder) | self.table.read_best(row.number)
+                self.table.update(row.number, **values)
         self.stop_code: int | None = None
-
-    def _settle(self, row: Row) -> None:
-        """A row that an earlier command has left as running."""
-        if row.cause != SUBMITTED:
-            self.table.update(row.number, state=STOPPED, cause="the sweep was killed")
-        elif (self.table.folder / row.folder / "model.pt").exists():  # the last file of a run
-            self.table.update(row.number, state=FINISHED, cause="", **self.table.read_best(row.number))
 
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""

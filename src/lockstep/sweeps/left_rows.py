@@ -1,0 +1,63 @@
+"""What became of jobs that no sweep has waited for, by what they wrote to their run folders."""
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.slurm_job import JOB_FILE, is_in_queue
+from lockstep.errors import ConfigError
+from lockstep.runs.record import Run, read_run, state_of
+from lockstep.sweeps.job_process import reported_cause
+from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, SUBMITTED, Row
+
+STATES = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # those of run.json; others are failures
+
+
+def left_running(row: Row, folder: Path) -> dict[str, Any]:
+    """New values for a row that an earlier command has left as running. folder: the job's run folder."""
+    if row.cause != SUBMITTED:
+        seconds = round(row.seconds + _seconds_of_killed(folder), 2)
+        return {"state": STOPPED, "cause": "the sweep was killed", "seconds": seconds}
+    try:
+        job = (folder / JOB_FILE).read_text().strip()
+    except OSError:
+        return {}
+    if is_in_queue(job):
+        return {}
+    cause = f"Slurm job {job} has ended, see slurm-{job}.out"
+    return by_record(folder, 0, cause) or {"state": FAILED, "cause": cause}
+
+
+def by_record(folder: Path, since: float, cause: str) -> dict[str, Any]:
+    """Values for the row of a job whose process has ended, by its run.json. Empty if it has not begun to train.
+
+    since: a run that started earlier, in seconds since 1970, is not meant. cause: of a failure that has no report.
+    """
+    run = _read(folder)
+    if run is None or run["lives"][-1]["started"] < since:
+        return {}
+    state = STATES.get(state_of(run), FAILED)
+    if state == FAILED:
+        cause = reported_cause(folder, run["lives"][-1]["started"]) or cause
+    seconds = sum(life["ended"] - life["started"] for life in run["lives"] if life["ended"] is not None)
+    return {
+        "state": state,
+        "objective": run["objective"].get("last") if state == FINISHED else None,
+        "seconds": round(seconds, 2),
+        "cause": cause if state == FAILED else "",
+    }
+
+
+def _seconds_of_killed(folder: Path) -> float:
+    """How long the last life of a killed run lasted, by the newest file that it wrote. 0 if its end is recorded."""
+    run = _read(folder)
+    if run is None or run["lives"][-1]["ended"] is not None:
+        return 0.0
+    started: float = run["lives"][-1]["started"]
+    return max([0.0, *(path.stat().st_mtime - started for path in folder.rglob("*"))])
+
+
+def _read(folder: Path) -> Run | None:
+    try:
+        return read_run(folder)
+    except ConfigError:
+        return None
