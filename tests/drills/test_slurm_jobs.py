@@ -17,6 +17,7 @@ from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.slurm_cluster import SlurmCluster
+from support.sweep_tables import rows_of, states
 
 TESTS = str(Path(__file__).parents[1])
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
@@ -172,6 +173,27 @@ def test_a_config_folder_of_ones_own_reaches_the_ranks(start, slurm, tmp_path):
     job, cwd = submit(start, slurm, f"--config-dir={tmp_path}/mine", "experiment=own")
     slurm.wait_for_job(job, "COMPLETED")
     assert "epoch 1/1" in read_log(wait_until_logged(cwd, "epoch 1/"))
+
+
+def test_a_sweep_that_goes_on_knows_what_became_of_its_jobs(start, slurm, tmp_path):
+    """One finishes, one diverges, and one is cancelled before it starts."""
+    words = ["-m", "optimizer.lr=0.1,1e10,0.05", "trainer.epochs=1", 'launch.options=["--exclusive"]']
+    start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish()
+    sweep = tmp_path / "s"
+    assert states(sweep) == ["running"] * 3
+    jobs = [(sweep / row["folder"] / "slurm_job").read_text().strip() for row in rows_of(sweep)]
+    slurm.run("scancel", jobs[2])
+    early = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", **slurm.env).finish(6)  # the others still wait or run
+    assert states(sweep) == ["running", "running", "failed"], early.output
+    wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of all jobs", 90)
+    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", **slurm.env).finish(6)
+    finished, diverged, cancelled = rows_of(sweep)
+    assert states(sweep) == ["finished", "failed", "failed"]
+    log = read_log(sweep / finished["folder"])
+    assert f"accuracy {float(finished['objective']):.4f}\n" in log[log.index("finished: ") :]
+    assert float(finished["seconds"]) > 0
+    assert "the loss is" in diverged["cause"]
+    assert cancelled["cause"] == f"Slurm job {jobs[2]} has ended, see slurm-{jobs[2]}.out"
 
 
 def test_srun_starts_one_torchrun_a_node(start, slurm):

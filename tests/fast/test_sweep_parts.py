@@ -127,6 +127,9 @@ def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert devices == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match="sweep.slots=5 is more than the 4 GPUs .* type sweep.slots=auto"):
         divide_machine(5, 1)
+    with pytest.raises(ConfigError, match="sweep.slots=3 of 2 ranks each is more than the 4 GPUs"):
+        divide_machine(3, 2)
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine(2, "gpu")] == ["4,5", "6,7"]
 
 
 def test_the_best_row_comes_first_and_failures_last(tmp_path: Path) -> None:

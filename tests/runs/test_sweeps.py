@@ -158,6 +158,31 @@ def check_changes_are_refused(start, command: list[str], folder: Path) -> None:
     record.write_text(before)
 
 
+def test_a_module_of_the_user_s_that_was_edited_is_refused(start, tmp_path):
+    """Also one that the model's module imports."""
+    (tmp_path / "nets.py").write_text("import parts\ndef net(shape, classes):\n    return parts.flat(64, classes)\n")
+    parts = tmp_path / "parts.py"
+    parts.write_text("from torch import nn\ndef flat(n, m):\n    return nn.Sequential(nn.Flatten(), nn.Linear(n, m))\n")
+    command = [*PYTHON_TRAIN, "-m", "model=linear", "model._target_=nets.net", "trainer.max_steps=2"]
+    command += ["hydra.sweep.dir=s"]
+    start(*command, "seed=1,2", PYTHONPATH=tmp_path).finish()
+    parts.write_text(parts.read_text() + "# edited\n")
+    run = start(*command, "seed=1,2,3", PYTHONPATH=tmp_path).finish(2)
+    assert "the code of parts; type hydra.sweep.dir=<another folder>, or sweep.changes=accept" in run.sentence
+    start(*command, "seed=1,2,3", "sweep.changes=accept", PYTHONPATH=tmp_path).finish()
+    start(*command, "seed=1,2,3,4", PYTHONPATH=tmp_path).finish()
+
+
+def test_rows_of_an_earlier_command_that_wait_are_no_success(start):
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s"]
+    table = start(*command, "seed=1,2").finish().cwd / "s" / "sweep.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
+    more = start(*command, "seed=1").finish(75)
+    assert column(table.parent, "state") == ["finished", "waiting"]
+    assert "go on with: " in more.output
+
+
 def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     run = start(*PYTHON_TRAIN, "-m", "hydra.sweep.dir=run", "seed=1,2").finish(2)
