@@ -14,6 +14,7 @@ import pytest
 from lockstep.distributed.environment import free_port
 from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, skip_without_mpirun
 from support.fault_table import Row, Traces, add_row, row_of
+from support.sweep_tables import column, states
 
 pytestmark = pytest.mark.drill
 
@@ -147,17 +148,22 @@ def test_restarts_end_early_only_if_the_same_failure_comes_at_the_same_step(star
     assert ("it will fail again" in run.output) == (restarts == 1)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun inside", "fork"])
+@pytest.mark.parametrize("launcher", ["torchrun inside", "fork", "spawn"])
 def test_in_a_sweep_each_job_fails_by_itself(start_faulty, launcher):
-    """Job 1 raises, job 2 is killed, job 3 hangs: jobs 0 and 4 finish."""
-    kinds = ["none", "raise", "kill", "hang", "none"]
+    """Job 1 raises, job 2 is killed, job 3 hangs, job 4 has no memory: jobs 0 and 5 finish."""
+    kinds = ["none", "raise", "kill", "hang", "memory_limit", "none"]
     swept = ["model._target_=support.faults.SweptModel", f"+model.kind={','.join(kinds)}", "watch.timeout=5"]
     run = start_faulty(*LAUNCHERS[launcher], "-m", "model=mlp", *swept, "trainer.epochs=1", PYTHONPATH=ROOT / "tests")
     assert run.finish(None).process.returncode not in (0, 75)
     jobs = sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]_*"))
     assert [(job / "model.pt").exists() for job in jobs] == [kind == "none" for kind in kinds]
-    reports = [json.loads((job / "failure.json").read_text())["first"] for job in jobs[1:4]]
-    assert [(first["rank"], first["kind"]) for first in reports] == [(1, "exception"), (1, "killed"), (1, "hang")]
+    reports = [json.loads((job / "failure.json").read_text())["first"] for job in jobs[1:5]]
+    found = [(first["rank"], first["kind"]) for first in reports]
+    assert found == [(1, "exception"), (1, "killed"), (1, "hang"), (1, "exception")]
+    assert states(jobs[0].parent) == ["finished", *["failed"] * 4, "finished"]
+    said = ["rank 1 of 2: RuntimeError: a mistake", "SIGKILL", "user code", "alloc"]
+    causes = column(jobs[0].parent, "cause")[1:5]
+    assert [words for words, cause in zip(said, causes, strict=True) if words not in cause] == [], causes
     assert "rank 1 of 2 failed first" in run.output
 
 

@@ -3,12 +3,15 @@
 import os
 import random
 import re
+import shlex
 import signal
 import time
 
 import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
+from support.run_folders import read_log
+from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import column, rows_of, states
 
 pytestmark = pytest.mark.drill
@@ -100,3 +103,40 @@ def test_a_rank_killed_under_torchrun_ends_the_sweep_which_then_goes_on(start):
     start(*command, "sweep.retry=failed").finish()
     assert states(run.cwd / "s") == ["finished"] * 3
     assert column(run.cwd / "s", "objective") == column(whole.cwd / "whole", "objective")
+
+
+MEMORY = CGROUPS / "lockstep_sweep"
+LIMIT = 2**30
+
+
+@pytest.mark.skipif(not LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")
+@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
+def test_a_job_that_the_system_kills_for_want_of_memory_harms_no_other(start, launch):
+    """All processes of the sweep share 1 GB, and a rank of job 1 wants four."""
+    swept = ["model._target_=support.faults.SweptModel", "+model.kind=none,more_memory,none", "+model.rank=0"]
+    command = [*PYTHON_TRAIN, "-m", "model=mlp", *swept, "trainer.epochs=1", "hydra.sweep.dir=s", f"launch={launch}"]
+    MEMORY.mkdir(exist_ok=True)
+    try:
+        (MEMORY / "memory.limit_in_bytes").write_text(str(LIMIT))
+        enter = f"echo $$ > {MEMORY}/cgroup.procs; exec {shlex.join(command)}"
+        run = start("bash", "-c", enter, PYTHONPATH=ROOT / "tests").finish(6)
+    finally:
+        wait_for(lambda: not (MEMORY / "cgroup.procs").read_text(), "end of all processes")
+        MEMORY.rmdir()
+    assert states(run.cwd / "s") == ["finished", "failed", "finished"]
+    assert "SIGKILL" in column(run.cwd / "s", "cause")[1]
+    assert "memory" in column(run.cwd / "s", "cause")[1]
+
+
+def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
+    jobs = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=400", "snapshot.every=10steps", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *jobs)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    time.sleep(3)
+    run.send(signal.SIGKILL)
+    run.process.wait()
+    again = start(*PYTHON_TRAIN, "-m", "sweep.resume=s")
+    wait_for(lambda: "resumed from" in read_log(run.cwd / "s" / "0_seed=1"), "second life of job 0")
+    again.send(signal.SIGTERM)
+    again.finish(75)
+    assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 30

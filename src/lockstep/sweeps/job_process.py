@@ -208,6 +208,8 @@ def cause_in_words(report: Mapping[str, Any]) -> str:
     if first["kind"] in SENTENCES:
         return str(first["message"])
     what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
+    if first["kind"] == "killed":
+        what = f"{what}: {first['meaning']}"
     if "type" in first:
         what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
     return f"rank {first['rank']} of {report['world_size']}: {what}"

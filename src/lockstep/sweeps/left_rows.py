@@ -15,8 +15,9 @@ STATES = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # those 
 def left_running(row: Row, folder: Path) -> dict[str, Any]:
     """New values for a row that an earlier command has left as running. folder: the job's run folder."""
     if row.cause != SUBMITTED:
-        seconds = round(row.seconds + _seconds_of_killed(folder), 2)
-        return {"state": STOPPED, "cause": "the sweep was killed", "seconds": seconds}
+        run = _read(folder)
+        seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
+        return {"state": STOPPED, "cause": "the sweep was killed", "seconds": max(row.seconds, seconds)}
     try:
         job = (folder / JOB_FILE).read_text().strip()
     except OSError:
@@ -38,22 +39,23 @@ def by_record(folder: Path, since: float, cause: str) -> dict[str, Any]:
     state = STATES.get(state_of(run), FAILED)
     if state == FAILED:
         cause = reported_cause(folder, run["lives"][-1]["started"]) or cause
-    seconds = sum(life["ended"] - life["started"] for life in run["lives"] if life["ended"] is not None)
     return {
         "state": state,
         "objective": run["objective"].get("last") if state == FINISHED else None,
-        "seconds": round(seconds, 2),
+        "seconds": _seconds(run),
         "cause": cause if state == FAILED else "",
     }
 
 
-def _seconds_of_killed(folder: Path) -> float:
-    """How long the last life of a killed run lasted, by the newest file that it wrote. 0 if its end is recorded."""
-    run = _read(folder)
-    if run is None or run["lives"][-1]["ended"] is not None:
-        return 0.0
-    started: float = run["lives"][-1]["started"]
-    return max([0.0, *(path.stat().st_mtime - started for path in folder.rglob("*"))])
+def _seconds(run: Run) -> float:
+    """How long the lives of a run have trained. One that was killed lasted until the newest file of its folder."""
+    total = 0.0
+    for life in run["lives"]:
+        ended = life["ended"]
+        if ended is None and life is run["lives"][-1]:
+            ended = max(path.stat().st_mtime for path in Path(run["folder"]).rglob("*"))
+        total += max(0.0, ended - life["started"]) if ended is not None else 0.0
+    return round(total, 2)
 
 
 def _read(folder: Path) -> Run | None:
