@@ -83,7 +83,8 @@ def test_the_same_config_has_the_same_hash_in_any_folder_and_by_any_launcher(tmp
     assert one["config"]["logger.csv.run_dir"] == "${run_dir}"
     (evaluated,) = [row[2] for row in read_rows(tmp_path / "one" / "metrics.csv") if row[1] == "test/accuracy"]
     assert one["improvements"] == two["improvements"] == [[2, evaluated]]
-    assert one["objective"] == {"name": "test/accuracy", "mode": "max", "best": evaluated, "step": 2}
+    expected = {"name": "test/accuracy", "mode": "max", "best": evaluated, "step": 2, "last": evaluated}
+    assert one["objective"] == expected
 
 
 @pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
