@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
     """Of a TensorBoard that has read all runs."""
+    with tensorboard(folder, len(RUNS)) as found:
+        yield found
+
+
+@contextmanager
+def tensorboard(folder: Path, runs: int) -> Iterator[str]:
+    """The address of a TensorBoard that has read this number of runs below `folder`."""
     log = folder.parent / "tensorboard.log"
     with log.open("w") as output:
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir=outputs", "--port=0", "--host=127.0.0.1"]
+        command = [sys.executable, "-m", "tensorboard.main", f"--logdir={folder.name}", "--port=0", "--host=127.0.0.1"]
         server = subprocess.Popen(command, cwd=folder.parent, stdout=output, stderr=output)
     try:
         wait_for(lambda: "http://" in log.read_text(), "address of TensorBoard", 120)
@@ -49,7 +57,7 @@ def address(folder: Path) -> Iterator[str]:
             with urllib.request.urlopen(f"{found}/data/plugin/{plugin}/tags") as answer:
                 return dict(json.load(answer))
 
-        wait_for(lambda: len(tags("scalars")) == len(tags("images")) == len(RUNS), "run in TensorBoard", 120)
+        wait_for(lambda: len(tags("scalars")) == len(tags("images")) == runs, "run in TensorBoard", 120)
         yield found
     finally:
         server.terminate()
@@ -88,6 +96,7 @@ def test_no_chart_of_the_layout_is_empty(browser: Browser, address: str, folder:
     browser.open(f"{address}/#custom_scalars")
     titles = ["results: train and test", "loss of the last steps", "learning rate", "gradient norm"]
     titles += ["samples per second", "step time (ms)", "parts of a step (ms)", "memory of the largest"]
+    titles += ["own time of the slowest and the fastest rank in a step (ms)"]
     browser.wait_for(*titles, "Matches (4)")
     wait_for(lambda: "Matches (0)" not in browser.text(), "points in every chart")
     screenshot(browser, "dashboard.png", folder)
@@ -106,6 +115,13 @@ def widths(browser: Browser) -> list[int]:
     return found
 
 
+def test_the_tabs_are_those_of_the_data(browser: Browser, address: str) -> None:
+    browser.open(f"{address}/#text")
+    browser.wait_for("lr: 0.1")
+    shown = browser.evaluate("deep('plugin-selector .mat-mdc-tab:not(.mat-mdc-tab-disabled)').map(tab => tab.innerText.trim().toLowerCase())")
+    assert set(shown) == {"time series", "scalars", "custom scalars", "images", "text", "hparams"}
+
+
 def test_the_text_is_the_config(browser: Browser, address: str) -> None:
     browser.open(f"{address}/#text")
     browser.wait_for("config", "lr: 0.1", "lr: 0.005", "batch_size: 64", *RUNS)
@@ -116,3 +132,17 @@ def test_a_resumed_run_is_one_line_of_each_curve(browser: Browser, address: str)
     browser.wait_for("best", "speed", "/step_ms", "Smoothed", *RUNS)
     with urllib.request.urlopen(f"{address}/data/runs") as answer:
         assert sorted(json.load(answer)) == sorted(RUNS)
+
+
+def test_the_runs_of_a_sweep_are_named_by_what_they_change(browser: Browser, tmp_path: Path) -> None:
+    words = ["-m", "optimizer.lr=0.1,0.02", "model=mlp", "trainer.epochs=2", "hydra.sweep.dir=sweep"]
+    Command([*TWO_RANKS, *words], cwd=tmp_path).finish()
+    names = ["0_optimizer.lr=0.1", "1_optimizer.lr=0.02"]
+    with tensorboard(tmp_path / "sweep", 2) as address:
+        browser.open(f"{address}/#hparams")
+        table = browser.wait_for("Trial ID", *names).partition("Trial ID")[2]
+        assert {"optimizer.lr", "best/accuracy", "test/loss"} <= set(table.partition(names[0])[0].split("\n"))
+        assert "0.10000" in table.partition(names[0])[2].partition(names[1])[0]
+        assert "0.020000" in table.partition(names[1])[2]
+        browser.open(f"{address}/#custom_scalars")
+        browser.wait_for("results: train and test", *names)
