@@ -35,6 +35,7 @@ from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.training.setup import set_determinism
 
 RANKS = 2
+FEW_SAMPLES = 4  # of a rank
 
 
 def check_run(cfg: DictConfig, launcher: Launcher) -> None:
@@ -57,13 +58,14 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
     torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
-    one, two, draws, lines, apart = compare_worlds(cfg, folder)
+    one, two, draws, lines, apart = compare_worlds(cfg, folder, timed=True)
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank)
     found = rows(one, two, draws, apart, options)
     # In float32 a rounding error may turn a ReLU off: only float64 tells.
     if is_unexplained(found) and options.precision != "fp64":
-        found[0] = rows(*in_float64(cfg, folder), replace(options, precision="fp64"))[0]
+        one64, two64, apart = in_float64(cfg, folder)
+        found[0] = rows(one64, two64, draws, apart, replace(options, precision="fp64"))[0]
     print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
     if any(row.reasons for row in found):
         raise SystemExit(EXIT_PROMISES)
@@ -76,21 +78,29 @@ def forks(ranks: int) -> SpawnLauncher:
     return launcher
 
 
-def compare_worlds(cfg: DictConfig, folder: Path) -> tuple[Facts, Facts, Draws, list[str], dict[str, float]]:
-    """What one rank finds and what two find, what is drawn, lines about it, and how far the worlds are apart."""
-    two, _, _ = forks(RANKS).launch(check_worker, cfg, folder)
-    one, draws, lines = forks(1).launch(check_worker, cfg, folder)
+def compare_worlds(
+    cfg: DictConfig, folder: Path, timed: bool
+) -> tuple[Facts, Facts, Draws, list[str], dict[str, float]]:
+    """What one rank finds and what two find, what is drawn, lines about it, and how far the worlds are apart.
+
+    timed: see `check_worker`.
+    """
+    two, _, _ = forks(RANKS).launch(check_worker, cfg, folder, timed)
+    one, draws, lines = forks(1).launch(check_worker, cfg, folder, timed)
     kept = [torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)]
     apart = {} if one.diverged or two.diverged else differences(*kept)
     return one, two, draws, lines, apart
 
 
-def in_float64(cfg: DictConfig, folder: Path) -> tuple[Facts, Facts, Draws, dict[str, float]]:
-    """What `rows` wants, of the same worlds in float64."""
-    precise = cfg.copy()
-    precise.trainer.precision = "fp64"
-    one, two, draws, _, apart = compare_worlds(precise, folder)
-    return one, two, draws, apart
+def in_float64(cfg: DictConfig, folder: Path) -> tuple[Facts, Facts, dict[str, float]]:
+    """What one rank finds and what two find in float64, and how far they are apart: a step with a few samples, as
+    convolutions take ten times as long.
+    """
+    precise, trainer = cfg.copy(), cfg.trainer
+    few = FEW_SAMPLES * RANKS * trainer.gradient_accumulation_steps
+    precise.trainer.precision, precise.trainer.batch_size = "fp64", min(trainer.batch_size, few)
+    one, two, _, _, apart = compare_worlds(precise, folder, timed=False)
+    return one, two, apart
 
 
 def remove_new_folder(run_dir: Path) -> None:
@@ -104,8 +114,11 @@ def remove_new_folder(run_dir: Path) -> None:
             parent.rmdir()
 
 
-def check_worker(cfg: DictConfig, folder: Path) -> tuple[Facts, Draws, list[str]]:
-    """What one rank of a world of one or two does. Returns what it found, and lines about it."""
+def check_worker(cfg: DictConfig, folder: Path, timed: bool) -> tuple[Facts, Draws, list[str]]:
+    """What one rank of a world of one or two does. Returns what it found, and lines about it.
+
+    timed: take some steps for their time, and look at what is drawn; otherwise the first step alone.
+    """
     signals.listen()
     strategy = instantiate(cfg.strategy)
     with rank_logs() as logs, exits_are_failures(), monitor.failures():
@@ -118,8 +131,8 @@ def check_worker(cfg: DictConfig, folder: Path) -> tuple[Facts, Draws, list[str]
             fingerprint = data_fingerprint(loader.dataset)
             require_same_data(world, "training data", len(loader), fingerprint)
             state = build.train_state(cfg, strategy, len(loader))
-            steps, draws, lines = FirstSteps(state), Draws(), list[str]()
-            if world.size == 1:
+            steps, draws, lines = FirstSteps(state, timed), Draws(), list[str]()
+            if timed and world.size == 1:
                 draws, lines = what_is_drawn(state, loader), notes(loader, strategy.model)
             facts = steps.take(loader, folder)
         facts.fingerprint = fingerprint

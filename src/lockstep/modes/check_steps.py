@@ -76,10 +76,13 @@ class _Enough(Exception):
 
 
 class FirstSteps:
-    """Takes the first steps of a run. The first one is kept: `gradients`, before clipping, and `weights` after it."""
+    """Takes the first steps of a run. The first one is kept: `gradients`, before clipping, and `weights` after it.
 
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.gradients, self.ends = state, Named(), list[float]()
+    timed: take more steps, for their time.
+    """
+
+    def __init__(self, state: TrainState, timed: bool) -> None:
+        self.state, self.timed, self.gradients, self.ends = state, timed, Named(), list[float]()
         self.whole: dict[str, Named] = {}
         model = state.strategy.model
         self.facts = Facts(
@@ -125,7 +128,7 @@ class FirstSteps:
             held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
             self.whole = {what: self._whole(named) for what, named in held.items()}
         self.ends.append(time.perf_counter())
-        enough = len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
+        enough = not self.timed or len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
         fails_next = bool(facts.unused) and facts.ranks > 1  # in DistributedDataParallel
         if any(state.strategy.world.all_gather_json(enough or fails_next)):
             raise _Enough
