@@ -8,7 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate
 from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
-from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
+from lockstep.data.in_memory import InMemoryDataset, check_shape
+from lockstep.data.labels import Labels
 from lockstep.data.random_numbers import random_states_kept
 from lockstep.data.samples import Samples
 from lockstep.data.stream import require_stream
@@ -30,22 +31,19 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
     """`dataset` as a loader reads it. name: "training data" or "test data".
 
-    Raises ConfigError if data in memory has a class number that `dataset.classes` does not allow.
+    Raises ConfigError if data in memory has targets that the task does not take.
     """
     data = cfg.dataset
     transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
-    are_classes = _has_class_targets(cfg)
-    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        if data.classes is not None:
-            check_classes(dataset, name, data.classes, is_signed=not are_classes)
-        return dataset
-    classes = data.classes if are_classes else None
-    return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), classes)
-
-
-def _has_class_targets(cfg: DictConfig) -> bool:
     task = get_object(cfg.task._target_)
-    return isinstance(task, type) and issubclass(task, Classification)
+    are_classes = isinstance(task, type) and issubclass(task, Classification)
+    is_ours = task.__module__.startswith("lockstep.")  # one of the user's may be derived from it for other targets
+    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
+        labels = Labels(name, data.classes, not are_classes, are_classes and is_ours)
+        labels.check(range(len(dataset)), dataset.targets)
+        return dataset
+    labels = Labels(name, data.classes if are_classes else None, False, are_classes and is_ours)
+    return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
 
 
 def complete_config(cfg: DictConfig, dataset: Any) -> None:

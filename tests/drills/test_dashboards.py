@@ -118,7 +118,8 @@ def widths(browser: Browser) -> list[int]:
 def test_the_tabs_are_those_of_the_data(browser: Browser, address: str) -> None:
     browser.open(f"{address}/#text")
     browser.wait_for("lr: 0.1")
-    shown = browser.evaluate("deep('plugin-selector .mat-mdc-tab:not(.mat-mdc-tab-disabled)').map(tab => tab.innerText.trim().toLowerCase())")
+    tabs = "plugin-selector .mat-mdc-tab:not(.mat-mdc-tab-disabled)"
+    shown = browser.evaluate(f"deep('{tabs}').map(tab => tab.innerText.trim().toLowerCase())")
     assert set(shown) == {"time series", "scalars", "custom scalars", "images", "text", "hparams"}
 
 

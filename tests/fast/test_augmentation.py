@@ -27,6 +27,16 @@ def test_a_shift_moves_zeros_in_and_a_flip_mirrors() -> None:
     assert torch.equal(Augment(flip=True)(IMAGES, some), expected)
 
 
+def test_masks_move_with_their_images() -> None:
+    """(N, H, W) and (N, C, H, W); numbers and vectors stay."""
+    augment, plan = Augment(pad=1, flip=True), torch.tensor([[2, 1, n % 2] for n in range(12)])
+    moved = augment(IMAGES, plan)
+    assert torch.equal(augment.move_with(IMAGES, IMAGES[:, 0], plan), moved[:, 0])
+    assert torch.equal(augment.move_with(IMAGES, {"depth": IMAGES}, plan)["depth"], moved)
+    for targets in (torch.arange(12), torch.rand(12, 8), torch.rand(12, 4, 4)):
+        assert augment.move_with(IMAGES, targets, plan) is targets
+
+
 def test_shifts_cover_all_of_pad_and_half_of_the_images_are_mirrored() -> None:
     plan = Augment(pad=2, flip=True).plan(4000, torch.Generator().manual_seed(0))
     for column in (0, 1):

@@ -137,6 +137,8 @@ def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
     labels = torch.zeros(5, dtype=torch.long)
     for make_task, outputs, targets in (
         (classification, torch.zeros(5, CLASSES, 7), labels),
+        (classification, torch.zeros(5, CLASSES, 7), torch.zeros(5, 7, dtype=torch.long)),
+        (classification, torch.zeros(5, CLASSES, 3, 3), torch.zeros(5, 3, 3, dtype=torch.long)),
         (segmentation, torch.zeros(5, CLASSES, 3, 3), torch.zeros(5, 3, 4, dtype=torch.long)),
         (segmentation, torch.zeros(5, CLASSES), labels),
         (multi_label, torch.zeros(5, CLASSES), labels),
@@ -145,6 +147,14 @@ def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
             make_task()(outputs, targets)
         assert str(list(outputs.shape)) in str(refused.value)
         assert str(list(targets.shape)) in str(refused.value)
+
+
+def test_a_class_that_the_model_has_no_output_for_is_a_sentence() -> None:
+    said = (
+        f"^a target is 9, and the model has the outputs 0 to {CLASSES - 1}; type dataset.classes={CLASSES}, which names"
+    )
+    with pytest.raises(ConfigError, match=said):
+        classification()(torch.zeros(2, CLASSES), torch.tensor([0, 9]))
 
 
 @pytest.mark.parametrize("name", ["f2", "f1_4", "iou_x", "top"])

@@ -10,7 +10,8 @@ import torch
 
 from lockstep.data.cifar10 import cifar10
 from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset, check_classes, check_shape
+from lockstep.data.in_memory import InMemoryDataset, check_shape
+from lockstep.data.labels import Labels
 from lockstep.data.mnist import mnist
 from lockstep.data.random_pairs import random_pairs
 from lockstep.errors import ConfigError
@@ -77,7 +78,7 @@ def test_random_pairs_depend_on_the_seed_and_the_split() -> None:
 
 def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> None:
     def check(classes: int, targets: list[float], is_signed: bool = False) -> None:
-        check_classes(InMemoryDataset(torch.zeros(3, 2), torch.tensor(targets)), "test data", classes, is_signed)
+        Labels("test data", classes, is_signed).check(range(3), torch.tensor(targets))
 
     check(5, [0, 4, 1])
     with pytest.raises(ConfigError, match="sample 1 of the test data has the target 4, .*; type dataset.classes=5"):
@@ -86,6 +87,17 @@ def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> No
         check(5, [0, -100, -1])
     check(5, [0, 4, -1], is_signed=True)
     check(1, [0.0, 4.0, 1.0])  # regression
+
+
+@pytest.mark.parametrize("wrong", [[-0.5, 1.5, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 1.0, 0.0]])
+def test_numbers_that_are_no_probabilities_are_refused_with_their_sample(wrong: list[float]) -> None:
+    targets = torch.tensor([[0.2, 0.8, 0.0], wrong])
+    said = (
+        r"^sample 5 of the test data has the target \[.*\], which are no probabilities .* type task=regression, or task"
+    )
+    with pytest.raises(ConfigError, match=said):
+        Labels("test data", None, are_probabilities=True).check([4, 5], targets)
+    Labels("test data", None).check([4, 5], targets)  # for a task of the user's
 
 
 def test_a_shape_that_is_not_the_samples_is_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.converter import Converter
+from lockstep.data.labels import Labels
 from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
 from lockstep.data.partition import micro_batch_parts
@@ -94,6 +95,9 @@ def test_transforms_get_the_inputs_and_those_of_v2_the_whole_sample() -> None:
     flipped = Samples([(image, mask)], transforms=[v2.RandomHorizontalFlip(1.0)]).__getitems__([(0, 0)]).samples[0]
     assert flipped[0].tolist() == [[[1.0, 0.0], [3.0, 2.0]]]
     assert flipped[1].tolist() == [[1, 0], [3, 2]]
+    plain_tensors = (image.as_subclass(torch.Tensor), mask.as_subclass(torch.Tensor))
+    flipped = Samples([plain_tensors], transforms=[v2.RandomHorizontalFlip(1.0)]).one()
+    assert flipped[1].tolist() == [[[1, 0], [3, 2]]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -119,7 +123,7 @@ def test_a_skipped_sample_is_replaced_in_training_and_left_out_of_an_evaluation(
 def test_a_label_that_the_model_has_no_output_for_is_named_with_its_sample(workers: int) -> None:
     said = "^sample 5 of the training data has the target 7, and the classes are 0 to 1; type dataset.classes=8$"
     with pytest.raises(ConfigError, match=said):
-        trained_on(own_data.WrongLabel(), 0, workers=workers, classes=2)
+        trained_on(own_data.WrongLabel(), 0, workers=workers, labels=Labels("training data", 2))
 
 
 def test_a_stream_gives_the_same_batches_at_any_ranks_and_after_a_resume_in_its_own_order() -> None:

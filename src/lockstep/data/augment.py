@@ -1,9 +1,12 @@
 """Random shifts and mirror images of a whole batch at once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lockstep.data.nested import map_tensors
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,18 @@ class Augment:
         padded = torch.nn.functional.pad(images, [self.pad] * 4)
         picked = padded[_numbers(images)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
         return picked.permute(0, 3, 1, 2)
+
+    def move_with(self, images: Tensor, targets: Any, plan: Tensor) -> Any:
+        """Targets with the height and width of their images, such as masks (N, H, W), are changed as `__call__` changes
+        the images; others stay as they are. Beyond the edge masks are 0, as in torchvision.
+        """
+
+        def moved(target: Tensor) -> Tensor:
+            if target.dim() < 3 or target.shape[-2:] != images.shape[-2:]:
+                return target
+            return self(target.flatten(1, -3) if target.dim() > 3 else target[:, None], plan).reshape(target.shape)
+
+        return map_tensors(moved, targets)
 
 
 def _numbers(images: Tensor) -> Tensor:

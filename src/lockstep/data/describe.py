@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.samples import Samples, is_class_numbers
+from lockstep.data.labels import is_class_numbers
+from lockstep.data.samples import Samples
 from lockstep.errors import ConfigError
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.data.samples import IGNORED, is_class_numbers, wrong_label
 from lockstep.errors import ConfigError
 
 
@@ -40,23 +39,6 @@ class InMemoryDataset:
         if self.samples.device == device:
             return self
         return InMemoryDataset(self.samples.to(device), self.targets.to(device))
-
-
-def check_classes(dataset: InMemoryDataset, name: str, classes: int, is_signed: bool) -> None:
-    """Raise ConfigError if `dataset`, called `name`, has a class number that a model of `classes` outputs lacks.
-
-    Only for one number a sample: the pixels of a mask may have a label that is ignored. is_signed: whether negative
-    numbers may mean something to the task.
-    """
-    targets = dataset.targets
-    if not is_class_numbers(targets) or not len(targets):
-        return
-    highest = int(targets.argmax())
-    wrong = [highest] if targets[highest] >= classes else []
-    if not is_signed:
-        wrong += ((targets < 0) & (targets != IGNORED)).nonzero().flatten().tolist()[:1]
-    for number in wrong:
-        raise ConfigError(wrong_label(number, int(targets[number]), name, classes))
 
 
 def class_names(dataset: object) -> list[str]:

@@ -204,8 +204,9 @@ class BatchLoader:
         for samples, targets, sizes in raw:
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans is not None:
-                plan = torch.cat([next(plans) for _ in sizes])
-                samples = self.augment(samples, self.converter.to_device(plan))
+                plan = self.converter.to_device(torch.cat([next(plans) for _ in sizes]))
+                targets = self.augment.move_with(samples, targets, plan)
+                samples = self.augment(samples, plan)
             samples, targets = self.converter(samples, targets)
             if len(sizes) == 1:
                 yield samples, targets

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from lockstep.data.labels import Labels
 from lockstep.data.nested import map_tensors
 from lockstep.data.partition import fold_in
 from lockstep.data.random_numbers import random_states_kept, seed_all
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 TRANSFORMS = 1  # folded into the seed: nothing else draws from these streams
 TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
-IGNORED = -100  # the target that torch's losses leave out
 MOST_UNREADABLE = 100  # in a row; more of them mean that the data set is broken, not a sample
 
 Key = tuple[int, int]
@@ -47,7 +46,7 @@ class Samples:
 
     name: for messages. transforms: applied one after the other. on_error: "fail" raises SampleError for a sample that
     cannot be read; "skip" takes the next readable one in training, and leaves it out of an evaluation. collate_fn:
-    list of samples -> batch. classes: targets are numbers below it; None: they are not checked.
+    list of samples -> batch. labels: what targets must be; None: they are not checked.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class Samples:
         transforms: Sequence[Callable[..., Any]] = (),
         on_error: str = "fail",
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        classes: int | None = None,
+        labels: Labels | None = None,
     ) -> None:
         self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
-        self.skips, self.classes = on_error == "skip", classes
+        self.skips, self.labels = on_error == "skip", labels
         self.collate_fn = collate_fn or default_collate
         self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
         self.named: set[int] = set()  # unreadable samples that the log has named
@@ -140,43 +139,41 @@ class Samples:
         without a traceback around it."""
         try:
             inputs, targets = split_batch(self.collate_fn(read.samples), self.name)
-            self._check_labels(read.numbers, targets)
+            if self.labels is not None:
+                self.labels.check(read.numbers, targets)
         except ConfigError as error:
             return error
         if read.kept == 0:
             inputs, targets = (map_tensors(lambda tensor: tensor[:0], value) for value in (inputs, targets))
         return inputs, targets
 
-    def _check_labels(self, numbers: list[int], targets: Any) -> None:
-        if self.classes is None or not is_class_numbers(targets):
-            return
-        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= self.classes)
-        for row in wrong.nonzero().flatten().tolist()[:1]:
-            raise ConfigError(wrong_label(numbers[row], int(targets[row]), self.name, self.classes))
-
-
-def is_class_numbers(targets: Any) -> bool:
-    """Whether targets are one whole number for each sample."""
-    if not isinstance(targets, Tensor) or targets.dim() != 1:
-        return False
-    return not targets.is_floating_point() and targets.dtype != torch.bool
-
-
-def wrong_label(number: int, label: int, name: str, classes: int) -> str:
-    """The sentence for a class number that the model has no output for."""
-    typed = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {classes - 1}"
-    return f"sample {number} of the {name} has the target {label}, and the classes are 0 to {classes - 1}; type {typed}"
-
 
 def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
-    """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image.
+    """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image. A tensor of
+    the image's height and width is a mask.
 
     Any other one gets the inputs alone, or the whole sample if that is a dict.
     """
     v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
-    if isinstance(sample, tuple | list) and not (v2 and isinstance(transform, v2.Transform)):
+    if not isinstance(sample, tuple | list):
+        return transform(sample)
+    if v2 is None or not isinstance(transform, v2.Transform):
         return (transform(sample[0]), *sample[1:])
-    return transform(sample)
+    return transform(tuple(_as_mask(value, sample[0]) for value in sample))
+
+
+def _as_mask(value: Any, image: Any) -> Any:
+    """Tensors of an image's height and width as masks: torchvision changes no other ones with their image."""
+    if value is image or type(value) is not Tensor or value.dim() < 2:
+        return value
+    size = (
+        image.size[::-1] if hasattr(image, "getbands") else getattr(image, "shape", ())[-2:]
+    )  # of Pillow, or a tensor
+    if tuple(value.shape[-2:]) != tuple(size):
+        return value
+    from torchvision.tv_tensors import Mask
+
+    return Mask(value)
 
 
 def split_batch(batch: Any, name: str) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.samples import IGNORED
+from lockstep.data.labels import IGNORED
 from lockstep.errors import ConfigError
 
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests

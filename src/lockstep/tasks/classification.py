@@ -28,7 +28,10 @@ class Classification(Task):
         logits, labels = at_least_float32(outputs), class_numbers(targets)
         if targets.is_floating_point():
             targets = targets.to(logits.dtype)
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+        try:
+            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+        except IndexError:  # on a CPU; a GPU's own assertion ends the process
+            raise ConfigError(_beyond(targets, outputs.shape[1])) from None
         sums = {"loss": loss, "accuracy": (outputs.argmax(dim=1) == labels).sum()}
         for name, k in self.tops.items():
             best = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
@@ -39,12 +42,11 @@ class Classification(Task):
         if targets.is_floating_point():
             fits = outputs.dim() == 2 and outputs.shape[1] > 1 and outputs.shape == targets.shape
         else:
-            fits = outputs.shape[:1] + outputs.shape[2:] == targets.shape
+            fits = outputs.dim() == 2 and targets.dim() == 1 and len(outputs) == len(targets)
         if not fits:
             raise ConfigError(
                 f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
-                f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
-                f"type task=regression for targets that are numbers"
+                f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; type task={_fitting(targets)}"
             )
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -53,6 +55,21 @@ class Classification(Task):
 
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)
+
+
+def _fitting(targets: Tensor) -> str:
+    """The task for targets of this form."""
+    if targets.is_floating_point():
+        return "regression for targets that are numbers"
+    if targets.dim() == 2:
+        return "language_modelling for a class number at each place of a text, or task=multi_label for labels 0 and 1"
+    return "segmentation for a class number at each pixel"
+
+
+def _beyond(targets: Tensor, outputs: int) -> str:
+    label = int(targets.max() if targets.max() >= outputs else targets.min())
+    known = f"dataset.classes={outputs}, which names the sample"
+    return f"a target is {label}, and the model has the outputs 0 to {outputs - 1}; type {known}"
 
 
 def class_numbers(targets: Tensor) -> Tensor:
