@@ -104,8 +104,8 @@ def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
     report, screen = json.loads(file.read_text()), file.with_name("failure.txt").read_text().rstrip()
     first = report["first"]
     found = (first["rank"], first["kind"], report["exit_code"])
-    # mpirun may take the exit code of a rank before the monitor can read it.
-    is_unread = launcher == "mpirun" and first.get("exit_code", 0) is None
+    # mpirun and torchrun may take the exit code of a rank before the monitor can read it.
+    is_unread = launcher in ("mpirun", "torchrun outside") and first.get("exit_code", 0) is None
     kind, words = ("killed", KILLED) if is_unread else (fault.kind, fault.words)
     own_line = fault.kind == "exception" and fault.name != "data/kill"
     checks = {
