@@ -1,12 +1,15 @@
 """Builds what a run writes for people: its loggers, and what they receive at the start."""
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 from omegaconf import DictConfig
 
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.instantiate import instantiate_as
 from lockstep.config.run_columns import run_columns
+from lockstep.config.targets import chooses_foreign_target
 from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
@@ -61,4 +64,6 @@ def run_info(
         epochs=state.settings.epochs,
         start_step=state.progress.step,
         facts=facts,
+        script=Path(shlex.split(record.facts["command"])[1]),
+        trusted=[*filter(chooses_foreign_target, record.facts["overrides"]), *record.facts["flags"]],
     )

@@ -1,7 +1,6 @@
 """The command of a trained run as the base of mode=evaluate and its like. No torch here."""
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text
 from lockstep.cli_errors import typed_value
 from lockstep.cli_record import words_of_folders
-from lockstep.config.targets import RECORD, is_open
+from lockstep.config.targets import RECORD, chooses_foreign_target
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, read_run, state_of
 
@@ -111,7 +110,7 @@ def _recorded_words(folder: Path, typed: list[str]) -> list[str]:
 def _require_open_targets(folder: Path, words: list[str]) -> None:
     """Raise ConfigError for words of a record that may run anything: the record may be a stranger's."""
     for word in words:
-        if "_target_" in word and not all(map(is_open, re.findall(r"_target_['\"]?\s*[=:]\s*([^,}\s]*)", word))):
+        if chooses_foreign_target(word):
             raise ConfigError(f"{folder} was trained with {word}, which may run anything; if you trust it, type {word}")
 
 

@@ -1,15 +1,18 @@
 """Checks before any process starts: what options, machine and data contradict."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from lockstep.config.arguments import check_arguments
+from lockstep.config.arguments import check_arguments, leave_out_untaken
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.partition import global_batch_size
+from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
@@ -37,14 +40,25 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
         check_model(cfg, strategy, world_size)
 
 
-def preflight_job(cfg: DictConfig) -> None:
-    """The same for a job of a sweep that starts later: without the data, and nothing is started or written."""
+def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
+    """The same for a job of a sweep that starts later: without the data, and nothing is started or written.
+
+    words: the overrides of the job.
+    """
     check_arguments(cfg, ("launch",))
+    leave_out_untaken(cfg, words)
     check_model(cfg, *check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch")))
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
-    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
+    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict.
+
+    It removes from `cfg` what a typed `_target_` does not take, see `leave_out_untaken`.
+    """
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    for line in leave_out_untaken(cfg, words):
+        if read_rank_info().is_rank_zero:
+            print(line, flush=True)
     check_arguments(cfg)
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")

@@ -113,7 +113,7 @@ def _wrong(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
 
     try:
         with _naming(overrides, fixed):
-            preflight_job(DictConfig(values))
+            preflight_job(DictConfig(values), overrides)
     except ConfigError as error:
         return str(error)
     return ""

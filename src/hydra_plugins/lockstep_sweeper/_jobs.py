@@ -17,6 +17,7 @@ from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, wi
 from hydra_plugins.lockstep_sweeper._launchers import run_by_launcher
 from hydra_plugins.lockstep_sweeper._outcomes import outcome_of
 from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
+from lockstep.cli_record import words_of_folders
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import StoppedEarly
@@ -136,7 +137,8 @@ def open_sweep(jobs: HydraJobs) -> OpenSweep:
         told["retry"] = "failed"
     settings = SweepSettings(**told, objective=base.objective, mode=mode, epochs=base.trainer.epochs)
     config = flatten(OmegaConf.to_container(base, resolve=False))
-    sweep = OpenSweep(jobs.folder, settings, jobs.fixed, config, jobs.modules)
+    fixed = [word for word in jobs.fixed if not word.startswith(("sweep.", "hydra."))]
+    sweep = OpenSweep(jobs.folder, settings, [*fixed, *words_of_folders(sys.argv[1:])], config, jobs.modules)
     at_end(sweep.finish)
     return sweep
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.check import HYDRA_KEYS, Node, as_dict, join, nodes_with_target
 from lockstep.config.fields import enumerate_words, show
@@ -52,6 +52,32 @@ def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
             if key in PASSED_FIRST and not node.get("_partial_"):
                 raise ConfigError(f"{key} is called later, with {PASSED_FIRST[key]}; type ++{key}._partial_=true")
             _check_signature(key, node, target)
+
+
+def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
+    """Where `words` choose a `_target_`, remove from `cfg` what the option said for another one, and this one does not
+    take: model._target_=my.Net needs no ~model.shape. Returns a line for each such node. Raises as `locate` does.
+
+    words: the typed overrides. What they set stays, and is refused if nothing takes it.
+    """
+    typed = {word.partition("=")[0].lstrip("+~") for word in words}
+    chosen = [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]
+    lines = []
+    for key in sorted(chosen):
+        node = OmegaConf.select(cfg, key)
+        group = key.partition(".")[0]
+        if group not in CHECKED or not isinstance(node, DictConfig):
+            continue
+        parameters = _parameters(locate(f"{key}._target_", node["_target_"], group))
+        if parameters is None or _takes_any_name(parameters):
+            continue
+        said = set(node) - HYDRA_KEYS - KEPT_BACK.get(key, frozenset()) - {name.rpartition(".")[2] for name in typed}
+        untaken = sorted(map(str, said - set(parameters)))
+        for name in untaken:
+            del node[name]
+        if untaken:
+            lines.append(f"{key}: {node['_target_']} takes no {enumerate_words(untaken, 'or')}; left out")
+    return lines
 
 
 def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def is_open(name: str) -> bool:
     return name.startswith(OPEN) and not any(part.startswith("_") for part in name.split("."))
 
 
+def chooses_foreign_target(word: str) -> bool:
+    """Whether an override names a `_target_` that only its user may choose, and no record of a run."""
+    return "_target_" in word and not all(map(is_open, re.findall(r"_target_['\"]?\s*[=:]\s*([^,}\s]*)", word)))
+
+
 def require_own_name(name: str, place: str, found: object) -> None:
     """Raise ForeignName if `found`, which is at the `place` on the way to `name`, is not from the package of `name`."""
     if not callable(found) and not isinstance(found, ModuleType):

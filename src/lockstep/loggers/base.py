@@ -40,7 +40,8 @@ class RunInfo:
     config_yaml: the composed config. hyperparameters: {key: number, text or truth value} by which runs are compared.
     metrics: the names that an evaluation measures. data_parallel_size: into how many shares a global batch is cut.
     batch_size: samples of a global batch. start_step: optimizer steps already done, 0 for a fresh run.
-    facts: plain values for run.json, see `lockstep.loggers.run_facts`.
+    facts: plain values for run.json, see `lockstep.loggers.run_facts`. script: the path of src/train.py, as typed.
+    trusted: words that a command with this run has to repeat, as the record of a run may not choose what they choose.
     """
 
     run_dir: Path
@@ -55,6 +56,8 @@ class RunInfo:
     epochs: int
     start_step: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+    script: Path = Path("src/train.py")
+    trusted: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

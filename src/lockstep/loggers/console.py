@@ -1,6 +1,7 @@
 """One line per epoch on the console and in train.log, and a few lines at the start and the end."""
 
 import logging
+import shlex
 from pathlib import Path
 
 from lockstep.data.partition import shares_in_words
@@ -16,6 +17,7 @@ class ConsoleLogger(Logger):
         self._last: EpochSummary | None = None  # of this process
 
     def on_fit_start(self, run: RunInfo) -> None:
+        self._run = run
         log.info(
             "%d training and %d test samples; batches of %d samples%s",
             run.train_samples,
@@ -45,8 +47,10 @@ class ConsoleLogger(Logger):
             return
         if last.best_step is not None:
             self._log_best(last, run_dir)
-        log.info("evaluate:   python src/train.py mode=evaluate resume=%s", run_dir)
-        log.info("table:      python src/runs.py table %s", run_dir.parent)
+        run = self._run
+        words = ["python", str(run.script), "mode=evaluate", f"resume={run_dir}", *run.trusted]
+        log.info("evaluate:   %s", shlex.join(words))
+        log.info("table:      python %s table %s", run.script.with_name("runs.py"), run_dir.parent)
         if last.epoch == last.epochs:
             log.info("train on:   the same command with resume=%s trainer.epochs=%d", run_dir, 2 * last.epochs)
 

@@ -36,7 +36,7 @@ class SweepSettings:
 
 
 class OpenSweep:
-    """fixed: the overrides that all jobs have. config: the flat config of a job without what the sweep varies.
+    """fixed: the words of each job's command. config: the flat config of a job without what the sweep varies.
 
     modules: {module: hash} of the user's modules that the jobs import. Raises ConfigError if the folder cannot be
     locked, or if its sweep is another one.
@@ -66,8 +66,7 @@ class OpenSweep:
         """Print the summary. Returns the exit code."""
         words = whole_command()
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
-        command = [*script, *(word for word in self.fixed if not word.startswith(("sweep.", "hydra.")))]
         resume = resume_words(script, self.table.folder)
-        print_summary(self.table, self.settings.objective, self.settings.mode, command, resume)
+        print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
         print_share(self.table, self.settings.epochs)
         return exit_code(list(self.table), self.stop_code)
