@@ -28,7 +28,7 @@ from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.arguments import check_arguments
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_are_failures
+from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.monitor import rank as monitor
@@ -50,6 +50,12 @@ COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms import
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
+    with exits_before_ranks_are_failures():
+        return run(cfg)
+
+
+def run(cfg: DictConfig) -> Any:
+    """As `main`, which a module of the user's may not end with sys.exit."""
     composed, cfg = cfg, cli.check_input(cfg)
     record = record_config(composed, cfg, HydraConfig.get())
     signals.set_run_folder(cfg.run_dir)

@@ -21,7 +21,7 @@ from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.same_input import require_same_data
 from lockstep.distributed.world import init_distributed
-from lockstep.errors import EXIT_PROMISES, ConfigError
+from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
@@ -68,7 +68,7 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
         found[0] = rows(one64, two64, draws, apart, replace(options, precision="fp64"))[0]
     print("\n".join([*table(found), "", *figures(one, two, ranks, shares), *lines]), flush=True)
     if any(row.reasons for row in found):
-        raise SystemExit(EXIT_PROMISES)
+        raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
 
 
 def forks(ranks: int) -> SpawnLauncher:

@@ -57,8 +57,23 @@ def test_a_slow_rank_is_named_once(tmp_path: Path, sync: str, monkeypatch: pytes
     assert "world/slowest_rank_ms" not in scalars(tmp_path / "off")
 
 
+def test_a_rank_that_is_slow_for_a_moment_is_not_named(tmp_path: Path) -> None:
+    """44 steps take a second, which is less than 5."""
+    config = composed(f"run_dir={tmp_path}", *SMALL, *SLOW["computing"])
+    in_world(2, train_all_briefly, [config])
+    assert max(dict(scalars(tmp_path)["world/slowest_rank_ms"]).values()) > 20
+    assert "is slow" not in (tmp_path / "train.log").read_text()
+
+
 def train_all_soon(configs: list[Any]) -> None:
-    """Several trainings in this rank that judge after 25 steps, not after 100."""
+    """Several trainings in this rank that compare after 25 steps, not after 100 and 5 s."""
+    from lockstep.training import straggler
+
+    straggler.SECONDS = 0.0
+    train_all_briefly(configs)
+
+
+def train_all_briefly(configs: list[Any]) -> None:
     from lockstep.training import straggler
 
     straggler.STEPS = 25

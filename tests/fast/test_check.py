@@ -132,7 +132,7 @@ def test_a_rank_that_another_program_has_started_is_refused(monkeypatch: pytest.
 
 
 def checked(cfg: Any, folder: Path) -> Any:
-    return check_worker(cfg, folder)
+    return check_worker(cfg, folder, timed=True)
 
 
 @pytest.mark.parametrize(("data", "drawn"), [(OwnGenerator, True), (Noisy, False)])

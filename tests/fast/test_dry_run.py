@@ -29,7 +29,7 @@ def in_plan(words: list[str], ranks: int, *numbers: int) -> list[Any]:
 def held_by_a_real_rank(cfg: DictConfig, folder: Path) -> dict[str, int]:
     from lockstep.check_run import check_worker
 
-    return check_worker(cfg, folder)[0].nbytes
+    return check_worker(cfg, folder, timed=True)[0].nbytes
 
 
 def test_a_planned_rank_holds_what_the_real_one_holds(tmp_path: Path) -> None:

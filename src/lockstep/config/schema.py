@@ -130,7 +130,7 @@ class Sweep:
 @dataclass
 class Backend:
     name: str = choice("auto", "gloo", "nccl", "mpi", help="auto: nccl if every rank has a GPU, else gloo.")
-    timeout: float = number("Seconds that a rank waits for another before it fails.", above=0, example=300)
+    timeout: float = number("Seconds that a rank waits for another before it fails.", min=1, example=300)
     socket_ifname: str | None = value("Network interface for gloo and NCCL.", example="eth0")
     debug: str | None = value("NCCL_DEBUG: WARN, INFO, ...", example="INFO")
     p2p_disable: bool | None = value("NCCL_P2P_DISABLE.", example=True)

@@ -15,6 +15,15 @@ class LeftEarly(Exception):
 
 
 @contextmanager
+def exits_before_ranks_are_failures() -> Iterator[None]:
+    """In the process that starts ranks, or before a rank meets the others: SystemExit becomes LeftEarly."""
+    try:
+        yield
+    except SystemExit as error:
+        raise LeftEarly(f"the command left before the training: exit code {error.code or 0}") from error
+
+
+@contextmanager
 def exits_are_failures() -> Iterator[None]:
     """Inside the block sys.exit, SystemExit and os._exit raise LeftEarly in this process, not in forked ones.
 

@@ -144,10 +144,11 @@ def _without_snapshot(reason: str) -> str:
 def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
     """The error for a process that signal `number` ends at once. in_training: it is a second one, in training."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    if not in_training:
+    if not in_training and newest_snapshot(Path(_process.run_dir or ".")) is None:
         return StoppedEarly(f"ended by {name}; there is nothing to save", 128 + number)
     code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
-    return StoppedEarly(_without_snapshot(f"ended at once by a second {name}"), code)
+    what = f"ended at once by a second {name}" if in_training else f"ended by {name} before its first step"
+    return StoppedEarly(_without_snapshot(what), code)
 
 
 def is_repeated(first: float, number: int) -> bool:

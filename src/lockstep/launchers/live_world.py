@@ -29,7 +29,7 @@ from lockstep.distributed.generations import (
 )
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.signal_relay import Relay
-from lockstep.errors import EXIT_FAILED
+from lockstep.errors import EXIT_FAILED, EXIT_HANG
 from lockstep.launchers.live_process import LiveProcess, require_room_for_process, run_live_rank
 from lockstep.launchers.live_spares import Spares
 from lockstep.launchers.stopping import STOP_EXITS, wait_for_ranks
@@ -94,7 +94,7 @@ class LiveWorld:
                 wait_for_ranks([process.process for process in self.ranks], self.relay)
                 self._receive()
                 return
-            if new and (EXIT_FAILED in codes(new) or not self._can_go_on(len(new))):
+            if new and ({EXIT_FAILED, EXIT_HANG} & set(codes(new)) or not self._can_go_on(len(new))):
                 return
             if new:
                 self._note_loss(new)

@@ -229,7 +229,7 @@ def compare_attempts(before: dict[str, Any] | None, now: dict[str, Any], attempt
         return None
     is_same = _fingerprint(before["first"]) == _fingerprint(now["first"])
     moved = now["first"]["step"] > before["first"]["step"]
-    is_own = now["first"]["kind"] in ("exception", "diverged", "different")
+    is_own = now["first"]["kind"] in ("exception", "diverged", "different", "hang")
     return {
         "same_failure": is_same,
         "moved": moved,
@@ -239,4 +239,6 @@ def compare_attempts(before: dict[str, Any] | None, now: dict[str, Any], attempt
 
 
 def _fingerprint(first: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(first.get(key) for key in ("kind", "type", "file", "line", "signal"))
+    """What two failures have in common that are the same one. The meaning of a hang names the line and the ranks."""
+    keys = ("kind", "type", "file", "line", "signal", *(("meaning",) if first["kind"] == "hang" else ()))
+    return tuple(first.get(key) for key in keys)

@@ -175,6 +175,8 @@ class Monitor:
         for rank in ranks:
             rank.stop_watching(self.selector)
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
+        if self.detector is not None:
+            self.detector.reported = None  # the same hang of new ranks is another one
 
     def _next_attempt(self, attempt: int) -> None:
         self._forget_ranks(self.ranks)
@@ -241,7 +243,8 @@ class Monitor:
 
     def _print(self) -> None:
         """Show the report once, unless a rank that was started alone does it itself."""
-        by_rank = self.options.is_printed_by_rank and self.ranks[0].failure is not None
+        first = self.ranks[0]
+        by_rank = self.options.is_printed_by_rank and first.failure is not None and not first.is_cause_of_hang
         if self.report is not None and self.report.kind != "config" and not by_rank and not self.is_printed:
             self.is_printed = True
             print(self.report.screen(), file=sys.stderr, flush=True)

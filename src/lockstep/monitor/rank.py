@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.monitor import channel, rank_probe
 from lockstep.monitor.exception_record import exception_record, last_lines
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.monitor.progress_page import EPOCH, ProgressPage, create_page_file, create_unnamed_file
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
 REPORT_SECONDS = 1.0  # how long a rank that fails waits for the report
@@ -109,6 +109,12 @@ def phase(name: str) -> Iterator[None]:
     _reporter.page.enter(name)
     yield
     _reporter.page.enter(before)
+
+
+def epoch_starts(epoch: int) -> None:
+    """epoch: counted from 1."""
+    if _reporter is not None:
+        _reporter.page.set(EPOCH, epoch)
 
 
 def step_ended(epoch: int, step: int) -> None:

@@ -42,7 +42,7 @@ def headline(report: Mapping[str, Any]) -> str:
     who = f"rank {first['rank']} of {report['world_size']} {what} ({first['host']}, pid {first['pid']})"
     if first.get("ranks") == []:
         who = f"the {report['world_size']} ranks wait ({first['host']})"
-    epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["step"] else ""
+    epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
     return f"lockstep: {who}{epoch}, in the phase {first['phase']}"
 
 

@@ -16,6 +16,8 @@ from lockstep.monitor import channel
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.rank import ADDRESS
 
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
+
 REPORT_SECONDS = 5.0  # for the answer of a monitor that has to read logs
 # Without site-packages and PYTHON* variables the interpreter starts in 20 ms, and runs no code of the user's.
 PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.monitor.program import main; main()"
@@ -121,14 +123,21 @@ def start_for_rank(name: str, started_by: str, world_size: int) -> None:
         is_foreign=True,
         is_printed_by_rank=started_by == "python" and world_size == 1,
         agent=os.getppid() if is_torchrun else None,
-        command=whole_command(),
+        command=whole_command(started_by),
     )
     start_monitor(name, options)
 
 
-def whole_command() -> list[str]:
-    """The words that started this process, with torchrun's before them if it has started this process."""
-    return _command_of(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else typed_command()
+def whole_command(started_by: str) -> list[str]:
+    """The words that started this process, with those of torchrun, mpirun or srun before them if it was one of these.
+
+    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
+    """
+    if started_by == "srun":
+        return ["srun", *typed_command()]
+    parent = _command_of(os.getppid())
+    is_known = "TORCHELASTIC_RUN_ID" in os.environ or parent[0] in MPI_LAUNCHERS
+    return parent if is_known else typed_command()
 
 
 def _command_of(pid: int) -> list[str]:

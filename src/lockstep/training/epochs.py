@@ -7,6 +7,7 @@ from typing import Protocol
 
 from lockstep.data.loader import BatchLoader
 from lockstep.errors import TrainingDiverged
+from lockstep.monitor import rank as monitor
 from lockstep.training import loop
 from lockstep.training.running_metrics import RunningMetrics
 from lockstep.training.state import TrainState
@@ -78,6 +79,7 @@ class EpochTrainer:
         progress, start = self.state.progress, time.perf_counter()
         has_first_step = self.first_step.samples == 0
         epoch = progress.epoch + 1
+        monitor.epoch_starts(epoch)
         self.logger.on_epoch_start(epoch, self.state.settings.epochs, len(self.loader), progress.samples)
         self.running.epoch_start()
         samples = loop.train_epoch(self.state, self.loader, self.timer, self.after_step)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 STEPS = 100  # a rank is named after it was slow in the measured ones of so many steps
 FEWEST_MEASURED = 3
+SECONDS = 5.0  # and for as long without a break: other programs of the machine may take a core for a moment
 NOISE = 1.0  # milliseconds: a smaller difference is not worth a line
 MOST_CURVES = 16  # ranks: in a larger world the slowest and the fastest one must do
 PARTS = {"data": "data", "forward": "computing", "backward": "computing", "optimizer": "computing"}
@@ -51,6 +52,7 @@ class StragglerWatch(StepTimer):
         self.waited = 0.0  # seconds in it in which the host waited for other ranks
         self.steps_since_log = 0
         self.window: deque[Times] = deque(maxlen=max(FEWEST_MEASURED, math.ceil(STEPS / log_every)))
+        self.slow_for: dict[int, float] = {}  # seconds for which each slow rank has been slow without a break
         self.named: set[int] = set()
 
     def phase(self, name: str) -> None:
@@ -99,16 +101,18 @@ class StragglerWatch(StepTimer):
             return {}
         self.window.append(times)
         if len(self.window) == self.window.maxlen:
-            self._name_stragglers()
+            self._name_stragglers(max(totals) * self.log_every / 1000)
         parts = zip(COLUMNS, rows.mean(0).tolist(), strict=True)
         metrics = {f"time/{part}_ms": milliseconds for part, milliseconds in parts}
         if len(totals) <= MOST_CURVES:
             metrics |= {f"world/rank{rank}_ms": total for rank, total in enumerate(totals)}
         return metrics | {"world/slowest_rank_ms": max(totals), "world/fastest_rank_ms": min(totals)}
 
-    def _name_stragglers(self) -> None:
-        """All ranks have the same times, so all of them come to the same result."""
-        slow = [found for found in find_stragglers(list(self.window), self.factor) if found[0] not in self.named]
+    def _name_stragglers(self, seconds: float) -> None:
+        """All ranks have the same times, so all of them come to the same result. seconds: since the last call."""
+        found = find_stragglers(list(self.window), self.factor)
+        self.slow_for = {rank: self.slow_for.get(rank, 0.0) + seconds for rank, *_ in found}
+        slow = [row for row in found if row[0] not in self.named and self.slow_for[row[0]] >= SECONDS]
         if not slow:
             return
         hosts = self.world.all_gather_json(socket.gethostname())

@@ -1,0 +1,36 @@
+"""Hangs where a new monitor is not started for them: in the attempt after a restart, after a live recovery, alone."""
+
+import json
+import re
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, ROOT
+
+pytestmark = pytest.mark.drill
+
+HANGING = ["model=mlp", "model._target_=support.hangs.HangingModel", "trainer.epochs=2", "watch.timeout=3"]
+TESTS = ROOT / "tests"
+
+
+def test_a_hang_that_comes_again_after_a_restart_is_found_and_ends_the_restarts(start_faulty):
+    words = [*HANGING, "launch=torchrun", "launch.max_restarts=3", "hydra.run.dir=run"]
+    run = start_faulty(*PYTHON_TRAIN, *words, HANG="forward", PYTHONPATH=TESTS).finish(4)
+    assert re.findall(r"restart (\d) of 3", run.output) == ["1"]
+    assert run.output.count("lockstep: rank 1 of 2 hangs") == 2
+    assert "it will fail again" in run.output
+
+
+def test_a_hang_under_live_recovery_ends_the_run_with_its_verdict(start_faulty):
+    words = [*HANGING, "launch=fork", "launch.recover=live", "hydra.run.dir=run"]
+    run = start_faulty(*PYTHON_TRAIN, *words, HANG="forward", PYTHONPATH=TESTS).finish(4)
+    assert "lockstep: rank 1 of 2 hangs" in run.output
+    assert "verdict: a rank is in user code" in run.output
+    assert json.loads((run.cwd / "run" / "failure.json").read_text())["first"]["kind"] == "hang"
+
+
+def test_a_hang_of_the_only_rank_is_shown(start_faulty):
+    words = ["model=mlp", "model._target_=support.faults.FaultyModel", "watch.timeout=2", "hydra.run.dir=run"]
+    run = start_faulty(*PYTHON_TRAIN, *words, FAULT="forward/hang:0:7", PYTHONPATH=TESTS).finish(4)
+    assert "lockstep: rank 0 of 1 hangs" in run.output
+    assert run.output.rstrip().endswith((run.cwd / "run" / "failure.txt").read_text().rstrip())

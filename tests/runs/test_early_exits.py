@@ -1,0 +1,37 @@
+"""A module of the user's that ends the process before the training: a failure, whatever its exit code."""
+
+import pytest
+
+from support.commands import PYTHON_TRAIN
+
+MODULE = """
+import sys
+from torch import nn
+
+{import_time}
+
+class Net(nn.Module):
+    def __init__(self):
+        sys.exit(0)
+
+def prepare():
+    sys.exit(0)
+"""
+NET = "model._target_=ends.Net"
+PREPARE = "dataset.prepare={_target_: ends.prepare}"
+
+
+@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
+@pytest.mark.parametrize(("typed", "at_import"), [(NET, True), (NET, False), (PREPARE, False)])
+def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, launch, typed, at_import):
+    (tmp_path / "ends.py").write_text(MODULE.format(import_time="sys.exit(0)" if at_import else ""))
+    run = start(*PYTHON_TRAIN, typed, f"launch={launch}", PYTHONPATH=tmp_path).finish(1)
+    assert "exit code 0" in run.output
+    assert "ends.py" in run.output
+
+
+def test_a_job_that_leaves_with_0_has_failed(start, tmp_path):
+    (tmp_path / "ends.py").write_text(MODULE.format(import_time=""))
+    words = ["-m", "launch=fork", NET, "seed=1,2", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(6)
+    assert "sweep: 2 failed" in run.output
