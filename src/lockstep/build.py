@@ -9,7 +9,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import complete_config, datasets, samples
+from lockstep.build_data import batch_transforms, complete_config, datasets, samples
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.arguments import KEPT_BACK, matching_arguments
 from lockstep.config.check import as_dict, nodes_with_target
@@ -74,7 +74,7 @@ def model_and_data(
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
     shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
-    augment, transforms = Augment(**data.augment), instantiate(data.batch_transforms)
+    augment, transforms = Augment(**data.augment), batch_transforms(cfg)
     train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):

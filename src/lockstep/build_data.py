@@ -7,12 +7,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate
+from lockstep.data.batch_transforms import BatchTransform
 from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
 from lockstep.data.in_memory import InMemoryDataset, check_shape
 from lockstep.data.labels import Labels
 from lockstep.data.random_numbers import random_states_kept
 from lockstep.data.samples import Samples
 from lockstep.data.stream import require_stream
+from lockstep.data.torchvision_batch import as_batch_transforms
 from lockstep.tasks.classification import Classification
 
 
@@ -20,12 +22,17 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
     """The data sets for training and for tests. Raises ConfigError if one has no samples."""
     with random_states_kept():  # the initial weights depend on the seed, not on what a data set draws
         train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
-    mixes = any(transform.mixes for transform in instantiate(cfg.dataset.batch_transforms))
+    mixes = any(transform.mixes for transform in batch_transforms(cfg))
     require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
     require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
     require_samples(train, "training data", "dataset.train")
     require_samples(test, "test data", "dataset.test")
     return train, test
+
+
+def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
+    """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks."""
+    return as_batch_transforms(instantiate(cfg.dataset.batch_transforms))
 
 
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:

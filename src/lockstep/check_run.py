@@ -43,6 +43,11 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
 
     launcher: what `launch` says. It starts nothing: the two ranks are forks of this process on this machine's CPUs.
     """
+    if cfg.resume is not None:
+        raise ConfigError(
+            f"mode=check looks at what a command would train, and reads no run; leave resume={cfg.resume} out and type "
+            f"the words of that run, which are in its .hydra/overrides.yaml"
+        )
     postpone_dynamo()  # the worlds are forks of this process
     folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
     if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
@@ -60,7 +65,8 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
     one, two, draws, lines, apart = compare_worlds(cfg, folder, timed=True)
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
-    options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank)
+    finds_unused = bool(cfg.strategy.get("find_unused_parameters"))
+    options = Options(cfg.trainer.precision, None if sync.is_exact else sync.name, per_rank, finds_unused)
     found = rows(one, two, draws, apart, options)
     # In float32 a rounding error may turn a ReLU off: only float64 tells.
     if is_unexplained(found) and options.precision != "fp64":

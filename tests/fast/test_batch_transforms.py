@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
 from lockstep.data.augment import Augment
 from lockstep.data.batch_transforms import BatchTransform, CutMix, MixUp, OneOf, RandomErasing
@@ -14,6 +15,7 @@ from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import Samples
+from lockstep.data.torchvision_batch import as_batch_transforms
 from lockstep.errors import ConfigError
 from lockstep.tasks.classification import Classification
 
@@ -30,6 +32,7 @@ CHAINS: dict[str, list[BatchTransform]] = {
         RandomErasing(0.5),
         MixUp(1.0, CLASSES),
     ],
+    "torchvision": as_batch_transforms([v2.RandomHorizontalFlip(0.5), v2.RandomErasing(0.5), MixUp(1.0, CLASSES)]),
 }
 
 
@@ -117,3 +120,11 @@ def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -
     assert sums["accuracy"] == (outputs.argmax(1) == classes).sum()
     with pytest.raises(ConfigError, match="type task=regression"):
         task(outputs[:, :1], torch.rand(5, 1))
+
+
+def test_what_cannot_change_batches_alike_is_refused() -> None:
+    said = r"type dataset.batch_transforms=\[{_target_: lockstep.data.batch_transforms.CutMix, alpha: 1.0, classes: "
+    with pytest.raises(ConfigError, match=f"CutMix of torchvision mixes the samples of one rank.*{said}"):
+        as_batch_transforms([v2.CutMix(num_classes=3)])
+    with pytest.raises(ConfigError, match="has an object of ReLU, and .*BatchTransform or .* type dataset.transforms="):
+        as_batch_transforms([torch.nn.ReLU()])

@@ -1,6 +1,7 @@
 """What mode=check finds, function by function. tests/runs/test_check_commands.py runs whole commands."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.configs import composed
 from support.own_data import Noisy, Points
 from support.worlds import in_world
 
-OPTIONS = Options(precision="fp32", inexact_sync=None, per_rank=False)
+OPTIONS = Options(precision="fp32", inexact_sync=None, per_rank=False, finds_unused=False)
 NEAR = {"gradients": 1e-7, "weights": 1e-8}
 FAR = {"gradients": 0.3, "weights": 0.1}
 
@@ -79,7 +80,7 @@ def test_all_promises_hold() -> None:
             "random numbers (drop), other ones on each rank; type strat",
         ),
         ({"draws": Draws(outputs=True)}, "computed twice gives other outputs"),
-        ({"options": Options("fp32", "local_sgd", False)}, "gradient_sync=local_sgd is not the exact mean"),
+        ({"options": replace(OPTIONS, inexact_sync="local_sgd")}, "gradient_sync=local_sgd is not the exact mean"),
         ({}, "cause not found; perhaps"),
     ],
 )
@@ -90,7 +91,7 @@ def test_causes_of_other_numbers_are_named_only_if_the_numbers_differ(found: dic
 
 
 def test_what_breaks_a_promise_whatever_the_numbers_are() -> None:
-    assert "type trainer.batch_size=" in reasons(facts(1), facts(2), options=Options("fp32", None, True))[0]
+    assert "type trainer.batch_size=" in reasons(facts(1), facts(2), options=replace(OPTIONS, per_rank=True))[0]
     assert "another one at each start" in reasons(facts(1, fingerprint="a"), facts(2, fingerprint="b"))[1]
     assert "freeze=[a.b]" in reasons(facts(1, unused=["a.b"]), facts(2))[2]
     diverged = reasons(facts(1, diverged="NaN at step 1", loss=None), facts(2), apart={})
@@ -100,7 +101,7 @@ def test_what_breaks_a_promise_whatever_the_numbers_are() -> None:
 def test_other_losses_are_other_numbers() -> None:
     assert reasons(facts(1), facts(2, loss=2.1))[0]
     assert reasons(facts(1), facts(2, loss=2.0 + 1e-6))[0] == ""
-    assert reasons(facts(1), facts(2, loss=2.0 + 1e-6), options=Options("fp64", None, False))[0]
+    assert reasons(facts(1), facts(2, loss=2.0 + 1e-6), options=replace(OPTIONS, precision="fp64"))[0]
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:

@@ -56,6 +56,45 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     assert not (tmp_path / "outputs").exists()
 
 
+OTHERS = """
+import numpy as np
+from torch import nn
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.spare = nn.Linear(64, 10), nn.Linear(2, 2)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+class OwnNumbers(Unused):
+    def __init__(self):
+        super().__init__()
+        self.spare, self.numbers = None, np.random.default_rng(0)
+
+    def forward(self, images):
+        return super().forward(images * float(self.numbers.random()))
+"""
+
+
+def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(OTHERS)
+    words = [*PYTHON_TRAIN, "mode=check"]
+    unused = start(*words, "model._target_=nets.Unused", PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    assert "no     parameters without a gradient, see below\n" in unused
+    found = ["model._target_=nets.Unused", "strategy.find_unused_parameters=true"]
+    assert "  no  " not in start(*words, *found, PYTHONPATH=tmp_path).finish().output
+    own = start(*words, "model._target_=nets.OwnNumbers", PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    assert own.count("no     the model computed twice gives other outputs") == 2
+    assert "virtual_ranks" not in own
+
+
+def test_a_check_reads_no_run(start: Start) -> None:
+    run = start(*PYTHON_TRAIN, "mode=check", "resume=outputs/a").finish(2)
+    assert "leave resume=outputs/a out and type the words of that run" in run.sentence
+
+
 SLOW = """
 import time
 from pathlib import Path

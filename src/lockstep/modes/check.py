@@ -48,6 +48,7 @@ class Options:
     precision: str
     inexact_sync: str | None  # the gradient_sync, if it is not the exact mean
     per_rank: bool  # whether trainer.batch_size_per_rank is set
+    finds_unused: bool  # strategy.find_unused_parameters
 
 
 def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], options: Options) -> list[Row]:
@@ -67,7 +68,7 @@ def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], op
     return [
         Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}{unit}"),
         Row("stopped and resumed, the bits of an unbroken run", outside, "samples and outputs are the same twice"),
-        Row("your own work fits", fits(one, two, diverged), f"{one.trained:,} numbers get a finite gradient"),
+        Row("your own work fits", fits(one, two, diverged, options), f"{one.trained:,} numbers get a finite gradient"),
     ]
 
 
@@ -81,7 +82,9 @@ def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
     found = []
     if two.unsynced:
         found.append(f"batch norm sees a rank's share: {first_of(two.unsynced, NAMED)}; type sync_bn=auto")
-    if draws.by_rank:
+    if two.unused and not options.finds_unused:
+        found.append("parameters without a gradient, see below")
+    if draws.by_rank and not draws.outputs:
         which = f" ({first_of(draws.dropouts, NAMED)})" if draws.dropouts else ""
         found.append(
             f"the forward pass draws random numbers{which}, other ones on each rank; "
@@ -110,13 +113,13 @@ def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
     return found
 
 
-def fits(one: "Facts", two: "Facts", diverged: str | None) -> list[str]:
+def fits(one: "Facts", two: "Facts", diverged: str | None, options: Options) -> list[str]:
     """Why the model and the data cannot be trained as they are."""
     found = [diverged] if diverged else []
     if one.not_finite:
         found.append(f"NaN or infinite gradients: {first_of(one.not_finite, NAMED)}")
     unused = list(dict.fromkeys([*one.unused, *two.unused]))
-    if unused:
+    if unused and not options.finds_unused:
         found.append(
             f"parameters without a gradient: {first_of(unused, NAMED)}; type strategy.find_unused_parameters=true, or "
             f"freeze=[{','.join(unused[:NAMED])}]"
