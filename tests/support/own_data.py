@@ -33,6 +33,22 @@ class Noisy(Points):
         return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random(), label
 
 
+class Values(Points):
+    """The target is a number, as a data set for regression has it."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, _ = super().__getitem__(index)
+        return point, float(point.sum())
+
+
+class Labelled(Points):
+    """Each sample has four labels of 0 and 1."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, _ = super().__getitem__(index)
+        return point, (point > 0).long()
+
+
 class Broken(Points):
     def __getitem__(self, index: int) -> Any:
         if index == BROKEN:

@@ -63,7 +63,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
         columns = state.task.predictions(outputs) | {"truth": targets}
-        parts.append({name: values.detach().cpu() for name, values in columns.items()})
+        parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
 
     monitor.enter("evaluation")
     strategy.module.eval()
@@ -75,6 +75,11 @@ def predict(trained: TrainedRun, split: str) -> Columns:
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _beside(targets: "Tensor", values: "Tensor") -> "Tensor":
+    """Values (N, 1) as (N,) where a target is one number, so that their columns have names of one kind."""
+    return values.squeeze(1) if targets.dim() == 1 and values.shape[1:] == (1,) else values
 
 
 def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Columns:

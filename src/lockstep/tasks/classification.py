@@ -44,7 +44,7 @@ class Classification(Task):
             raise ConfigError(
                 f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
-                f"type task=regression for targets that are numbers"
+                f"type task={_other_task(outputs, targets)}"
             )
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -53,6 +53,15 @@ class Classification(Task):
 
     def report(self, share: Share, images: int) -> Report | None:
         return ClassReport(share, images)
+
+
+def _other_task(outputs: Tensor, targets: Tensor) -> str:
+    """What to type behind `task=` for outputs and targets that are not those of a classification."""
+    if not targets.is_floating_point() and outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+        return "language_modelling for targets that are tokens"
+    if not targets.is_floating_point() and outputs.dim() == 2 and outputs.shape == targets.shape:
+        return "multi_label for targets that are labels of 0 and 1"
+    return "regression for targets that are numbers"
 
 
 def class_numbers(targets: Tensor) -> Tensor:
