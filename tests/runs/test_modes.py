@@ -175,6 +175,13 @@ def test_exported_weights_are_the_nets(run: Path, start: Start, tmp_path: Path, 
         (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
         (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
         (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),
+        (
+            ["mode=evaluate", "resume={run}", "mode.snapshot=nope"],
+            "mode.snapshot=nope is neither last, best nor a file",
+        ),
+        (["mode=export", "resume={run}", "mode.file=/nodir/x.pt2"], "/nodir/x.pt2 cannot be written (No such file or"),
+        (["mode=predict", "resume={run}", "mode.file=/nodir/x.csv"], "type mode.file=<a file that you can write>"),
+        (["mode=evaluate", "resume={run}", "mode.file=/nodir/x.json"], "/nodir/x.json cannot be written (No such file"),
         (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
     ],
 )

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import write_output
+from lockstep.modes.output import require_folder, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class Predict(Mode):
 
     def __init__(self, snapshot: str, split: str, file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
+
+    def validate(self, job: "JobSpec") -> None:
+        require_folder(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
