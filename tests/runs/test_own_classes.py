@@ -81,6 +81,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_nets.Net +model.activation=gelu +model.weight=x", "no weight; type +model.weights=x"),
         ("model._target_=own_nets.Nett", "has no attribute 'Nett'); type model._target_=own_nets.Net, or type model="),
         ("model._target_=own_nets.NUMBER", "is neither a class nor a function; type model._target_=<module>.<class>"),
+        ("model._target_=timm.create_model", "No module named 'timm'); type pip install timm, or type model="),
         ("model._target_=nowhere.Net", "No module named 'nowhere'); type PYTHONPATH=<folder that holds nowhere>"),
         ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
         (
@@ -100,6 +101,14 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "with the parameters of the model; type ++optimizer._partial_=true",
         ),
         ("+optimizer.maximise=true", "torch.optim.SGD takes no maximise; type +optimizer.maximize=true"),
+        (
+            "dataset.transforms=[{_target_:support.own_data.double}]",
+            "is called later, with a sample; type _partial_: true beside _target_: support.own_data.double in dataset.",
+        ),
+        (
+            "dataset.test_transforms=[{_target_:torchvision.transforms.v2.Resize}]",
+            "needs size; type size: <value> beside _target_: torchvision.transforms.v2.Resize in dataset.test_transf",
+        ),
         ("model=mlp ~model.width", "needs width; type +model.width=<value>, or model=<an option in conf/model>"),
     ],
 )
