@@ -14,7 +14,9 @@ from hydra.errors import (
 )
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
+from lockstep.cli_yaml import unreadable_yaml
 from lockstep.config.check import NEEDED_GROUPS, flatten, wrong_value
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
@@ -46,6 +48,8 @@ def find_cause(error: BaseException | None) -> ConfigError | None:
 
 
 def _sentence(error: BaseException, arguments: list[str]) -> str | None:
+    if isinstance(error, YAMLError):
+        return unreadable_yaml(error)
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
