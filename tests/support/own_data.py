@@ -106,6 +106,33 @@ class Named(Points):
     classes = ("left", "right")
 
 
+class Words(Points):
+    """The target is a text."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], "cat"
+
+
+class OfTokenizer(Points):
+    """Lists of numbers, as a tokenizer of Hugging Face gives them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [index, 1, 2], "attention_mask": [[1, 0], [0, 1]], "label": index % 2}
+
+
+class Ragged(Points):
+    """Points of three to five numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point.repeat(2)[: 3 + index % 3], label
+
+
+class Gone(Points):
+    def __getitem__(self, index: int) -> Any:
+        return None if index == BROKEN else super().__getitem__(index)
+
+
 class Empty(Points):
     def __len__(self) -> int:
         return 0
