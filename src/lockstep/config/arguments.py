@@ -36,6 +36,7 @@ CHECKED = (
 PASSED_FIRST = {
     "optimizer": "the parameters of the model",
     "scheduler": "the optimizer",
+    "scheduler.schedule": "the optimizer",
     "dataset.collate_fn": "the samples of a batch",
 }
 TRANSFORM = re.compile(r"dataset\.(test_)?transforms\[\d+\]")

@@ -1,9 +1,12 @@
 """Random shifts and mirror images of a whole batch at once."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,11 @@ class Augment:
         return torch.cat([shifts, flips], dim=1)
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
-        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0."""
+        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0.
+
+        Raises ConfigError for samples that are no images.
+        """
+        require_images(images, "dataset.augment", "dataset.augment.pad=0 dataset.augment.flip=false")
         if not self.pad:  # whole rows are copied, which takes a twentieth of the time of looking up each pixel
             as_they_are_and_flipped = torch.cat([images, images.flip(3)])
             return as_they_are_and_flipped.index_select(0, plan[:, 2] * len(images) + _numbers(images))
@@ -38,6 +45,14 @@ class Augment:
         padded = torch.nn.functional.pad(images, [self.pad] * 4)
         picked = padded[_numbers(images)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
         return picked.permute(0, 3, 1, 2)
+
+
+def require_images(inputs: Any, what: str, advice: str) -> None:
+    """Raise ConfigError if `inputs` are not one tensor (N, C, H, W). what: is for images. advice: what to type."""
+    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+        return
+    found = f"the shape {list(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "several inputs"
+    raise ConfigError(f"{what} is for images (channels, height, width), and the samples have {found}; type {advice}")
 
 
 def _numbers(images: Tensor) -> Tensor:
