@@ -96,10 +96,16 @@ def _parse_flags(flags: list[str]) -> Namespace:
 
 
 def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
-    """Raise ConfigError as `refuse_foreign_record` does. Hydra reads --config-path from the folder of src/train.py."""
-    for base, folder in ((Path(), flags.config_dir), (script_folder, flags.config_path)):
-        if folder is not None:
-            refuse_foreign_record(base / folder.removeprefix("file://"), flags.config_name or "config")
+    """Raise ConfigError for a folder that does not exist, and as `refuse_foreign_record` does.
+
+    Hydra reads --config-path from the folder of src/train.py.
+    """
+    for name, base, typed in (("dir", Path(), flags.config_dir), ("path", script_folder, flags.config_path)):
+        if typed is not None and not typed.startswith("pkg://"):
+            folder = base / typed.removeprefix("file://")
+            if not folder.is_dir():
+                raise ConfigError(f"--config-{name}={typed} is no folder; type --config-{name}=<a folder of configs>")
+            refuse_foreign_record(folder, flags.config_name or "config")
 
 
 def _check_group_override(group: str, option: str) -> None:

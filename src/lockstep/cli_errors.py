@@ -14,8 +14,10 @@ from hydra.errors import (
 )
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
-from lockstep.config.check import flatten, wrong_value
+from lockstep.cli_yaml import unreadable_yaml
+from lockstep.config.check import NEEDED_GROUPS, flatten, wrong_value
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key, unknown_key
@@ -46,6 +48,8 @@ def find_cause(error: BaseException | None) -> ConfigError | None:
 
 
 def _sentence(error: BaseException, arguments: list[str]) -> str | None:
+    if isinstance(error, YAMLError):
+        return unreadable_yaml(error)
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
     if isinstance(error, OverrideParseException):
@@ -193,9 +197,13 @@ def composed_keys(arguments: list[str]) -> list[str]:
 
 
 def chosen_options(arguments: list[str]) -> dict[str, str]:
-    """{group: option} of that config."""
+    """{group: option} of that config. A group whose class was typed has the name of the class."""
     cfg: Any = compose_typed(arguments)
-    return {} if cfg is None else dict(cfg.hydra.runtime.choices)
+    chosen = {} if cfg is None else dict(cfg.hydra.runtime.choices)
+    for group in NEEDED_GROUPS:
+        own = typed_value(f"{group}._target_", arguments) or typed_value(group, arguments)
+        chosen |= {group: own} if own is not None else {}
+    return chosen
 
 
 def compose_typed(arguments: list[str]) -> DictConfig | None:

@@ -108,6 +108,20 @@ def test_one_of_refuses_transforms_of_both_kinds() -> None:
         OneOf([MixUp(0.4, CLASSES), RandomErasing(0.5)])
 
 
+def test_samples_that_are_no_images_and_targets_that_are_no_classes_are_refused() -> None:
+    points, plan = torch.rand(5, 4), torch.full((5, 5), 0.5, dtype=torch.float64)
+    for transform in (CutMix(1.0, CLASSES), RandomErasing(0.5)):
+        with pytest.raises(ConfigError, match=r"the samples have the shape \[4\]; type dataset.batch_transforms=\[\]"):
+            transform(points, LABELS[:5], plan)
+    with pytest.raises(
+        ConfigError, match=r"have the shape \[4\]; type dataset.augment.pad=0 dataset.augment.flip=false"
+    ):
+        Augment(0, True)(points, plan)
+    for targets in (torch.zeros(5, 4, 4, dtype=torch.int64), torch.rand(5)):
+        with pytest.raises(ConfigError, match="MixUp and CutMix mix class numbers .*; type dataset.batch_transforms="):
+            MixUp(0.4, CLASSES)(points, targets, plan)
+
+
 def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -> None:
     outputs = torch.randn(5, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     task = Classification({"loss": "min", "accuracy": "max"}, "loss", label_smoothing=0.1)

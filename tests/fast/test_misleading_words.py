@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -46,6 +47,12 @@ ANSWERS = [
     ("launch.nproc_per_node=2", f"{OPTIONS_OF_NPROC}; type launch=torchrun launch.nproc_per_node=2"),
     ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and wants a whole number of 1 or more, auto, gpu or cpu; type"),
     ("model.name=resnet50", "model.name is a key of model=resnet18; type model=resnet18 model.name=resnet50"),
+    ("launch=fork launch.ranks=2", "launch.ranks is no key of this config; type launch.nproc_per_node=2"),
+    ("launch=fork launch.procs=2", "launch.procs is no key of this config; type launch.nproc_per_node=2"),
+    ("launch.world_size=2", "is no key of this config; type launch=torchrun launch.nproc_per_node=2"),
+    ("model._target_=my.Net model.width=3", "model.width is no key of this config; type +model.width=3 if your class"),
+    ("--config-dir=nowhere seed=1", "--config-dir=nowhere is no folder; type --config-dir=<a folder of configs>"),
+    ("--config-path=nowhere", "--config-path=nowhere is no folder; type --config-path=<a folder of configs>"),
     ("model.dropout=2", "and wants a number from 0 to less than 1; type model=mlp model.dropout=0.1"),
     ("~trainer.ema", "trainer.ema cannot be removed; type trainer.ema=null"),
     ("~trainer.epochs", "trainer.epochs cannot be removed; type trainer.epochs=5"),
@@ -67,11 +74,12 @@ NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "type key=value")
 
 @pytest.mark.parametrize(("typed", "said"), ANSWERS, ids=[typed for typed, _ in ANSWERS])
 def test_an_unknown_word_is_answered_with_what_was_meant(typed: str, said: str) -> None:
-    sentence = answer(typed)
+    words = typed.split() if "=" in typed.partition(" ")[2] else [typed]
+    sentence = answer(*words)
     assert sentence is not None
     assert said in sentence
     if not any(word in said for word in NOT_TRIED):
-        assert_advice_helps([], sentence)
+        assert_advice_helps(words[:-1], sentence)
 
 
 OLD_KEYS = [(old, "on" if old == "trainer.profile" else "3") for old in RENAMED]
@@ -99,7 +107,11 @@ def test_old_keys_that_a_plus_brings_back_are_answered_too() -> None:
     assert answer("optimizer=adamw", "+trainer.clip_norm=1") == renamed_key("trainer.clip_norm", "1")
 
 
-def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted() -> None:
+def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my conf").mkdir()
     assert answer("+experiment=toy_regression") is None
     typed = ["train.py", "seed=1", "-m", "++experiment=mnist_ddp", "--local-rank=0", "-cd", "my conf", "seed=2"]
     hydra_reads = ["train.py", "seed=1", "experiment=mnist_ddp", "seed=2", "-m", "-cd", "my conf"]

@@ -7,7 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lockstep import build_data
+from lockstep.config.check import check_config
+from lockstep.config.instantiate import instantiate
 from lockstep.errors import ConfigError
+from lockstep.preflight import check_options
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 
@@ -40,6 +43,17 @@ def completed(cfg: Any) -> Any:
 def test_a_model_is_built_for_the_shape_and_the_classes_of_the_data(name: str) -> None:
     cfg = completed(own(name))
     assert (list(cfg.model.shape), cfg.model.classes) == ([4], 2)
+
+
+def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
+    cfg = composed("model=mlp", "task=multi_label", "logger=[]", "trainer.max_steps=1", f"run_dir={tmp_path}")
+    cfg = with_values(cfg, *NOTHING_SAID, "objective=test/f1")
+    for half in ("train", "test"):
+        OmegaConf.update(cfg, f"dataset.{half}", {"_target_": "support.own_data.Labelled"}, merge=False)
+    check_config(cfg)
+    check_options(cfg, instantiate(cfg.launch))
+    assert completed(cfg.copy()).task.classes == 4
+    in_world(2, train_all, [cfg])
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,38 @@ def test_a_sample_of_another_form_is_refused_and_a_collate_function_takes_it() -
         evaluated(own_data.Points(), collate_fn=lambda samples: {"left": samples, "right": samples})
 
 
+def test_lists_of_numbers_become_tensors() -> None:
+    (batch, *_) = loader(own_data.OfTokenizer()).eval_batches(4)
+    assert batch[0]["input_ids"].tolist() == [[number, 1, 2] for number in range(4)]
+    assert batch[0]["attention_mask"].shape == (4, 2, 2)
+    assert batch[1].tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "Words",
+            r"sample 0 of the training data has the target 'cat', and a number or a tensor is wanted; ",
+        ),
+        (
+            "Ragged",
+            r"sample 0 .* has the shape \[3\] and sample 1 has the shape \[4\], .*; type dataset.collate_fn=",
+        ),
+        ("Gone", "sample 5 of the training data is None; return .* from __getitem__, or type dataset.on_error=skip"),
+    ],
+)
+def test_samples_that_make_no_batch_are_refused_and_named(name: str, said: str, workers: int) -> None:
+    reader = loader(getattr(own_data, name)(), workers=workers)
+    with closing(reader), pytest.raises(ConfigError, match=said):
+        list(reader.eval_batches(6))
+
+
+def test_a_sample_that_is_none_is_left_out_if_errors_are_skipped() -> None:
+    assert len(evaluated(own_data.Gone(), on_error="skip")[0]) == len(own_data.Points()) - 1
+
+
 def test_transforms_get_the_inputs_and_those_of_v2_the_whole_sample() -> None:
     from torchvision import tv_tensors
     from torchvision.transforms import v2

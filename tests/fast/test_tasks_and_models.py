@@ -35,6 +35,25 @@ def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> No
     outputs, targets = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2)
     loss, sums = REGRESSION(outputs, targets)
     assert loss.item() == sums["loss"].item() == 5.0
+    one_each = torch.tensor([1.0, 3.0])
+    assert REGRESSION(torch.zeros(2, 1), one_each)[0].item() == REGRESSION(torch.zeros(2), one_each)[0].item() == 10.0
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "advice"),
+    [
+        (CLASSIFICATION, [2, 5, 9], torch.zeros(2, 5).long(), "type task=language_modelling for targets that are"),
+        (CLASSIFICATION, [2, 4], torch.zeros(2, 4).long(), "type task=multi_label for targets that are labels"),
+        (CLASSIFICATION, [2, 1], torch.zeros(2), "type task=regression for targets that are numbers"),
+        (REGRESSION, [2, 3], torch.zeros(2).long(), "type task=classification for targets that are classes"),
+        (REGRESSION, [2, 3], torch.zeros(2, 4), r"type model._target_=<a net with outputs \[N, 4\]>"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused_with_the_task_that_they_are_for(
+    task: Task, outputs: list[int], targets: torch.Tensor, advice: str
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        task(torch.zeros(outputs), targets)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,26 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     assert not (tmp_path / "run/model.pt").exists()
 
 
+FAILING_NET = """
+from torch import nn
+
+class FailsInTests(nn.Linear):
+    def __init__(self, shape, classes):
+        super().__init__(64, classes)
+
+    def forward(self, images):
+        return super().forward(images.flatten(1)[:, : 64 if self.training else 63])
+"""
+
+
+def test_a_failing_evaluation_names_no_training_samples(train, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING_NET)
+    net = ["model._target_=failing.FailsInTests", "trainer.epochs=1"]
+    run = train(*net, code=1, PYTHONPATH=tmp_path)
+    assert "phase evaluation" in run.output
+    assert "its batch held" not in run.output
+
+
 def test_a_model_file_is_no_snapshot(train, tmp_path):
     run = train("model=mlp", "trainer.max_steps=3", "hydra.run.dir=run")
     weights = torch.load(tmp_path / "run/model.pt", weights_only=True)

@@ -56,6 +56,23 @@ class Means(Classification):
     def __call__(self, outputs, targets):
         loss = F.cross_entropy(outputs, targets)
         return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+
+class LossAlone(Classification):
+    def __call__(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+class NoDict(Classification):
+    def __call__(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets, reduction="sum")
+        return loss, loss
+
+class PerSample(Classification):
+    def __call__(self, outputs, targets):
+        loss = F.cross_entropy(outputs, targets, reduction="none")
+        return loss, {"loss": loss, "accuracy": loss}
+
+def forgets_to_return(optimizer):
+    pass
 """
 STEPS = 9
 
@@ -81,6 +98,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_nets.Net +model.activation=gelu +model.weight=x", "no weight; type +model.weights=x"),
         ("model._target_=own_nets.Nett", "has no attribute 'Nett'); type model._target_=own_nets.Net, or type model="),
         ("model._target_=own_nets.NUMBER", "is neither a class nor a function; type model._target_=<module>.<class>"),
+        ("model._target_=timm.create_model", "No module named 'timm'); type pip install timm, or type model="),
         ("model._target_=nowhere.Net", "No module named 'nowhere'); type PYTHONPATH=<folder that holds nowhere>"),
         ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
         (
@@ -100,6 +118,19 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "with the parameters of the model; type ++optimizer._partial_=true",
         ),
         ("+optimizer.maximise=true", "torch.optim.SGD takes no maximise; type +optimizer.maximize=true"),
+        (
+            "dataset.transforms=[{_target_:support.own_data.double}]",
+            "is called later, with a sample; type _partial_: true beside _target_: support.own_data.double in dataset.",
+        ),
+        (
+            "dataset.test_transforms=[{_target_:torchvision.transforms.v2.Resize}]",
+            "needs size; type size: <value> beside _target_: torchvision.transforms.v2.Resize in dataset.test_transf",
+        ),
+        (
+            "scheduler=torch scheduler.schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR "
+            "~scheduler.schedule.gamma",
+            "CosineAnnealingLR needs T_max; type +scheduler.schedule.T_max=<value>, or scheduler=<an option in",
+        ),
         ("model=mlp ~model.width", "needs width; type +model.width=<value>, or model=<an option in conf/model>"),
     ],
 )
@@ -163,6 +194,21 @@ def test_a_task_that_returns_means_is_refused_in_the_first_step(tmp_path: Path) 
     for words in in_world(2, sentence, with_values(cfg, f"run_dir={tmp_path}")):
         assert "own_tasks.Means returns a mean as its loss" in words
         assert 'type reduction="sum"' in words
+
+
+def test_what_a_task_or_a_scheduler_must_not_return_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    base = ["logger=[]", f"run_dir={tmp_path}"]
+    forgets = "schedule._target_=own_tasks.forgets_to_return"
+    tasks = [accepted(f"task._target_=own_tasks.{name}", *base) for name in ("LossAlone", "NoDict", "PerSample")]
+    torchs = accepted("scheduler=torch", f"scheduler.{forgets}", "~scheduler.schedule.gamma", *base)
+    own = accepted("scheduler=constant", forgets.replace("schedule.", "scheduler."), *base)
+    returned = "_target_ returns None, and a scheduler of torch is wanted; type return before"
+    for found in in_world(2, sentences, [*tasks, torchs, own]):
+        assert "LossAlone returns one Tensor, and the loss and a dict of sums are wanted; type return loss" in found[0]
+        assert "NoDict returns a Tensor beside the loss, and a dict of sums is wanted; type return loss" in found[1]
+        assert "returns the shape [32] as its loss, and a sum over the samples is wanted; type loss.sum()" in found[2]
+        assert found[3].startswith(f"scheduler.schedule.{returned}")
+        assert found[4].startswith(f"scheduler.{returned}")
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

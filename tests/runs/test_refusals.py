@@ -48,6 +48,26 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
     assert_refused(train(*typed, code=2), said)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "train: {_target_: own.Data\ntest: x\n",
+            "line 2, column 5, is no YAML (while parsing a flow mapping, expected",
+        ),
+        ("train:\n\t_target_: own.Data\n", "line 2, column 1, is no YAML (while scanning for the next token"),
+        ("shape: [4]\nshape: [5]\n", "found duplicate key shape); type each key once"),
+        ("train: 'own.Data\n", "found unexpected end of stream); type the missing quote"),
+    ],
+    ids=["bracket", "tab", "twice", "quote"],
+)
+def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, text, said):
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(text)
+    run = train("--config-dir=conf", "dataset=own", "launch=fork", code=2)
+    assert_refused(run, "conf/dataset/own.yaml, line ", said)
+
+
 def test_a_model_that_does_not_exist_is_refused_by_a_plain_run_too(train):
     run = train("model=resnet18", "model.name=foo", code=2)
     assert "model.name=foo is no model of torchvision; type model.name=" in run.sentence

@@ -68,5 +68,7 @@ def test_a_gpt_that_cannot_be_cut_is_refused() -> None:
         TensorParallel(1, [{"embedding.tokens": "rowwise"}]).validate_model(model, 2)
     with pytest.raises(ConfigError, match=r"the nearest names are .*block1.mlp.widen.*; type model=gpt"):
         TensorParallel(1, [{"block1.mlp.wide": "colwise"}]).validate_model(model, 2)
+    with pytest.raises(ConfigError, match="the model has no .*, as it is one layer; type model=gpt"):
+        TensorParallel(1, PLAN).validate_model(torch.nn.Linear(2, 2), 2)
     TensorParallel(1, PLAN).validate_model(model, 2)
     TensorParallel(2, PLAN).validate_model(model, 4)

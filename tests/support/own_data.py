@@ -33,6 +33,22 @@ class Noisy(Points):
         return point + torch.rand(1, dtype=torch.float64) + float(np.random.rand()) + random.random(), label
 
 
+class Values(Points):
+    """The target is a number, as a data set for regression has it."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, _ = super().__getitem__(index)
+        return point, float(point.sum())
+
+
+class Labelled(Points):
+    """Each sample has four labels of 0 and 1."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, _ = super().__getitem__(index)
+        return point, (point > 0).long()
+
+
 class Broken(Points):
     def __getitem__(self, index: int) -> Any:
         if index == BROKEN:
@@ -88,6 +104,33 @@ class Named(Points):
     """Says how many classes it has, as the data sets of torchvision do."""
 
     classes = ("left", "right")
+
+
+class Words(Points):
+    """The target is a text."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], "cat"
+
+
+class OfTokenizer(Points):
+    """Lists of numbers, as a tokenizer of Hugging Face gives them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": [index, 1, 2], "attention_mask": [[1, 0], [0, 1]], "label": index % 2}
+
+
+class Ragged(Points):
+    """Points of three to five numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point.repeat(2)[: 3 + index % 3], label
+
+
+class Gone(Points):
+    def __getitem__(self, index: int) -> Any:
+        return None if index == BROKEN else super().__getitem__(index)
 
 
 class Empty(Points):

@@ -5,6 +5,7 @@ It imports what the config names, so it runs where torch may be imported.
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,11 +36,18 @@ CHECKED = (
 PASSED_FIRST = {
     "optimizer": "the parameters of the model",
     "scheduler": "the optimizer",
+    "scheduler.schedule": "the optimizer",
     "dataset.collate_fn": "the samples of a batch",
 }
+TRANSFORM = re.compile(r"dataset\.(test_)?transforms\[\d+\]")
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps", "objective_mode"})}
 # What build.py does not pass.
 KEPT_BACK = {"optimizer": frozenset({"no_decay", "groups"})}
+# Modules that a config may well name, and the package that has them. Another one that is missing is the user's own.
+PACKAGES = {name: name for name in ("datasets", "einops", "kornia", "lightning", "monai", "timm", "torchaudio")}
+PACKAGES |= {name: name for name in ("albumentations", "peft", "torchmetrics", "transformers", "webdataset")}
+PACKAGES |= {"cv2": "opencv-python", "open_clip": "open_clip_torch", "sklearn": "scikit-learn"}
+PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torch_geometric": "torch-geometric"}
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -110,9 +118,10 @@ def locate(key: str, path: str, group: str) -> Callable[..., Any]:
 
 def _how_to_import(key: str, path: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
-        if f"{path}.".startswith(f"{error.name}."):
-            return f"type PYTHONPATH=<folder that holds {error.name.partition('.')[0]}> before the command"
-        return f"type pip install {error.name.partition('.')[0]}"
+        module = error.name.partition(".")[0]
+        if f"{path}.".startswith(f"{error.name}.") and module not in PACKAGES:
+            return f"type PYTHONPATH=<folder that holds {module}> before the command"
+        return f"type pip install {PACKAGES.get(module, module)}"
     if isinstance(error, AttributeError) and inspect.ismodule(error.obj) and error.name:
         meant = closest(error.name, dir(error.obj))
         return f"type {key}={error.obj.__name__}.{meant or '<name>'}"
@@ -148,7 +157,6 @@ def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
     if parameters is None:
         return
     given = set(node) - HYDRA_KEYS - KEPT_BACK.get(key, frozenset())
-    group = key.partition(".")[0]
     by_position = len(node.get("_args_") or ()) + (key in PASSED_FIRST)
     filled = set(list(_positional(parameters))[:by_position])
     unknown = [name for name in node if name in given and (name not in parameters or name in filled)]
@@ -157,10 +165,19 @@ def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
     filled |= given | PASSED_BY_NAME.get(key, frozenset())
     missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in filled]
     if missing and (not node.get("_partial_") or key in PASSED_FIRST):
-        typed = " ".join(f"+{join(key, name)}=<value>" for name in missing)
-        raise ConfigError(
-            f"{node['_target_']} needs {enumerate_words(missing, 'and')}; type {typed}, or {_options(group)}"
-        )
+        raise ConfigError(_missing_sentence(key, node, missing, is_function=not inspect.isclass(target)))
+
+
+def _missing_sentence(key: str, node: Node, missing: list[str], is_function: bool) -> str:
+    name = node["_target_"]
+    if is_function and TRANSFORM.fullmatch(key):
+        return f"{name} is called later, with a sample; type _partial_: true beside _target_: {name} in {key}"
+    sentence = f"{name} needs {enumerate_words(missing, 'and')}"
+    if "[" in key:  # Hydra reads no override of an item of a list
+        typed = " and ".join(f"{item}: <value>" for item in missing)
+        return f"{sentence}; type {typed} beside _target_: {name} in {key}"
+    typed = " ".join(f"+{join(key, item)}=<value>" for item in missing)
+    return f"{sentence}; type {typed}, or {_options(key.partition('.')[0])}"
 
 
 def _unknown_sentence(key: str, node: Node, unknown: list[str], free: list[str]) -> str:

@@ -157,13 +157,13 @@ class Classification(Task):
 @describes("lockstep.tasks.multi_label.MultiLabel", "task/multi_label")
 @dataclass
 class TaskWithCounts(Task):
-    classes: int = number("Classes, or labels, that are counted.", min=1, example=10)
+    classes: int | None = number("Classes, or labels, that are counted; null: as the data has.", min=1, example=10)
 
 
 @describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
 @dataclass
 class ClassificationF1(Classification):
-    classes: int = number("Classes that are counted.", min=1, example=10)
+    classes: int | None = number("Classes that are counted; null: as the data has.", min=1, example=10)
 
 
 @describes("lockstep.tasks.segmentation.Segmentation", "task/segmentation")

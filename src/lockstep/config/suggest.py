@@ -21,6 +21,11 @@ ALIASES = {
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",
 }
+# Names that other launchers have for the ranks on a machine. `launch.ranks` is a key of launch=dry.
+RANK_COUNTS = frozenset({"ranks", "num_ranks", "procs", "nprocs", "nproc", "num_procs", "num_processes", "processes"})
+RANK_COUNTS |= {"world_size", "workers", "num_workers", "devices", "num_devices", "gpus", "num_gpus", "n_gpus"}
+# Groups in which a class of the user's own, or an option of theirs, may take any key.
+OWN_CLASSES = frozenset({"model", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode"})
 DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo"}
 ALL_KEYS = "python src/train.py --cfg job to see all keys"
 ALL_HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
@@ -61,6 +66,13 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
     renamed = renamed_key(key, value)
     if renamed is not None:
         return renamed
+    group, _, name = key.partition(".")
+    if group == "launch" and name in RANK_COUNTS and chosen.get("launch") != "dry":
+        launcher = "" if "launch.nproc_per_node" in keys else "launch=torchrun "
+        typed = "<value>" if value is None else value
+        return f"{key} is no key of this config; type {launcher}launch.nproc_per_node={typed}"
+    if group in OWN_CLASSES and chosen.get(group) not in (None, *GROUPS[group]):
+        return f"{key} is no key of this config; type +{key}={value or '<value>'} if your class takes it"
     other_options = _key_of_other_options(key, value, chosen)
     if other_options is not None:
         return other_options

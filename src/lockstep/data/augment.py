@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.nested import map_tensors
+from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class Augment:
         return torch.cat([shifts, flips], dim=1)
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
-        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0."""
+        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0.
+
+        Raises ConfigError for samples that are no images.
+        """
+        require_images(images, "dataset.augment", "dataset.augment.pad=0 dataset.augment.flip=false")
         if not self.pad:  # whole rows are copied, which takes a twentieth of the time of looking up each pixel
             as_they_are_and_flipped = torch.cat([images, images.flip(3)])
             return as_they_are_and_flipped.index_select(0, plan[:, 2] * len(images) + _numbers(images))
@@ -53,6 +58,14 @@ class Augment:
             return self(target.flatten(1, -3) if target.dim() > 3 else target[:, None], plan).reshape(target.shape)
 
         return map_tensors(moved, targets)
+
+
+def require_images(inputs: Any, what: str, advice: str) -> None:
+    """Raise ConfigError if `inputs` are not one tensor (N, C, H, W). what: is for images. advice: what to type."""
+    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+        return
+    found = f"the shape {list(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "several inputs"
+    raise ConfigError(f"{what} is for images (channels, height, width), and the samples have {found}; type {advice}")
 
 
 def _numbers(images: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.data.augment import require_images
 from lockstep.data.partition import generator
 from lockstep.errors import ConfigError
 
@@ -75,6 +76,7 @@ class CutMix(BatchTransform):
         return torch.cat([ratio, centre]).expand(count, 3)
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        require_images(inputs, "CutMix", "dataset.batch_transforms=[]")
         ratio, row, column = plan[0].tolist()
         height, width = inputs.shape[2:]
         half = 0.5 * (1 - ratio) ** 0.5
@@ -106,6 +108,7 @@ class RandomErasing(BatchTransform):
         return torch.stack([erased, height, width, drawn[:, 3] * (1 - height), drawn[:, 4] * (1 - width)], dim=1)
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        require_images(inputs, "RandomErasing", "dataset.batch_transforms=[]")
         erased, height, width, top, left = (column[:, None] for column in plan.to(inputs.device).unbind(1))
         rows = (torch.arange(inputs.shape[2], device=inputs.device) + 0.5) / inputs.shape[2]
         columns = (torch.arange(inputs.shape[3], device=inputs.device) + 0.5) / inputs.shape[3]
@@ -177,7 +180,16 @@ def draw_beta(alpha: float, generator: torch.Generator) -> Tensor:
 
 
 def mix_targets(targets: Tensor, ratio: Tensor, classes: int) -> Tensor:
-    """Targets (N + 1,) or probabilities (N + 1, classes), ratio (N,) -> probabilities (N, classes)."""
+    """Targets (N + 1,) or probabilities (N + 1, classes), ratio (N,) -> probabilities (N, classes).
+
+    Raises ConfigError for targets of another form, such as masks.
+    """
+    if not isinstance(targets, Tensor) or targets.dim() != (2 if targets.is_floating_point() else 1):
+        found = f"{targets.dtype} {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        raise ConfigError(
+            f"MixUp and CutMix mix class numbers (N,) or probabilities (N, classes), and the targets are {found}; "
+            f"type dataset.batch_transforms=[]"
+        )
     if targets.dim() == 1:
         targets = F.one_hot(targets, classes)
     probabilities = targets.to(ratio.dtype)

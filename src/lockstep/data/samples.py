@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
+from lockstep.data.collate import COLLATE_ADVICE, collate_samples, require_one_form
 from lockstep.data.labels import Labels
-from lockstep.data.nested import map_tensors
+from lockstep.data.nested import map_tensors, tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.data.random_numbers import random_states_kept, seed_all
 from lockstep.data.stream import Stream
@@ -61,7 +62,7 @@ class Samples:
     ) -> None:
         self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
         self.skips, self.labels = on_error == "skip", labels
-        self.collate_fn = collate_fn or default_collate
+        self.collate_fn = collate_fn or collate_samples
         self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
         self.named: set[int] = set()  # unreadable samples that the log has named
 
@@ -114,7 +115,9 @@ class Samples:
             else:
                 sample = self.stream.read(epoch, number)
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
-            for transform in self.transforms:
+            if sample is None and self.skips:
+                raise ValueError("__getitem__ returned None")
+            for transform in self.transforms if sample is not None else ():
                 sample = apply_transform(transform, sample)
         except ConfigError:
             raise
@@ -138,7 +141,9 @@ class Samples:
         """(inputs, targets) of the kept samples. A sentence for the user is returned, since a worker cannot raise it
         without a traceback around it."""
         try:
-            inputs, targets = split_batch(self.collate_fn(read.samples), self.name)
+            inputs, targets = split_batch(self._batch(read), self.name)
+            if next(tensors_in(targets), None) is None:
+                raise ConfigError(wrong_target(read.numbers[0], targets, self.name))
             if self.labels is not None:
                 self.labels.check(read.numbers, targets)
         except ConfigError as error:
@@ -146,6 +151,24 @@ class Samples:
         if read.kept == 0:
             inputs, targets = (map_tensors(lambda tensor: tensor[:0], value) for value in (inputs, targets))
         return inputs, targets
+
+    def _batch(self, read: Read) -> Any:
+        """What collate_fn makes of the samples. Raises ConfigError for samples that are None, or of different forms."""
+        try:
+            return self.collate_fn(read.samples)
+        except Exception:
+            if self.collate_fn is collate_samples:
+                require_one_form(read.numbers, read.samples, self.name)
+            raise
+
+
+def wrong_target(number: int, targets: Any, name: str) -> str:
+    """The sentence for targets without a tensor, such as text, which default_collate leaves as it is."""
+    first = repr(targets[0] if isinstance(targets, tuple | list) and targets else targets)[:40]
+    return (
+        f"sample {number} of the {name} has the target {first}, and a number or a tensor is wanted; return one from "
+        f"__getitem__, such as its place in a list of all classes, or {COLLATE_ADVICE}"
+    )
 
 
 def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
@@ -183,18 +206,18 @@ def split_batch(batch: Any, name: str) -> tuple[Any, Any]:
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    advice = "type dataset.collate_fn._target_=<module>.<function> for a function that makes (inputs, targets)"
     if not isinstance(batch, Mapping):
         found = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"one {type(batch).__name__}"
         raise ConfigError(
             f"a sample of the {name} has {found}, and (inputs, target) is wanted, where inputs may be a tuple or a "
-            f"dict; return such a pair from __getitem__, or {advice}"
+            f"dict; return such a pair from __getitem__, or {COLLATE_ADVICE}"
         )
     keys = [key for key in TARGET_KEYS if key in batch]
     if len(keys) != 1:
         raise ConfigError(
-            f"a sample of the {name} is a dict of {', '.join(map(str, batch))}, and one key named "
-            f"{', '.join(TARGET_KEYS[:-1])} or {TARGET_KEYS[-1]} is wanted; rename the target's key, or {advice}"
+            f"a sample of the {name} is a dict of {', '.join(map(str, batch))}, and one key "
+            f"named {', '.join(TARGET_KEYS[:-1])} or {TARGET_KEYS[-1]} is wanted; rename the target's key, "
+            f"or {COLLATE_ADVICE}"
         )
     inputs = {key: value for key, value in batch.items() if key != keys[0]}
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), batch[keys[0]]

@@ -3,10 +3,13 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import write_output
+from lockstep.modes.output import require_folder, write_output
+
+if TYPE_CHECKING:
+    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,9 @@ class Evaluate(Mode):
 
     def __init__(self, snapshot: str, split: str, file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
+
+    def validate(self, job: "JobSpec") -> None:
+        require_folder(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
         """Returns {metric: mean over all samples}, the same on every rank."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import cannot_write
+from lockstep.modes.output import cannot_write, require_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,7 @@ class Export(Mode):
         self.snapshot, self.format, self.file = snapshot, format, file
 
     def validate(self, job: "JobSpec") -> None:
+        require_folder(self.file, "mode.file")
         missing = [name for name in NEEDS.get(self.format, ()) if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """What a mode writes: whole or not at all, by rank 0."""
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,6 +38,12 @@ def _write(path: Path, text: Iterable[str], key: str) -> str | None:
         temporary.unlink(missing_ok=True)
         raise
     return None
+
+
+def require_folder(file: str | None, key: str) -> None:
+    """Raise ConfigError if `file` would be in a folder that does not exist. key: the option that names the file."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise ConfigError(cannot_write(Path(file), FileNotFoundError(errno.ENOENT, file), key))
 
 
 def cannot_write(path: Path, error: OSError, key: str) -> str:

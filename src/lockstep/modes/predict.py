@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import write_output
+from lockstep.modes.output import require_folder, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class Predict(Mode):
 
     def __init__(self, snapshot: str, split: str, file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
+
+    def validate(self, job: "JobSpec") -> None:
+        require_folder(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
@@ -63,7 +68,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
         columns = state.task.predictions(outputs) | {"truth": targets}
-        parts.append({name: values.detach().cpu() for name, values in columns.items()})
+        parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
 
     monitor.enter("evaluation")
     strategy.module.eval()
@@ -75,6 +80,11 @@ def predict(trained: TrainedRun, split: str) -> Columns:
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _beside(targets: "Tensor", values: "Tensor") -> "Tensor":
+    """Values (N, 1) as (N,) where a target is one number, so that their columns have names of one kind."""
+    return values.squeeze(1) if targets.dim() == 1 and values.shape[1:] == (1,) else values
 
 
 def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Columns:

@@ -19,8 +19,8 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"expected input\[.*\] to have \d+ channels",
         "the images have another number of channels than the model was made for",
-        "make the model for the channels of dataset.shape, or change the images in dataset.transforms, for example "
-        "with torchvision.transforms.v2.RGB or Grayscale",
+        "make the model for the channels of dataset.shape, or change the images in dataset.transforms and in "
+        "dataset.test_transforms, for example with torchvision.transforms.v2.RGB or Grayscale",
     ),
     (
         r"can't allocate memory|out of memory|MemoryError|Cannot allocate memory",

@@ -91,8 +91,9 @@ def watch_for_hangs(timeout: float | None, on_hang: str, backend_timeout: float)
 
 
 def enter(name: str) -> None:
-    """From here on the rank is in the phase `name`, one of progress_page.PHASES."""
+    """From here on the rank is in the phase `name`, one of progress_page.PHASES, and computes no training batch yet."""
     if _reporter is not None:
+        _reporter.batch = None
         _reporter.page.enter(name)
 
 

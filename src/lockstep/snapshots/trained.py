@@ -22,6 +22,11 @@ def snapshots_to_try(resume: str | None, which: str, mode: str) -> list[Path]:
     if which == "last":
         return find_snapshots(resume, Path())
     if which != "best":
+        if not Path(which).exists():
+            raise ConfigError(
+                f"mode.snapshot={which} is neither last, best nor a file; type mode.snapshot=last, mode.snapshot=best "
+                f"or mode.snapshot={find_snapshots(resume, Path())[0]}"
+            )
         return find_snapshots(which, Path())
     folder = Path(resume).parent if Path(resume).is_file() else Path(resume)
     for path in (folder / "snapshots" / "best.pt", folder / "best.pt"):

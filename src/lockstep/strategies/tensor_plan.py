@@ -51,13 +51,17 @@ class TensorPlan:
         for pattern, style in self.entries:
             matched = [name for name in modules if fnmatchcase(name, pattern)]
             if not matched:
-                near = difflib.get_close_matches(pattern, modules[1:], 3, 0.0)
                 raise ConfigError(
-                    f"strategy.plan: the model has no {pattern}; the nearest names are {', '.join(near)}; "
+                    f"strategy.plan: the model has no {pattern}{_nearest(pattern, modules[1:])}; "
                     f"type model=gpt, or {EXAMPLE}"
                 )
             found |= dict.fromkeys(matched, style)
         return found
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(pattern, names, 3, 0.0)
+    return f"; the nearest names are {', '.join(near)}" if near else ", as it is one layer"
 
 
 def _parallel_style(style: str | ParallelStyle, layer: nn.Module) -> ParallelStyle:

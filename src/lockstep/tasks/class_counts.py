@@ -50,14 +50,17 @@ def class_scores(totals: dict[str, Tensor]) -> dict[str, float]:
     return scores
 
 
-def require_known(metrics: dict[str, str], means: tuple[str, ...], classes: int) -> None:
-    """Raise ConfigError for a metric that is neither one of `means` nor a score, of all classes or of one."""
+def require_known(metrics: dict[str, str], means: tuple[str, ...], classes: int | None) -> None:
+    """Raise ConfigError for a metric that is neither one of `means` nor a score, of all classes or of one.
+
+    classes: None if it is not known yet how many there are.
+    """
     for name in metrics:
         score = re.fullmatch(rf"({'|'.join(SCORES)})(?:_(\d+))?", name)
-        if name in means or (score and int(score[2] or 0) < classes):
+        if name in means or (score and (classes is None or int(score[2] or 0) < classes)):
             continue
         known = ", ".join([*means, *SCORES])
+        numbers = "" if classes is None else f" with a class from 0 to {classes - 1}"
         raise ConfigError(
-            f"task.metrics.{name} is not measured by this task; type one of {known}, or f1_<class> with a class "
-            f"from 0 to {classes - 1}"
+            f"task.metrics.{name} is not measured by this task; type one of {known}, or f1_<class>{numbers}"
         )

@@ -46,7 +46,8 @@ class Classification(Task):
         if not fits:
             raise ConfigError(
                 f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
-                f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; type task={_fitting(targets)}"
+                f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
+                f"type task={_other_task(outputs, targets)}"
             )
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
@@ -57,13 +58,17 @@ class Classification(Task):
         return ClassReport(share, images)
 
 
-def _fitting(targets: Tensor) -> str:
-    """The task for targets of this form."""
+def _other_task(outputs: Tensor, targets: Tensor) -> str:
+    """What to type behind `task=` for outputs and targets that are not those of a classification."""
     if targets.is_floating_point():
         return "regression for targets that are numbers"
+    if outputs.dim() == 2 and outputs.shape == targets.shape:
+        return "multi_label for targets that are labels of 0 and 1"
     if targets.dim() == 2:
-        return "language_modelling for a class number at each place of a text, or task=multi_label for labels 0 and 1"
-    return "segmentation for a class number at each pixel"
+        return "language_modelling for a class number at each place of a text"
+    if targets.dim() > 2:
+        return "segmentation for a class number at each pixel"
+    return "regression for targets that are numbers"
 
 
 def _beyond(targets: Tensor, outputs: int) -> str:

@@ -14,20 +14,21 @@ class MultiLabel(Task):
     """Binary cross entropy over logits (N, labels) and targets (N, labels) of 0 and 1, averaged over a sample's labels.
 
     accuracy: the share of right labels. all_right: of samples with all labels right. f1, precision, recall and iou: the
-    mean over the labels, or f1_<label> of one. A label is predicted where its logit is above 0.
+    mean over the labels, or f1_<label> of one. A label is predicted where its logit is above 0. classes: the labels;
+    None before the data is read, which tells how many they are.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: int | None) -> None:
         super().__init__(metrics, monitor)
         require_known(metrics, MEANS, classes)
-        self.sums = dict.fromkeys(MEANS, 1) | dict.fromkeys(COUNTS, classes)
-        self.classes = classes
+        self.sums = dict.fromkeys(MEANS, 1) | dict.fromkeys(COUNTS, classes or 0)
+        self.classes = classes or 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if outputs.shape != targets.shape or outputs.shape[1:] != (self.classes,):
             raise ConfigError(
                 f"{type(self).__name__} wants outputs and targets (N, {self.classes}), and these are "
-                f"{list(outputs.shape)} and {list(targets.shape)}; type task.classes=<labels of a sample>, "
+                f"{list(outputs.shape)} and {list(targets.shape)}; type dataset.classes=<labels of a sample>, "
                 f"or task=classification for targets that are class numbers"
             )
         logits = at_least_float32(outputs)

@@ -9,14 +9,18 @@ from lockstep.tasks.value_report import ValueReport
 
 
 class Regression(Task):
-    """Squared error over outputs and targets (N, values), averaged over the values of a sample."""
+    """Squared error over outputs and targets (N, values), averaged over the values of a sample.
+
+    Where a sample has one value, either may be (N,).
+    """
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if _is_one_value(outputs) and _is_one_value(targets):
+            outputs, targets = outputs.reshape(-1, 1), targets.reshape(-1, 1)
         if outputs.shape != targets.shape:  # torch would broadcast them, and compare each with each
             raise ConfigError(
                 f"{type(self).__name__} compares outputs and targets of one shape, and these have "
-                f"{list(outputs.shape)} and {list(targets.shape)}; "
-                f"type task=classification for targets that are classes"
+                f"{list(outputs.shape)} and {list(targets.shape)}; {_advice(targets)}"
             )
         loss = F.mse_loss(at_least_float32(outputs), targets, reduction="none").flatten(1).mean(1).sum()
         return loss, {"loss": loss}
@@ -26,3 +30,14 @@ class Regression(Task):
 
     def report(self, share: Share, images: int) -> Report | None:
         return ValueReport(share)
+
+
+def _is_one_value(values: Tensor) -> bool:
+    """Whether these are one value a sample: (N,) or (N, 1)."""
+    return values.dim() in (1, 2) and values.shape[1:].numel() == 1
+
+
+def _advice(targets: Tensor) -> str:
+    if targets.is_floating_point():
+        return f"type model._target_=<a net with outputs {['N', *targets.shape[1:]]}>".replace("'", "")
+    return "type task=classification for targets that are classes"

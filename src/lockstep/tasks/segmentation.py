@@ -13,14 +13,14 @@ class Segmentation(Task):
 
     ignored_label: pixels with it count nowhere. accuracy: the share of right pixels. iou (the mean over classes of
     intersection over union), f1, precision and recall come from counts over all pixels of all ranks; iou_<class> is
-    the one of a class.
+    the one of a class. classes: None before the data is read, which tells how many they are.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int, ignored_label: int) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: int | None, ignored_label: int) -> None:
         super().__init__(metrics, monitor)
         require_known(metrics, ("loss", "accuracy"), classes)
-        self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes)
-        self.classes, self.ignored_label = classes, ignored_label
+        self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes or 0)
+        self.classes, self.ignored_label = classes or 0, ignored_label
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         wanted = (targets.shape[0], self.classes, *targets.shape[1:])

@@ -28,7 +28,7 @@ class ValueReport(Report):
         numbers = range(first, first + self.share.size * len(targets), self.share.size)
         rows = [row for row, number in enumerate(numbers) if number % self.every == 0]
         slots = [numbers[row] // self.every for row in rows]
-        values = torch.stack([outputs[rows].flatten(1)[:, 0], targets[rows].flatten(1)[:, 0]], dim=1)
+        values = torch.stack([_first_values(outputs[rows]), _first_values(targets[rows])], dim=1)
         self.points[slots] = values.double()
         self.seen += len(targets)
 
@@ -40,3 +40,8 @@ class ValueReport(Report):
 
         points = [(predicted, true) for predicted, true in self.points[self.points.isfinite().all(1)].tolist()]
         return {"test/predicted_against_true": draw_points(points)} if points else {}
+
+
+def _first_values(values: Tensor) -> Tensor:
+    """(N, ...) -> (N,)."""
+    return values.flatten(1)[:, 0] if values.dim() > 1 else values

@@ -6,11 +6,13 @@ With means the numbers would change with the number of ranks.
 import inspect
 import logging
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.nested import count_samples, map_tensors
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
 
@@ -48,19 +50,24 @@ def require_one_tensor(task: Task, outputs: Any) -> None:
     )
 
 
-def require_sums(task: Task, outputs: Tensor, targets: Tensor) -> None:
+def require_sums(task: Task, outputs: Any, targets: Any) -> None:
     """Compare what `task` gives for these samples with what it gives for their halves.
 
-    Raises ConfigError for a mean. Logs a warning for what is no sum either, such as a loss that compares the samples
-    of a batch with each other. The tasks of this project have tests for it: no step of theirs waits for a GPU.
+    Raises ConfigError for a mean, and for what is not (loss, {name: sum}). Logs a warning for what is no sum either,
+    such as a loss that compares the samples of a batch with each other. The tasks of this project have tests for it: no
+    step of theirs waits for a GPU.
     """
-    count, half = len(targets), len(targets) // 2
-    if half == 0 or _is_ours(task):
+    if _is_ours(task):
         return
+    count = count_samples(targets)
+    half = count // 2
     with torch.no_grad():
         whole, first, second = (
-            _values(task, outputs[part], targets[part]) for part in (slice(None), slice(half), slice(half, None))
+            _values(task, _rows(outputs, part), _rows(targets, part))
+            for part in (slice(None), slice(half), slice(half, None))
         )
+    if half == 0:
+        return
     for name, value in whole.items():
         if _is_close(value, first[name] + second[name]):
             continue
@@ -81,8 +88,39 @@ def _is_ours(task: Task) -> bool:
     return type(task).__module__.startswith("lockstep.")
 
 
-def _values(task: Task, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    loss, sums = task(outputs, targets)
+def _require_form(task: Task, found: Any) -> None:
+    """Raise ConfigError if `found` is not what a task returns."""
+    named_sums = ", ".join(f'"{name}": <sum>' for name in task.sums)
+    name, advice = _class_name(task), f"type return loss, {{{named_sums}}}"
+    if not isinstance(found, tuple) or len(found) != 2:
+        number = f"{len(found)} values" if isinstance(found, tuple) else f"one {type(found).__name__}"
+        raise ConfigError(f"{name} returns {number}, and the loss and a dict of sums are wanted; {advice}")
+    loss, sums = found
+    if not isinstance(sums, Mapping) or "loss" not in sums:
+        what = (
+            f"a dict of {', '.join(map(str, sums)) or 'nothing'}"
+            if isinstance(sums, Mapping)
+            else f"a {type(sums).__name__}"
+        )
+        raise ConfigError(f"{name} returns {what} beside the loss, and a dict of sums is wanted; {advice}")
+    for key, value in {"loss": loss, **sums}.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{name} returns a {type(value).__name__} as its {key}, and a tensor is wanted; {advice}")
+        if value.numel() != task.sums.get(key, value.numel()):
+            raise ConfigError(
+                f"{name} returns the shape {list(value.shape)} as its {key}, and a sum over the samples is wanted; "
+                f"type {key}.sum()"
+            )
+
+
+def _rows(values: Any, part: slice) -> Any:
+    return map_tensors(itemgetter(part), values)
+
+
+def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:
+    found = task(outputs, targets)
+    _require_form(task, found)
+    loss, sums = found
     return {"loss": loss.double()} | {name: value.double() for name, value in sums.items() if name != "loss"}
 
 

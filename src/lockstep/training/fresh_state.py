@@ -10,6 +10,7 @@ from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
 from lockstep.training.nan_policy import NanPolicy
+from lockstep.training.schedulers import require_schedule
 from lockstep.training.setup import grad_scaler
 from lockstep.training.state import TrainSettings, TrainState
 
@@ -42,7 +43,7 @@ def fresh_state(
         strategy=strategy,
         optimizer=optimizer,
         initial_hyperparameters=initial,
-        scheduler=schedule(optimizer),
+        scheduler=require_schedule(schedule(optimizer), "scheduler"),
         scaler=grad_scaler(strategy.world, settings.precision),
         meter=meter,
         nan=NanPolicy(nan, strategy, meter, checks_gradients=settings.precision != "fp16"),

@@ -12,6 +12,19 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from lockstep.errors import ConfigError
+
+
+def require_schedule(made: Any, key: str) -> Any:
+    """`made`, which the function that `key` names has returned. Raises ConfigError if it is no scheduler."""
+    if callable(getattr(made, "step", None)):
+        return made
+    found = "None" if made is None else f"an object of {type(made).__name__}"
+    raise ConfigError(
+        f"{key}._target_ returns {found}, and a scheduler of torch is wanted; type return before the scheduler in that "
+        f"function, or scheduler=constant"
+    )
+
 
 def constant(optimizer: Optimizer, steps_per_epoch: int, total_steps: int) -> LambdaLR:
     """The optimizer's lr in every step."""
@@ -123,7 +136,8 @@ class AnySchedule(WithWarmup):
         warmup_epochs: float,
     ) -> None:
         self.interval = steps_per_epoch if every == "epoch" else 1
-        super().__init__(optimizer, schedule(optimizer), int(warmup_epochs * steps_per_epoch))
+        made = require_schedule(schedule(optimizer), "scheduler.schedule")
+        super().__init__(optimizer, made, int(warmup_epochs * steps_per_epoch))
 
     def move(self) -> None:
         if self.number % self.interval == 0:
