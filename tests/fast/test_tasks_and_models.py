@@ -42,7 +42,7 @@ def test_regression_sums_over_samples_and_averages_over_a_samples_values() -> No
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "advice"),
     [
-        (CLASSIFICATION, [2, 5, 9], torch.zeros(2, 5).long(), "type task=language_modelling for targets that are"),
+        (CLASSIFICATION, [2, 5, 9], torch.zeros(2, 5).long(), "type task=language_modelling for a class number"),
         (CLASSIFICATION, [2, 4], torch.zeros(2, 4).long(), "type task=multi_label for targets that are labels"),
         (CLASSIFICATION, [2, 1], torch.zeros(2), "type task=regression for targets that are numbers"),
         (REGRESSION, [2, 3], torch.zeros(2).long(), "type task=classification for targets that are classes"),

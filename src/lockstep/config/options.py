@@ -138,7 +138,6 @@ class FileLogger:
     run_dir: str = value("Folder of this run.", example="${run_dir}")
 
 
-@describes("lockstep.tasks.regression.Regression", "task/regression")
 @describes("lockstep.tasks.language_modelling.LanguageModelling", "task/language_modelling")
 @dataclass
 class Task:
@@ -148,9 +147,23 @@ class Task:
     monitor: str = value("The metric that decides which weights are the best.", example="loss")
 
 
+@describes("lockstep.tasks.regression.Regression", "task/regression")
+@dataclass
+class TaskWithOwnParts(Task):
+    loss: dict[str, Any] | None = value(
+        "A loss of your own in place of the task's.", example={"_target_": "torch.nn.HuberLoss"}
+    )
+    measures: dict[str, Any] = value("Metrics of your own, by name.", example={"mae": {"_target_": "torch.nn.L1Loss"}})
+
+
 @describes("lockstep.tasks.classification.Classification", "task/classification")
 @dataclass
-class Classification(Task):
+class Classification(TaskWithOwnParts):
+    label_smoothing: float = number("Share of a target that is spread over all classes.", min=0, below=1, example=0.1)
+
+
+@dataclass
+class SmoothedTask(Task):
     label_smoothing: float = number("Share of a target that is spread over all classes.", min=0, below=1, example=0.1)
 
 
@@ -162,7 +175,7 @@ class TaskWithCounts(Task):
 
 @describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
 @dataclass
-class ClassificationF1(Classification):
+class ClassificationF1(SmoothedTask):
     classes: int | None = number("Classes that are counted; null: as the data has.", min=1, example=10)
 
 

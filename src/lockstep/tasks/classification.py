@@ -8,6 +8,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Report, Share, Task, at_least_float32
 from lockstep.tasks.class_report import ClassReport
+from lockstep.tasks.own_parts import Function, OwnParts
 
 
 class Classification(Task):
@@ -15,11 +16,20 @@ class Classification(Task):
 
     Targets may be probabilities (N, classes), as MixUp makes them; then the most probable class is the correct one. A
     metric top<k>, such as top5, is the share of samples whose class is among the k best. label_smoothing: the share of
-    a target that is spread evenly over all classes, in training and evaluation (Szegedy et al. 2016).
+    a target that is spread evenly over all classes, in training and evaluation (Szegedy et al. 2016). loss, measures:
+    see `OwnParts`.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float) -> None:
+    def __init__(
+        self,
+        metrics: dict[str, str],
+        monitor: str,
+        label_smoothing: float,
+        loss: Function | None = None,
+        measures: dict[str, Function] | None = None,
+    ) -> None:
         super().__init__(metrics, monitor)
+        self.own = OwnParts(loss, measures)
         self.label_smoothing = label_smoothing
         self.tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top[1-9]\d*", name)}
 
@@ -36,7 +46,7 @@ class Classification(Task):
         for name, k in self.tops.items():
             best = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
             sums[name] = (best == labels.unsqueeze(1)).sum()
-        return loss, sums
+        return self.own.replace(logits, targets, loss, sums)
 
     def _require_fit(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point():

@@ -5,14 +5,25 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Report, Share, Task, at_least_float32
+from lockstep.tasks.own_parts import Function, OwnParts
 from lockstep.tasks.value_report import ValueReport
 
 
 class Regression(Task):
     """Squared error over outputs and targets (N, values), averaged over the values of a sample.
 
-    Where a sample has one value, either may be (N,).
+    Where a sample has one value, either may be (N,). loss, measures: see `OwnParts`.
     """
+
+    def __init__(
+        self,
+        metrics: dict[str, str],
+        monitor: str,
+        loss: Function | None = None,
+        measures: dict[str, Function] | None = None,
+    ) -> None:
+        super().__init__(metrics, monitor)
+        self.own = OwnParts(loss, measures)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if _is_one_value(outputs) and _is_one_value(targets):
@@ -22,8 +33,9 @@ class Regression(Task):
                 f"{type(self).__name__} compares outputs and targets of one shape, and these have "
                 f"{list(outputs.shape)} and {list(targets.shape)}; {_advice(targets)}"
             )
-        loss = F.mse_loss(at_least_float32(outputs), targets, reduction="none").flatten(1).mean(1).sum()
-        return loss, {"loss": loss}
+        values = at_least_float32(outputs)
+        loss = F.mse_loss(values, targets, reduction="none").flatten(1).mean(1).sum()
+        return self.own.replace(values, targets, loss, {"loss": loss})
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": at_least_float32(outputs)}
