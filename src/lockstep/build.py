@@ -21,6 +21,7 @@ from lockstep.distributed.same_input import require_same_code, require_same_conf
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
 from lockstep.loggers.base import LoggerList
+from lockstep.models.lazy_layers import give_shapes, has_lazy_layers
 from lockstep.models.weights_from_data import WeightsFromData
 from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
@@ -83,7 +84,10 @@ def model_and_data(
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
-    """Give a model whose first weights depend on the training data the samples that it wants."""
+    """Give a model whose first weights, or their shapes, depend on the training data the samples that it wants."""
+    if has_lazy_layers(model):
+        inputs = BatchLoader(data, converter).raw_inputs(1)
+        give_shapes(model, converter(converter.to_device(inputs), ())[0])
     if isinstance(model, WeightsFromData):
         inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted)
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])

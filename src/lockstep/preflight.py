@@ -17,6 +17,7 @@ from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
+from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.snapshots.files import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
@@ -148,4 +149,5 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
         return
-    strategy.validate_model(model, world_size)
+    if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
+        strategy.validate_model(model, world_size)

@@ -138,6 +138,10 @@ def test_a_class_that_does_not_fit_its_node_is_refused(typed: str, said: str) ->
     assert said in str(answer(*typed.split()))
 
 
+def test_a_model_whose_shapes_come_from_the_data_passes_the_checks_before_it() -> None:
+    accepted("model._target_=support.models.lazy_layers", "strategy=fsdp", "optimizer=adamw", "launch=fork")
+
+
 def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
     cfg = accepted("optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov", "~optimizer.fused")
     options = {key: value for key, value in cfg.optimizer.items() if key not in KEPT_BACK["optimizer"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, wait_for
 
 
 def assert_refused(run: Command, *said: str) -> None:
@@ -66,6 +66,43 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, t
     (tmp_path / "conf" / "dataset" / "own.yaml").write_text(text)
     run = train("--config-dir=conf", "dataset=own", "launch=fork", code=2)
     assert_refused(run, "conf/dataset/own.yaml, line ", said)
+
+
+CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.batch_transforms.CutMix,alpha:1.0,classes:2}]"
+
+
+@pytest.mark.parametrize("launch", ["env", "fork"])
+@pytest.mark.parametrize(
+    ("data", "typed", "said"),
+    [
+        ("Words", [], "has the target 'cat', and a number or a tensor is wanted; return one from"),
+        (
+            "Ragged",
+            [],
+            ", and a batch wants one shape; type dataset.collate_fn='{_target_:<module>.<function>,",
+        ),
+        (
+            "Gone",
+            [],
+            "sample 5 of the training data is None; return (inputs, target) from __getitem__, or type",
+        ),
+        ("Named", ["dataset.augment.flip=true"], "type dataset.augment.pad=0 dataset.augment.flip=false"),
+        (
+            "Named",
+            [CUT_MIX],
+            "CutMix is for images (channels, height, width), and the samples have the shape [4];",
+        ),
+    ],
+    ids=["text", "lengths", "none", "flip", "cutmix"],
+)
+def test_own_data_that_cannot_be_trained_on_is_one_sentence(train, tmp_path, data, typed, said, launch):
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    nodes = "".join(f"{half}: {{_target_: support.own_data.{data}}}\n" for half in ("train", "test"))
+    (tmp_path / "conf" / "dataset" / "own.yaml").write_text(f"{nodes}classes: 2\n")
+    words = ["--config-dir=conf", "dataset=own", "model=linear", f"launch={launch}", *typed]
+    run = train(*words, code=2, PYTHONPATH=ROOT / "tests")
+    assert said in run.sentence
+    assert "Traceback" not in run.output
 
 
 def test_a_model_that_does_not_exist_is_refused_by_a_plain_run_too(train):

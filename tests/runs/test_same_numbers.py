@@ -15,6 +15,13 @@ BASE = ["trainer.epochs=2", "trainer.batch_size=61", "trainer.precision=fp64", "
 RUNS = {
     "sync_bn": ["sync_bn=on", "dataset.augment.pad=1", "dataset.augment.flip=true"],
     "accumulation": ["sync_bn=on", "trainer.gradient_accumulation_steps=3", "optimizer=adamw"],
+    "lazy": ["model._target_=support.models.lazy_layers", "sync_bn=on"],
+    "lazy in parts": [
+        "model._target_=support.models.lazy_layers",
+        "sync_bn=on",
+        "strategy=fsdp",
+        "optimizer.fused=false",
+    ],
     "mlp": ["model=mlp", "trainer.max_grad_norm=0.5", "scheduler=one_cycle", "trainer.ema=0.9"],
 }
 

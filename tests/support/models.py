@@ -60,6 +60,11 @@ def float_digits(train: bool) -> InMemoryDataset:
     return InMemoryDataset(images.samples.double() / 255, images.targets)
 
 
+def lazy_layers(shape: list[int], classes: int) -> nn.Sequential:
+    """Layers that get their shapes from the first samples."""
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))
+
+
 def watched_layers(shape: list[int], classes: int, width: int, depth: int, dropout: float) -> nn.Sequential:
     """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
     middle = [nn.Linear(width, width) for _ in range(depth)]

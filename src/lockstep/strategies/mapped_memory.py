@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 LARGE = 2**25  # bytes
 
@@ -43,5 +44,5 @@ def parameters_on_disk() -> Iterator[None]:
 
 
 def _move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if parameter is not None and parameter.untyped_storage().filename is None:
+    if parameter is not None and not is_lazy(parameter) and parameter.untyped_storage().filename is None:
         parameter.data = on_disk(parameter.data)
