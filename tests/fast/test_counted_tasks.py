@@ -164,7 +164,7 @@ def test_a_metric_that_is_not_measured_is_refused(name: str) -> None:
 
 
 def test_top_k_counts_among_as_many_classes_as_there_are() -> None:
-    task = Classification(asked("top3", "top9"), "loss", 0.0)
+    task = Classification(asked("top3", "top9"), "loss", 0.0, None, {})
     outputs, targets = data("classification")
     sums = task(outputs, targets)[1]
     assert sums["top9"] == SAMPLES
@@ -193,11 +193,11 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     outputs, targets = data("classification")
     for number in (SAMPLES, 2):
         with pytest.raises(ConfigError, match="Means returns a mean as its loss.* return a sum over samples"):
-            require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:number], targets[:number])
-    require_sums(Means(asked("accuracy"), "loss", 0.0), outputs[:1], targets[:1])
+            require_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:number], targets[:number])
+    require_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:1], targets[:1])
     require_sums(classification(), outputs, targets)
     assert not caplog.records
-    require_sums(Compares(asked("accuracy"), "loss", 0.0), outputs, targets)
+    require_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}), outputs, targets)
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
 
 

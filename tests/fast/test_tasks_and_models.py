@@ -14,11 +14,12 @@ from lockstep.models.toy_parallel import toy_parallel
 from lockstep.strategies.layer_groups import layer_groups
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.own_parts import Function
 from lockstep.tasks.regression import Regression
 from support.configs import composed
 
-CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0)
-REGRESSION = Regression({"loss": "min"}, "loss")
+CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {})
+REGRESSION = Regression({"loss": "min"}, "loss", None, {})
 
 
 def test_classification_sums_cross_entropy_and_right_answers() -> None:
@@ -71,7 +72,7 @@ def test_metrics_say_whether_more_is_better() -> None:
         with pytest.raises(ConfigError, match="type objective=test/loss or objective=test/accuracy"):
             CLASSIFICATION.mode(objective)
     with pytest.raises(ConfigError, match="type task.monitor=loss"):
-        Regression({"loss": "min"}, "accuracy")
+        Regression({"loss": "min"}, "accuracy", None, {})
 
 
 def layers(model: nn.Module) -> list[tuple[int, ...]]:
@@ -130,3 +131,20 @@ def test_a_data_set_brings_its_task(dataset: str, task: str, monitor: str) -> No
     cfg = composed(f"dataset={dataset}", "model=mlp")
     assert cfg.task._target_.endswith(task)
     assert cfg.objective == f"test/{monitor}"
+
+
+@pytest.mark.parametrize("loss", [nn.HuberLoss(), F.huber_loss])
+def test_a_loss_of_the_user_s_counts_each_sample_by_its_mean(loss: Function) -> None:
+    task = Regression({"loss": "min", "mae": "min"}, "loss", loss, {"mae": nn.L1Loss()})
+    outputs, targets = torch.randn(8, 3), torch.randn(8, 3)
+    total, sums = task(outputs, targets)
+    assert torch.allclose(total, 8 * F.huber_loss(outputs, targets))
+    assert torch.allclose(sums["mae"], 8 * F.l1_loss(outputs, targets))
+    first, second = (task(outputs[half], targets[half])[0] for half in (slice(4), slice(4, 8)))
+    assert torch.allclose(total, first + second)
+
+
+def test_a_loss_of_the_user_s_that_is_a_mean_is_refused() -> None:
+    task = Regression({"loss": "min"}, "loss", lambda outputs, targets: (outputs - targets).abs().mean(), {})
+    with pytest.raises(ConfigError, match=r"task.loss gives the shape \[\] for 8 samples.* return \[8\], or type"):
+        task(torch.randn(8, 3), torch.randn(8, 3))

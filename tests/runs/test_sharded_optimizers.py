@@ -29,7 +29,7 @@ def fresh(name: str, world: World) -> TrainState:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     strategy.setup(model, world, GradientSync())
     optimizer = getattr(torch.optim, name)(strategy.module.parameters(), lr=0.05, **OPTIONS.get(name, {}))
-    return fresh_state(TrainSettings(epochs=1), Regression({"loss": "min"}, "loss"), strategy, optimizer)
+    return fresh_state(TrainSettings(epochs=1), Regression({"loss": "min"}, "loss", None, {}), strategy, optimizer)
 
 
 def take(state: TrainState, steps: range) -> None:

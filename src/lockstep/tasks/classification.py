@@ -25,8 +25,8 @@ class Classification(Task):
         metrics: dict[str, str],
         monitor: str,
         label_smoothing: float,
-        loss: Function | None = None,
-        measures: dict[str, Function] | None = None,
+        loss: Function | None,
+        measures: dict[str, Function],
     ) -> None:
         super().__init__(metrics, monitor)
         self.own = OwnParts(loss, measures)

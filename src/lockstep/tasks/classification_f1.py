@@ -14,7 +14,7 @@ class ClassificationF1(Classification):
     """
 
     def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float, classes: int | None) -> None:
-        super().__init__(metrics, monitor, label_smoothing)
+        super().__init__(metrics, monitor, label_smoothing, None, {})
         self.classes = classes or 0
         self.means = ("loss", "accuracy", *self.tops)
         require_known(metrics, self.means, classes)

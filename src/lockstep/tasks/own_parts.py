@@ -19,9 +19,9 @@ class OwnParts:
     rank's samples could not be added.
     """
 
-    def __init__(self, loss: Function | None, measures: Mapping[str, Function] | None) -> None:
+    def __init__(self, loss: Function | None, measures: Mapping[str, Function]) -> None:
         self.loss = None if loss is None else _unreduced(loss)
-        self.measures = {name: _unreduced(function) for name, function in (measures or {}).items()}
+        self.measures = {name: _unreduced(function) for name, function in measures.items()}
 
     def replace(
         self, outputs: Tensor, targets: Tensor, loss: Tensor, sums: dict[str, Tensor]

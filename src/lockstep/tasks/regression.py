@@ -19,8 +19,8 @@ class Regression(Task):
         self,
         metrics: dict[str, str],
         monitor: str,
-        loss: Function | None = None,
-        measures: dict[str, Function] | None = None,
+        loss: Function | None,
+        measures: dict[str, Function],
     ) -> None:
         super().__init__(metrics, monitor)
         self.own = OwnParts(loss, measures)
