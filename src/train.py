@@ -197,8 +197,9 @@ def fit(
             if state.update_best(tested[objective], state.task.mode(cfg.objective)):
                 snapshots.save("best")
         best = {} if progress.best is None else {objective: progress.best}
-        speed = trained.samples_per_second
-        summary = EpochSummary(trained.epoch, epochs, progress.step, metrics, speed, best, progress.best_step)
+        speed, counted = trained.samples_per_second, trained.counted_per_second
+        step, best_step = progress.step, progress.best_step
+        summary = EpochSummary(trained.epoch, epochs, step, metrics, speed, best, best_step, counted)
         loggers.on_epoch_end(summary)
         snapshots.after_epoch()
         state.note(None)

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.classification_f1 import ClassificationF1
+from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation
 from lockstep.training.first_batch import require_sums
@@ -147,6 +148,15 @@ def test_outputs_that_do_not_fit_are_refused_with_both_shapes() -> None:
             make_task()(outputs, targets)
         assert str(list(outputs.shape)) in str(refused.value)
         assert str(list(targets.shape)) in str(refused.value)
+
+
+def test_predictions_are_classes_labels_pixels_and_tokens() -> None:
+    outputs = torch.randn(4, CLASSES)
+    found = multi_label().predictions(outputs)
+    assert torch.equal(found["prediction"], (found["probability"] > 0.5).long())
+    assert segmentation().predictions(torch.randn(4, CLASSES, 3, 2))["prediction"].shape == (4, 3, 2)
+    tokens = LanguageModelling({"loss": "min"}, "loss").predictions(outputs[None])["prediction"]
+    assert torch.equal(tokens, classification().predictions(outputs)["prediction"][None])
 
 
 def test_a_class_that_the_model_has_no_output_for_is_a_sentence() -> None:

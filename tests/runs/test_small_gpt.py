@@ -1,5 +1,7 @@
 """The small GPT has one process's numbers under every strategy, and where few tokens of a batch count."""
 
+import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,13 @@ def test_uneven_ignored_labels_have_the_mean_over_tokens_at_any_number_of_ranks(
     assert losses["two"] == pytest.approx(losses["alone"], rel=1e-12)
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "two")) < 1e-12
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "accumulated")) < 1e-12
+
+
+def test_the_speed_is_told_in_tokens_too(tmp_path: Path) -> None:
+    in_world(1, train_all, [composed(*small_gpt(tmp_path, "logger=[csv,console]", f"run_dir={tmp_path / 'run'}"))])
+    speeds: dict[str, list[float]] = {}
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        for row in csv.DictReader(file):
+            speeds.setdefault(row["tag"], []).append(float(row["value"]))
+    assert speeds["speed/tokens_per_s"] == pytest.approx([8 * value for value in speeds["speed/samples_per_s"]])
+    assert re.search(r"epoch 2/2 .* \d+ samples/s   \d+ tokens/s", (tmp_path / "run" / "train.log").read_text())

@@ -67,6 +67,7 @@ class EpochSummary:
     epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
     mean over all samples; "test" is missing if the epoch had no evaluation. samples_per_second: of training, over all
     ranks. best: {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one. best_step: its step.
+    counted_per_second: of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
     """
 
     epoch: int
@@ -76,10 +77,12 @@ class EpochSummary:
     samples_per_second: float
     best: dict[str, float] = field(default_factory=dict)
     best_step: int | None = None
+    counted_per_second: dict[str, float] = field(default_factory=dict)
 
     def tagged_metrics(self) -> dict[str, float]:
         """{"speed/samples_per_s": ..., "train/loss": ..., "test/loss": ...}: all numbers, as `log_metrics` has them."""
         tagged = {"speed/samples_per_s": self.samples_per_second}
+        tagged |= {f"speed/{name}_per_s": speed for name, speed in self.counted_per_second.items()}
         groups = self.metrics | {"best": self.best} if "test" in self.metrics else self.metrics
         for group, means in groups.items():
             for name, value in means.items():

@@ -73,7 +73,7 @@ def layout(run: RunInfo) -> Layout:
         "gradient norm": _lines("train/grad_norm"),
     }
     speed = {
-        "samples per second": _lines("speed/samples_per_s"),
+        "samples per second": _lines("speed/(samples|tokens)_per_s"),
         "step time (ms)": _lines("speed/step_ms"),
         "parts of a step (ms)": _lines("time/.*_ms", "profile/.*_ms"),
     }

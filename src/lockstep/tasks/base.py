@@ -51,7 +51,10 @@ class Task:
     monitor: the metric that decides which weights are the best ones. Raises ConfigError if it is not in `metrics`.
     sums: an attribute, {name: number of values} of what a call returns. By default one value for each metric. A task
     whose metrics are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
+    counts: what `count` counts, in the plural.
     """
+
+    counts = "samples"
 
     def __init__(self, metrics: dict[str, str], monitor: str) -> None:
         if monitor not in metrics:
@@ -80,7 +83,7 @@ class Task:
         return {name: total.item() / max(count, 1) for name, total in totals.items()}
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
-        """{column: (N,) or (N, values)}: what mode=predict writes of the outputs (N, ...)."""
+        """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
         return {"output": outputs}
 
     def report(self, share: Share, images: int) -> Report | None:

@@ -18,6 +18,8 @@ class LanguageModelling(Task):
     A mean is over the tokens of the whole global batch, those with the label -100 left out.
     """
 
+    counts = "tokens"
+
     def __init__(self, metrics: dict[str, str], monitor: str) -> None:
         super().__init__(metrics, monitor)
         self.sums = {"loss": 1}
@@ -36,6 +38,10 @@ class LanguageModelling(Task):
     def count(self, targets: Tensor) -> Tensor:
         """The tokens that are not ignored, 0-d."""
         return (targets != IGNORED).sum()
+
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        """The most probable next token at each place."""
+        return {"prediction": outputs.argmax(-1)}
 
     def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
         loss = totals["loss"].item() / max(count, 1)

@@ -39,6 +39,9 @@ class MultiLabel(Task):
         sums = {"loss": loss, "accuracy": right.to(logits).mean(1).sum(), "all_right": right.all(1).sum()}
         return loss, sums | {name: labels.sum(0) for name, labels in counts.items()}
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": (outputs > 0).long(), "probability": at_least_float32(outputs).sigmoid()}
+
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
         found = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
         return {name: found[name] for name in self.metrics}

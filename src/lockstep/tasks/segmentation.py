@@ -39,6 +39,9 @@ class Segmentation(Task):
         labels = numbers.masked_fill(numbers == self.ignored_label, -1)
         return loss, {"loss": loss} | class_counts(outputs.argmax(dim=1), labels, self.classes)
 
+    def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
+        return {"prediction": outputs.argmax(1)}
+
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
         found = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
         found["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()

@@ -29,12 +29,14 @@ class EpochLogger(Protocol):
 class TrainedEpoch:
     """epoch: counted from 1. means: {metric: mean over the epoch's samples}.
 
-    samples_per_second: over all ranks, without the first step of this process.
+    samples_per_second: over all ranks, without the first step of this process. counted_per_second: the same of what the
+    task counts, such as {"tokens": 8192.0}; empty if it counts samples.
     """
 
     epoch: int
     means: dict[str, float]
     samples_per_second: float
+    counted_per_second: dict[str, float]
 
 
 class FirstStep:
@@ -76,7 +78,7 @@ class EpochTrainer:
                 self.roll_back(error)
 
     def _train(self) -> TrainedEpoch:
-        progress, start = self.state.progress, time.perf_counter()
+        progress, start, samples_before = self.state.progress, time.perf_counter(), self.state.progress.samples
         has_first_step = self.first_step.samples == 0
         epoch = progress.epoch + 1
         monitor.epoch_starts(epoch)
@@ -89,4 +91,6 @@ class EpochTrainer:
             start, timed = self.first_step.ended, samples - self.first_step.samples
         samples_per_second = timed / (time.perf_counter() - start)
         self.logger.log_metrics(self.state.strategy.epoch_metrics(), progress.step)
-        return TrainedEpoch(epoch, means, samples_per_second)
+        name, meter = self.state.task.counts, self.state.meter
+        counted = {name: samples_per_second * meter.counted / (samples_before + samples)} if name != "samples" else {}
+        return TrainedEpoch(epoch, means, samples_per_second, counted)

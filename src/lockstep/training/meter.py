@@ -30,6 +30,7 @@ class Meter:
         self.reported = torch.zeros_like(self.sums)
         self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
+        self.counted = 0  # over all ranks, at the last `means`
 
     def clear(self) -> None:
         """Start again from zero."""
@@ -92,7 +93,9 @@ class Meter:
 
     def means(self) -> dict[str, float]:
         """{metric: its value over every sample of every rank}. A collective."""
-        return self._means(self.totals())
+        totals = self.totals().cpu()
+        self.counted = int(totals[-1])
+        return self._means(totals)
 
     def means_since_last(self, beside: Tensor | None = None) -> dict[str, float]:
         """The metrics of what was added since the last call, over all ranks. beside: see `totals`. A collective."""
