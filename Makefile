@@ -13,7 +13,7 @@ BENCH := $(VENV)/.ready-bench
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill faults fuzz promise pairs screenshots coverage clean
+.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -82,6 +82,9 @@ screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs
 
 drill: $(DEV) ## the long drills, with a table of what was broken on purpose
 	$(PYTHON) -m pytest -q $(WHOLE) -m drill tests/drills $(ARGS)
+
+matrices: $(DEV) ## every fault under every launcher, every hang, every signal at every moment
+	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all $(PYTHON) -m pytest -q $(WHOLE) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py $(ARGS)
 
 faults: $(DEV) ## every fault of docs/failures.md, with the same table
 	$(PYTHON) -m pytest -q $(WHOLE) -m fault tests $(ARGS)
