@@ -60,7 +60,7 @@ def test_a_signal_stops_the_jobs_of_a_launcher_of_hydra(start, launcher):
     run.finish(75)
     assert set(states(run.cwd / "s")) == {"stopped"}
     assert "stopped early" in (run.cwd / "s" / "0_seed=1" / "train.log").read_text()
-    assert not processes_of(run.process.pid)
+    wait_for(lambda: not processes_of(run.process.pid), "end of joblib's helper process", 5)
 
 
 def test_a_launcher_whose_worker_is_killed_leaves_the_rows_as_their_runs_are(start):

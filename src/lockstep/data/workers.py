@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError
 
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
+END_SECONDS = 1.0  # after the end of its connection a worker ends, if it was killed
 
 
 class Source(Protocol):
@@ -78,7 +79,8 @@ class DatasetReader:
                 inputs, targets = loaded
                 yield inputs, targets
         except (ConnectionError, EOFError) as error:  # of the connection to a worker, or of the data set
-            if all(worker.is_alive() for worker in self._workers):
+            ends = [worker.sentinel for worker in self._workers]
+            if not ends or not multiprocessing.connection.wait(ends, END_SECONDS):
                 raise
             raise RuntimeError("DataLoader worker exited while it passed on a batch") from error
 
