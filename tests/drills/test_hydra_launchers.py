@@ -83,7 +83,8 @@ SWEEPER = os.environ.get("LOCKSTEP_OPTUNA_SWEEPER")  # its folder: it wants an O
 @pytest.mark.skipif(SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper")
 def test_optuna_looks_for_the_best_accuracy(start):
     trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
-    words = ["optimizer.lr=interval(0.0001,0.1)", "model=linear", "trainer.max_steps=2"]
+    trials += ["hydra.sweeper.sampler.seed=1"]
+    words = ["optimizer.lr=interval(0.0001,0.1)", "model=linear", "trainer.max_steps=20"]
     run = start(*PYTHON_TRAIN, "-m", *trials, *words, PYTHONPATH=SWEEPER).finish()
     accuracies = [float(value) for value in column(run.cwd / "s", "objective")]
     assert "Directions: ['maximize']" in run.output

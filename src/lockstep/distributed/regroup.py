@@ -131,13 +131,16 @@ class Member:
         # The others end their step, or their evaluation, before they meet the new rank.
         longest = math.inf if newcomer else timeout.total_seconds()
         addresses = self._exchange("address", dist._get_reconfigure_handle(), longest)
-        before = _sockets()
+        before, usual_timeout = _sockets(), self.store.timeout
+        # gloo takes this time to connect, and the store's own to wait for the other ranks' keys.
+        self.store.set_timeout(self.wait)
         try:
             dist._reconfigure(uuid=self.generation.number, handles=addresses, timeout=self.wait).wait()
         except RuntimeError as error:
             self.wait = min(2 * self.wait, LONGEST_WAIT)
             raise ConnectionError(f"the ranks could not be connected: {error}") from None
         finally:
+            self.store.set_timeout(usual_timeout)
             self.connections = dict(_sockets().items() - before.items())
         # A rank that was stopped can connect to others that have given up: it must not wait for them in a collective.
         self._exchange("met", "", timeout.total_seconds())
