@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from lockstep.data.samples import Samples
 from lockstep.data.workers import DatasetReader
+from lockstep.monitor.death_causes import explain_exception
 from support.commands import ROOT, children, wait_for
 
 HANGS = 77
@@ -85,6 +87,48 @@ def test_closing_ends_a_worker_that_hangs_and_raises_nothing(reader):
     reader.close()
     assert not Path(f"/proc/{worker}").exists()
     time.sleep(0.1)  # torch's handler of SIGCHLD would raise its error here
+
+
+def test_a_worker_that_dies_is_an_error_for_its_reader_only(reader):
+    """torch raises it in a handler of signals: here while a thread starts, whose lock would stay locked."""
+    passing = reader.read([[number] for number in range(40)])
+    worker = int(next(passing)[1])
+    os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        thread = threading.Thread(target=time.monotonic)
+        thread.start()
+        thread.join()
+    with pytest.raises(RuntimeError, match="killed by signal"):
+        list(passing)
+
+
+def test_a_worker_that_dies_while_it_passes_on_a_batch_is_named(reader, monkeypatch):
+    """Its connection can end before its process does."""
+    passing = reader.read([[0], [HANGS]])
+    worker = int(next(passing)[1])
+    (hanging,) = {process.pid for process in reader._workers} - {worker}
+
+    def end_early(timeout: float = 1) -> None:
+        os.kill(hanging, signal.SIGKILL)
+        raise ConnectionResetError("its connection ended")
+
+    monkeypatch.setattr(reader._loader._iterator, "_try_get_data", end_early)
+    with pytest.raises(RuntimeError) as caught:
+        next(passing)
+    assert explain_exception("RuntimeError", str(caught.value))[0] == "a process that loads data has ended"
+
+
+def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(reader):
+    passing = reader.read([[0], [HANGS]])
+    worker = int(next(passing)[1])
+    (hanging,) = {process.pid for process in reader._workers} - {worker}
+    timer = threading.Timer(0.5, os.kill, (hanging, signal.SIGKILL))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
+        next(passing)
+    assert time.monotonic() - begin < 2
 
 
 def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_path):

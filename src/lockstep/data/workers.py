@@ -7,9 +7,10 @@ import os
 import signal
 import stat
 import sys
+import threading
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from lockstep.errors import ConfigError
 
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
+CHECK_SECONDS = 0.5  # between two looks at the workers of a process that waits for a batch
 END_SECONDS = 1.0  # after the end of its connection a worker ends, if it was killed
 
 
@@ -60,7 +62,9 @@ class DatasetReader:
         self._workers: list[multiprocessing.process.BaseProcess] = []
         if workers:
             others = multiprocessing.active_children()
-            iter(self._loader)  # starts the workers, which wait for the first batch
+            iterator: Any = iter(self._loader)  # starts the workers, which wait for the first batch
+            iterator._try_get_data = partial(_wait_for_batch, iterator._try_get_data)
+            _hold_errors_back()
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
             self._owner = os.getpid()
             # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
@@ -89,11 +93,10 @@ class DatasetReader:
         atexit.unregister(self.close)
         if self._workers and os.getpid() != self._owner:  # a fork of their owner ends
             return
-        with _deaths_ignored():
-            for worker in self._workers:
-                worker.kill()
-            for worker in self._workers:
-                worker.join()
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.join()
         self._workers = []
 
 
@@ -107,19 +110,30 @@ class _BatchList:
         return iter(self.batches)
 
 
-@contextmanager
-def _deaths_ignored() -> Iterator[None]:
-    """Inside the block torch does not see that a worker dies. Its handler of SIGCHLD would raise an error."""
-    handler = signal.getsignal(signal.SIGCHLD)
+_waits = False  # for a batch of a worker
+_raise_error: Any = None  # torch's handler of SIGCHLD
+
+
+def _hold_errors_back() -> None:
+    """Let torch's handler of SIGCHLD raise its error about a dead worker only while this process waits for a batch.
+
+    By itself it raises anywhere: where a thread was being started, a lock stayed locked, and the rank hung.
+    """
+    global _raise_error
+    if _raise_error is None and threading.current_thread() is threading.main_thread():  # others have no handlers
+        _raise_error = signal.getsignal(signal.SIGCHLD)
+        signal.signal(signal.SIGCHLD, lambda number, frame: _raise_error(number, frame) if _waits else None)
+
+
+def _wait_for_batch(get: Callable[[float], Any], timeout: float = CHECK_SECONDS) -> Any:
+    """torch's `get` with a shorter timeout. Raises the error about a worker that is dead, or that dies meanwhile."""
+    global _waits
+    _waits = True
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError:  # handlers are the main thread's, and this is another one
-        yield
-        return
-    try:
-        yield
+        torch._C._error_if_any_worker_fails()
+        return get(timeout)
     finally:
-        signal.signal(signal.SIGCHLD, handler)
+        _waits = False
 
 
 def _prepare_worker(rank: int, number: int) -> None:

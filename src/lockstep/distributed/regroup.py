@@ -31,6 +31,7 @@ from lockstep.distributed.generations import (
     has_finished,
     read_generation,
 )
+from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
 
@@ -131,7 +132,7 @@ class Member:
         # The others end their step, or their evaluation, before they meet the new rank.
         longest = math.inf if newcomer else timeout.total_seconds()
         addresses = self._exchange("address", dist._get_reconfigure_handle(), longest)
-        before, usual_timeout = _sockets(), self.store.timeout
+        before = _sockets()
         # gloo takes this time to connect, and the store's own to wait for the other ranks' keys.
         self.store.set_timeout(self.wait)
         try:
@@ -140,7 +141,7 @@ class Member:
             self.wait = min(2 * self.wait, LONGEST_WAIT)
             raise ConnectionError(f"the ranks could not be connected: {error}") from None
         finally:
-            self.store.set_timeout(usual_timeout)
+            self.store.set_timeout(STORE_TIMEOUT)
             self.connections = dict(_sockets().items() - before.items())
         # A rank that was stopped can connect to others that have given up: it must not wait for them in a collective.
         self._exchange("met", "", timeout.total_seconds())

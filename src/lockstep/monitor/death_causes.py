@@ -55,7 +55,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy.find_unused_parameters=true",
     ),
     (
-        r"DataLoader worker .* (killed|exited)",
+        r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type dataset.workers=0 to see its error here",
     ),
