@@ -27,6 +27,7 @@ from lockstep import cli
 from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.arguments import check_arguments
 from lockstep.config.instantiate import instantiate, instantiate_as
+from lockstep.config.targets import names_own_code
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
 from lockstep.launchers.base import Launcher
@@ -74,9 +75,11 @@ def run(cfg: DictConfig) -> Any:
     from lockstep.preflight import preflight
 
     postpone_dynamo()
-    wait_for_turn()
+    if names_own_code(cfg):  # which may not run beside another job of a sweep
+        wait_for_turn()
     preflight(cfg, launcher)
     cli.collect_garbage()
+    wait_for_turn()
     if not mode.trains:
         return launcher.launch(mode_worker, cfg, record)
     if launcher.recovers_live:

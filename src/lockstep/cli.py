@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
 from lockstep.cli_compose import compose_once
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
-from lockstep.cli_help import accept_lazy_help, copy_config_store_once
+from lockstep.cli_hydra import accept_lazy_help, copy_config_store_once, leave_errors_to_us
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.config.check import Node, check_config
@@ -138,6 +138,7 @@ def run_main(main: Callable[[], Any]) -> None:
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
     accept_lazy_help()
+    leave_errors_to_us()
     _prepare_environment()
     code, error = end_of(lambda: _run(main))
     if error is not None and not isinstance(error, ConfigError):

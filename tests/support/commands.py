@@ -70,6 +70,7 @@ class Command:
     @property
     def sentence(self) -> str:
         """The one line that says why the command was refused."""
+        assert "Error executing job" not in self.output  # Hydra's line with all overrides
         (line,) = [line for line in self.output.splitlines() if line.startswith("lockstep: ")]
         return line
 

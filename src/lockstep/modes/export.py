@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,10 @@ def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     import torch
 
     batch = torch.export.Dim("batch", min=1)
-    torch.export.save(torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}}), path)
+    program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
+        torch.export.save(program, path)
     return torch.export.load(path).module()
 
 

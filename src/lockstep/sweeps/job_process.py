@@ -55,8 +55,8 @@ turns: list[int] = []  # in a job that has not had its turn: the pipe on which i
 
 
 def wait_for_turn() -> None:
-    """In a job of a sweep: wait until the job before it has ended. Code of the user's, such as what prepares the data,
-    must not run earlier: two processes at once could disturb each other.
+    """In a job of a sweep: wait until the job before it has ended. Code of the user's must not run earlier: two
+    processes at once could disturb each other. A second call does nothing.
     """
     if turns:
         is_asked = os.read(turns[0], 1)

@@ -1,10 +1,11 @@
-"""Hydra's --help: without a slow copy of its configs, and on Python 3.14. No torch here."""
+"""Where Hydra works otherwise here: a quick --help, also on Python 3.14, and no line of its own before an error."""
 
 import argparse
 import sys
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
 
 
 def copy_config_store_once() -> None:
@@ -28,3 +29,14 @@ def accept_lazy_help() -> None:
         return add_argument(parser, *words, **options)
 
     setattr(argparse.ArgumentParser, "add_argument", add_argument_with_text)  # noqa: B010  (mypy refuses the assignment)
+
+
+def leave_errors_to_us() -> None:
+    """Hydra writes all overrides before the error of a job. Ours says what to type, and is the only line."""
+
+    def value_or_error(job: JobReturn) -> Any:
+        if job.status == JobStatus.COMPLETED:
+            return job._return_value
+        raise job._return_value
+
+    setattr(JobReturn, "return_value", property(value_or_error))  # noqa: B010  (mypy refuses the assignment)
