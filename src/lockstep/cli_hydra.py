@@ -39,4 +39,4 @@ def leave_errors_to_us() -> None:
             return job._return_value
         raise job._return_value
 
-    setattr(JobReturn, "return_value", property(value_or_error))  # noqa: B010  (mypy refuses the assignment)
+    setattr(JobReturn, "return_value", JobReturn.return_value.getter(value_or_error))  # type: ignore[attr-defined] # noqa: B010
