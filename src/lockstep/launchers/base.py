@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
+from lockstep.monitor.report_screen import SENTENCES
 
 Worker = Callable[..., Any]
 
@@ -77,6 +78,11 @@ class RankFailed(Exception):
     def code(self) -> int:
         """The exit code for the whole command, see `lockstep.errors`."""
         return int(self.contents.get("exit_code", EXIT_FAILED))
+
+    @property
+    def is_raised_by_all(self) -> bool:
+        """Whether all ranks have raised it alike. No restart changes its reason, such as a NaN in the data."""
+        return bool(self.contents) and self.contents["first"]["kind"] in SENTENCES
 
     @property
     def will_fail_again(self) -> bool:
