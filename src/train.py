@@ -16,6 +16,8 @@ if __name__ == "__main__":
 
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from lockstep.snapshots.manager import SnapshotManager
     from lockstep.strategies.base import Strategy
     from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
 
 COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
 
@@ -78,6 +82,7 @@ def run(cfg: DictConfig) -> Any:
     if names_own_code(cfg):  # which may not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)
+    record = replace(record, notice=launcher.notice)
     cli.collect_garbage()
     wait_for_turn()
     if not mode.trains:
@@ -169,6 +174,8 @@ def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "Rank
     from lockstep.distributed.monitoring import join_monitor
 
     logs.open(cfg.run_dir)
+    if record.notice:
+        log.warning("%s", record.notice)
     join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
     build.check_same_config(record, world)
 

@@ -58,7 +58,7 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank = check_batch_size(cfg, shares), None
     cfg.backend.name, cfg.trainer.compile, cfg.profiler.enabled = "gloo", False, False
     try:
-        check_options(cfg, EnvLauncher())
+        check_options(cfg, EnvLauncher("restart"))
         preflight(cfg, forks(RANKS))
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None

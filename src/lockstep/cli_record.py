@@ -22,7 +22,7 @@ class ConfigRecord:
     flat: {key: value}, resolved. shown: the same, as files and messages may have it: without the values that
     environment variables decide. files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself,
     once it holds the run folder's lock: a refused command must not overwrite the record of a running one. options:
-    {config group: the option chosen}. facts: what run.json says of the command.
+    {config group: the option chosen}. facts: what run.json says of the command. notice: see Launcher.
     """
 
     flat: Mapping[str, Any]
@@ -30,6 +30,7 @@ class ConfigRecord:
     files: Mapping[str, str]
     options: Mapping[str, str | None]
     facts: Mapping[str, Any]
+    notice: str = ""
 
     def completed(self, cfg: DictConfig) -> "ConfigRecord":
         """With the values of `cfg` for keys that were null, which the data have given since."""

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from lockstep import build, build_data
 from lockstep.distributed import regroup
+from lockstep.distributed.generations import note_recovery
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
 from lockstep.distributed.regroup import Member, is_lost_rank
@@ -152,7 +153,8 @@ class LiveRun:
         generation = self.member.generation
         size, seconds = len(generation.processes), time.monotonic() - generation.changed_at
         now = "are complete again" if size == self.full_size else f"go on as {size} of {self.full_size}"
-        log.info("the ranks %s: step %d ended %.3f s after %s", now, step, seconds, generation.reason)
+        log.info("the ranks %s: step %d ended %.3f s after %s", now, step, seconds, generation.cause)
+        note_recovery(self.member.store, generation)
         self.loggers.log_metrics({"recovery/seconds": seconds, "recovery/ranks": float(size)}, step)
 
     def _take_over(self, world: World, state: TrainState, meter: PagedMeter, snapshots: SnapshotManager) -> bool:

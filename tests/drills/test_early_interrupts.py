@@ -10,22 +10,24 @@ import time
 
 import pytest
 
-from support.commands import LAUNCHERS, TRAIN, processes_of, wait_for
+from support.commands import LAUNCHERS, TRAIN, processes_of, skip_without_mpirun, wait_for
 
 pytestmark = pytest.mark.drill
 
 MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]  # seconds after the start
-TORCHRUN_MOMENTS = [1.2, 2.4, 3.6]  # torchrun imports torch first, its ranks afterwards
+FOREIGN_MOMENTS = {
+    "torchrun": [1.2, 2.4, 3.6],  # it imports torch first, its ranks afterwards
+    "mpirun": [0.4, 0.8, 1.6, 2.4],
+}
 ROWS = [
     *[(signal.SIGINT, words) for words in ([], ["launch=torchrun"], ["launch=spawn"])],
-    (signal.SIGHUP, ["launch=fork"]),
+    *[(signal.SIGHUP, [f"launch={name}"]) for name in ("fork", "torchrun", "spawn")],
 ]
-FOREIGN_ROWS = [(signal.SIGINT, "torchrun")]
+FOREIGN_ROWS = [(number, name) for number in (signal.SIGINT, signal.SIGHUP) for name in ("torchrun", "mpirun")]
 if os.environ.get("LOCKSTEP_SIGNALS") == "all":
     WORDS = ([], ["launch=torchrun"], ["launch=spawn"], ["launch=fork"])
     ROWS = [(number, words) for number in (signal.SIGINT, signal.SIGHUP) for words in WORDS]
-    TORCHRUN_MOMENTS = [1.2, 1.8, 2.4, 3.0, 3.6, 4.2]
-    FOREIGN_ROWS = [(number, name) for number in (signal.SIGINT, signal.SIGHUP) for name in ("torchrun", "mpirun")]
+    FOREIGN_MOMENTS = {name: [0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2] for name in FOREIGN_MOMENTS}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,11 @@ def test_an_early_interrupt_ends_the_command_at_once_and_without_a_traceback(sta
 @pytest.mark.parametrize(("number", "launcher"), FOREIGN_ROWS, ids=lambda value: getattr(value, "name", value))
 def test_under_torchrun_and_mpirun_no_process_stays_after_an_early_interrupt(start, tmp_path, number, launcher):
     """Their words and their exit codes are their own."""
-    for moment in TORCHRUN_MOMENTS:
+    skip_without_mpirun(launcher)
+    for moment in FOREIGN_MOMENTS[launcher]:
         run = start(*LAUNCHERS[launcher], "model=mlp", "trainer.epochs=300", f"hydra.run.dir={tmp_path}/{moment}")
         time.sleep(moment)
         os.killpg(run.process.pid, number)
         run.finish(None)
+        assert f'File "{TRAIN}"' not in run.output  # a traceback of a rank's
         wait_for(lambda: not processes_of(run.process.pid), f"end of all processes, {moment} s", limit=5)  # noqa: B023

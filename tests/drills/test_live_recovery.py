@@ -15,7 +15,7 @@ from lockstep.errors import EXIT_KILLED, EXIT_RESUMABLE
 from support.commands import PYTHON_TRAIN, ROOT, Command, ranks_under, wait_for
 from support.deaths import MOMENTS
 from support.event_files import MEASURED, scalars
-from support.live_ranks import all_ranks, pauses, rank_zero, ranks_in, recoveries
+from support.live_ranks import all_ranks, lost_pids, pauses, rank_zero, ranks_in, recoveries
 from support.run_folders import assert_one_curve, has_logged, read_log
 from support.worlds import same_bits
 
@@ -130,6 +130,7 @@ def test_killed_ranks_cost_no_restart_and_no_bit(start, tmp_path, launch):
     assert curves(undisturbed) == curves(folder)
     assert_one_curve(folder)
     assert len(scalars(folder)["recovery/seconds"]) == recoveries(folder)
+    assert len(lost_pids(folder)) == run.output.count("ended (exit -9)")
 
 
 @pytest.mark.timeout(120 + 5 * KILLS)
@@ -138,9 +139,11 @@ def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
     folder = tmp_path / "run"
     run = start(*TRAINING, "launch.nproc_per_node=2", "trainer.epochs=10000", f"hydra.run.dir={folder}")
     wait_for(lambda: has_logged(folder, "epoch 3/"), "third epoch")
+    victims = []
     for number in range(KILLS):
         time.sleep(SPARE_SECONDS)
         victim = rank_zero(folder) if number % 2 else random.choice(all_ranks(run.process.pid))
+        victims.append(victim)
         os.kill(victim, signal.SIGKILL)
         wait_for(lambda number=number: recoveries(folder) > number, "recovery")
     run.send(signal.SIGTERM)
@@ -148,6 +151,7 @@ def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
     measured = pauses(folder)
     print(f"\n{len(measured)} kills   pause: median {statistics.median(measured):.2f} s, longest {max(measured):.2f} s")
     assert len(measured) == KILLS
+    assert lost_pids(folder) == set(victims)
     assert statistics.median(measured) < 1.5  # a machine that does other work, too
 
 

@@ -90,24 +90,28 @@ def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> No
         preflight(cfg, instantiate(cfg.launch))
 
 
-def test_without_live_recovery_on_several_machines_the_run_starts_and_says_so(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_live_recovery_on_several_machines_the_run_starts_and_says_so() -> None:
     cfg = composed("launch.nnodes=2", "launch.master_port=29500", *LIVE)
     launcher = instantiate(cfg.launch)
     preflight(cfg, launcher)
-    said = capsys.readouterr().out
-    assert "launch.recover=live is for one machine, so no rank is replaced. If one dies, the run ends" in said
+    said = "launch.recover=live is for one machine, so no rank is replaced. If one dies, the run ends"
+    assert launcher.notice.startswith(said)
     assert not launcher.recovers_live
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-def test_without_live_recovery_on_gpus_the_restarts_stay(restarts: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_live_recovery_on_gpus_the_restarts_stay(restarts: int) -> None:
     launcher = instantiate(composed("launch=torchrun", "launch.recover=live", f"launch.max_restarts={restarts}").launch)
     launcher.restart_instead("is for gloo")
     said = f"restart from the newest snapshot, up to {restarts} times" if restarts else "the run ends, and its report"
-    assert said in capsys.readouterr().out
+    assert said in launcher.notice
     assert not launcher.recovers_live
+
+
+def test_a_process_that_no_other_program_started_has_nobody_to_replace() -> None:
+    cfg = composed("launch.recover=live")
+    with pytest.raises(ConfigError, match="with launch=env it is the only one; type launch=torchrun launch.recover=li"):
+        preflight(cfg, instantiate(cfg.launch))
 
 
 @pytest.mark.parametrize("launch", ["fork", "spawn", "torchrun"])

@@ -1,6 +1,7 @@
 """Commands that fail: one sentence, the right exit code, and nothing half-written."""
 
 import importlib.util
+import re
 import shutil
 import sys
 
@@ -28,6 +29,14 @@ def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_l
     assert 2 <= int(words[7].rstrip(",;")) <= 10
     assert sentence.endswith("trainer.max_grad_norm=1.0")
     assert "no snapshot was saved before" in sentence
+    report = run.output.rpartition("lockstep: the loss is ")[2]
+    assert re.search(
+        r"\n  raised by all ranks, first by rank \d of \d \(.+, pid \d+\), in epoch 1, after step \d", report
+    )
+    assert re.search(r"\nits log, run/logs/rank\d.log, ends with:\n  .* gloo on cpu, started by ", report)
+    assert f"\nrun folder: {tmp_path}/run\nnewest snapshot: none; steps lost: " in report
+    assert re.search(r"\nresume: .* optimizer.lr=1e10 hydra.run.dir=\S+/run\n", report)
+    assert "consequences" not in report
     assert not list(tmp_path.glob("run/snapshots/*"))
     assert not (tmp_path / "run/model.pt").exists()
 

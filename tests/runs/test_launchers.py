@@ -13,7 +13,7 @@ import torch
 
 from lockstep.distributed.host import LAUNCHER, cpu_count
 from lockstep.distributed.world import init_distributed
-from lockstep.errors import EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.processes import resolve_nproc
@@ -88,8 +88,9 @@ def test_how_a_rank_ends_is_what_the_launcher_raises():
         spawn(1).launch(_end, "exit")
     first = failed.value.contents["first"]
     assert (first["rank"], first["kind"], first["exit_code"], failed.value.code) == (0, "left", 3, EXIT_KILLED)
-    with pytest.raises(TrainingDiverged, match="^the loss is nan at step 3; type x$"):
+    with pytest.raises(RankFailed, match="^lockstep: the loss is nan at step 3; type x\n") as diverged:
         spawn(1).launch(_end, "diverged")
+    assert diverged.value.code == EXIT_DIVERGED
 
 
 def _with_one_core() -> tuple[int, int]:
@@ -117,7 +118,7 @@ def test_launchers_say_how_many_ranks_they_start():
     assert spawn("cpu").num_ranks() == (cpu_count(), cpu_count())
     assert spawn(3, nnodes=2, node_rank=1, master_port=29500).num_ranks() == (6, 3)
     assert TorchrunLauncher("spawn", "auto", 0, "restart", 10).num_ranks()[0] == resolve_nproc("auto")
-    assert EnvLauncher().num_ranks() == (1, 1)
+    assert EnvLauncher("restart").num_ranks() == (1, 1)
 
 
 def test_what_launchers_refuse(monkeypatch):

@@ -39,6 +39,11 @@ def pauses(folder: Path) -> list[float]:
     return [float(seconds) for seconds in re.findall(rf"{RECOVERED}.* ended (.*) s after", read_log(folder))]
 
 
+def lost_pids(folder: Path) -> set[int]:
+    """Of the killed ranks that the log names."""
+    return {int(pid) for pid in re.findall(r"rank \d+ \(pid (\d+), exit -9\)", read_log(folder))}
+
+
 def _processes(launcher: int) -> list[int]:
     """The pids of the ranks and the spare; none if a process ends at this moment."""
     with suppress(OSError):

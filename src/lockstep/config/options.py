@@ -48,7 +48,6 @@ def _describe_options_without_keys() -> None:
     }
     for name, path in hooks.items():
         describes(f"lockstep.strategies.gradient_sync.{path}", f"gradient_sync/{name}")(NoKeys)
-    describes("lockstep.launchers.env.EnvLauncher", "launch/env")(NoKeys)
     describes("lockstep.training.schedulers.constant", "scheduler/constant")(NoKeys)
     describes("lockstep.loggers.console.ConsoleLogger", "logger/console")(NoKeys)
     describes("lockstep.loggers.progress_bar.ProgressBarLogger", "logger/progress_bar")(NoKeys)
@@ -93,6 +92,12 @@ class Spawn:
     replace_within: float = _replace_within()
 
 
+@describes("lockstep.launchers.env.EnvLauncher", "launch/env")
+@dataclass
+class Env:
+    recover: str = _recover()
+
+
 @describes("lockstep.launchers.dry.DryLauncher", "launch/dry")
 @dataclass
 class Dry:
@@ -119,6 +124,7 @@ class Slurm:
     options: list[str] = value("More options of sbatch.", example=["--gpus-per-node=2"])
     setup: list[str] = value("Shell lines before srun.", example=["module load cuda"])
     dry_run: bool = value("Print the script and submit nothing.", example=True)
+    recover: str = _recover()
     run_dir: str = value("Folder of this run.", example="${run_dir}")
     overrides: list[str] = value("The overrides that composed this run.", example="${as_typed:${hydra:overrides.task}}")
 

@@ -26,7 +26,8 @@ TRAINS, WAITS, OVER = 0, 1, 2  # the launcher watches; it has seen a death and p
 class Generation:
     """processes: the number of the process that is rank 0, 1, ... full_size: as many ranks as the user asked for.
 
-    changed_at: time.monotonic() of what made it necessary. reason: LOSS or GROWN.
+    changed_at: time.monotonic() of what made it necessary. reason: LOSS or GROWN. lost: the ranks that have died since
+    a generation has last noted its recovery.
     """
 
     number: int = -1
@@ -34,6 +35,14 @@ class Generation:
     full_size: int = 0
     changed_at: float = 0.0
     reason: str = ""
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def cause(self) -> str:
+        """What made it necessary, with the ranks that died."""
+        if not self.lost:
+            return self.reason
+        return self.reason + (" of " if self.reason == LOSS else "; lost before: ") + ", ".join(self.lost)
 
 
 class Notice:
@@ -65,6 +74,15 @@ def publish(store: "Store", notice: Notice, generation: Generation) -> None:
 
 def read_generation(store: "Store", number: int) -> Generation:
     return Generation(**json.loads(store.get(f"live/{number}")))
+
+
+def note_recovery(store: "Store", generation: Generation) -> None:
+    """Called by ranks that have logged how their generation came to be."""
+    store.set(f"live/{generation.number}/recovered", "")
+
+
+def has_recovered(store: "Store", generation: Generation) -> bool:
+    return bool(store.check([f"live/{generation.number}/recovered"]))
 
 
 def has_finished(store: "Store", generation: Generation, lost: bool = False) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
+from lockstep.monitor.report_screen import SENTENCES
 
 Worker = Callable[..., Any]
 
@@ -26,6 +27,8 @@ class Launcher:
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
     max_restarts: int = 0
     """How often ranks that fail are started again together, from the newest snapshot."""
+    notice: str = ""
+    """A line for the log of every rank: what was asked for and cannot be had here."""
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
@@ -48,12 +51,12 @@ class Launcher:
         raise NotImplementedError
 
     def restart_instead(self, reason: str) -> None:
-        """Go on without launch.recover=live, and say why: the same command is for machines that have it or not."""
+        """Go on without launch.recover=live, and note why: the same command is for machines that have it or not."""
         self.recovers_live = False
         stays = "the run ends, and its report has the command that goes on"
         if self.max_restarts:
             stays = f"all ranks restart from the newest snapshot, up to {self.max_restarts} times"
-        print(f"lockstep: launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}", flush=True)
+        self.notice = f"launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}"
 
 
 class RankFailed(Exception):
@@ -75,6 +78,11 @@ class RankFailed(Exception):
     def code(self) -> int:
         """The exit code for the whole command, see `lockstep.errors`."""
         return int(self.contents.get("exit_code", EXIT_FAILED))
+
+    @property
+    def is_raised_by_all(self) -> bool:
+        """Whether all ranks have raised it alike. No restart changes its reason, such as a NaN in the data."""
+        return bool(self.contents) and self.contents["first"]["kind"] in SENTENCES
 
     @property
     def will_fail_again(self) -> bool:

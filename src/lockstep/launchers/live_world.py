@@ -25,6 +25,7 @@ from lockstep.distributed.generations import (
     Generation,
     Notice,
     has_finished,
+    has_recovered,
     publish,
 )
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
@@ -159,9 +160,12 @@ class LiveWorld:
 
     def _publish(self, reason: str) -> None:
         """Give the places of lost ranks to spares, and tell all ranks who is which rank."""
-        size_before, (new, said) = len(self.ranks), self._fill_places()
+        size_before, before = len(self.ranks), self.generation
+        lost = [] if has_recovered(self.store, before) else before.lost
+        lost = lost + [f"rank {self.ranks.index(one)} (pid {one.process.pid}, exit {one.code})" for one in self.lost]
+        new, said = self._fill_places()
         numbers, changed_at = [process.number for process in self.ranks], self.lost_at or time.monotonic()
-        self.generation = Generation(self.generation.number + 1, numbers, self.size, changed_at, reason)
+        self.generation = Generation(before.number + 1, numbers, self.size, changed_at, reason, lost)
         publish(self.store, self.notice, self.generation)
         self.relay.start([process.process.pid for process in self.ranks])
         for process in new if self.generation.number else self.ranks:

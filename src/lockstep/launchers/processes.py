@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.monitor import rank as monitor
 
@@ -171,9 +171,8 @@ def run_to_exit(worker: Worker, args: tuple[Any, ...], results: Connection | Non
 def failure_of(report: dict[str, Any]) -> Exception:
     """The exception that a launcher raises for a failure report (see MonitorLink.report). A ConfigError stays one."""
     first = report["contents"]["first"]
-    kinds: dict[str, type[Exception]] = {"config": ConfigError, "diverged": TrainingDiverged, "different": RanksDiffer}
-    if first["kind"] in kinds:
-        return kinds[first["kind"]](first["message"])
+    if first["kind"] == "config":
+        return ConfigError(first["message"])
     return RankFailed(report["screen"], report["contents"])
 
 

@@ -55,6 +55,8 @@ class Supervisor:
                     return value
                 if not isinstance(failure, RankFailed) or attempt == self.max_restarts or relay.first is not None:
                     raise failure
+                if failure.is_raised_by_all:
+                    raise failure
                 if failure.will_fail_again:
                     print("lockstep: no restart: the same failure came again at the same step", flush=True)
                     raise failure

@@ -16,6 +16,8 @@ SILENT_RANK = re.compile(r"for rank (\d+)|rank (\d+) did not")
 
 # Exception type or words of its message -> what it means, and what to type or do.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
+    (r"^TrainingDiverged: ", "a loss, a gradient or a weight is not finite", "do what the message says, then resume"),
+    (r"^RanksDiffer: ", "ranks that must hold the same weights do not", "do what the message says, then resume"),
     (
         r"expected input\[.*\] to have \d+ channels",
         "the images have another number of channels than the model was made for",

@@ -14,22 +14,34 @@ SENTENCES = ("config", "diverged", "different")  # all ranks raise these alike, 
 def screen(report: Mapping[str, Any]) -> str:
     """At most 40 lines. The keys of `report` are those of failure.json."""
     first = report["first"]
-    if first["kind"] in SENTENCES:
+    if first["kind"] == "config":
         return f"lockstep: {first['message']}"
-    lines = [headline(report)]
-    lines += [f"  {line}" for line in (*_what(first), *_where(first), *_samples(first.get("samples", [])))]
-    for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
-        lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
+    lines = _raised_by_all(report) if first["kind"] in SENTENCES else _failure_of_one(report)
     lines += _repeated(report.get("repeated"))
-    lines += _others(report["consequences"])
+    alike = f"{first['type']}: {first['message']}" if first["kind"] in SENTENCES else None
+    lines += _others([other for other in report["consequences"] if other["what"] != alike])
     lines += _run(report["run"])
     spare = LINES - len(lines) - 1
     lines[_run_start(lines) : _run_start(lines)] = _log(first, min(LOG_LINES, spare))
     return "\n".join(map(_shortened, lines))
 
 
+def _raised_by_all(report: Mapping[str, Any]) -> list[str]:
+    first = report["first"]
+    who = f"rank {first['rank']} of {report['world_size']} ({first['host']}, pid {first['pid']})"
+    return [f"lockstep: {first['message']}", f"  raised by all ranks, first by {who}{_position(first)}"]
+
+
+def _failure_of_one(report: Mapping[str, Any]) -> list[str]:
+    first, lines = report["first"], [headline(report)]
+    lines += [f"  {line}" for line in (*_what(first), *_where(first), *_samples(first.get("samples", [])))]
+    for line in (f"what it means: {first['meaning']}", f"what to do: {first['advice']}"):
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_long_words=False)
+    return lines
+
+
 def _shortened(line: str) -> str:
-    is_whole = len(line) <= COLUMNS or line.startswith(("resume: ", "run folder: ", "newest snapshot: "))
+    is_whole = len(line) <= COLUMNS or line.startswith(("lockstep: ", "resume: ", "run folder: ", "newest snapshot: "))
     return line if is_whole else f"{line[: COLUMNS - 3]}..."
 
 
@@ -42,8 +54,12 @@ def headline(report: Mapping[str, Any]) -> str:
     who = f"rank {first['rank']} of {report['world_size']} {what} ({first['host']}, pid {first['pid']})"
     if first.get("ranks") == []:
         who = f"the {report['world_size']} ranks wait ({first['host']})"
+    return f"lockstep: {who}{_position(first)}"
+
+
+def _position(first: Mapping[str, Any]) -> str:
     epoch = f", in epoch {first['epoch']}, after step {first['step']}" if first["epoch"] else ""
-    return f"lockstep: {who}{epoch}, in the phase {first['phase']}"
+    return f"{epoch}, in the phase {first['phase']}"
 
 
 def _what(first: Mapping[str, Any]) -> list[str]:
