@@ -9,19 +9,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.data import workers
 from lockstep.data.samples import Samples
 from lockstep.data.workers import DatasetReader
 from lockstep.monitor.death_causes import explain_exception
 from support.commands import ROOT, children, wait_for
 
 HANGS = 77
+
+after_fork: Callable[[], None] = time.monotonic  # runs in each fork of this process, until a test replaces it
+os.register_at_fork(after_in_child=lambda: after_fork())
 
 
 class Readers(torch.utils.data.Dataset):
@@ -87,6 +91,25 @@ def test_closing_ends_a_worker_that_hangs_and_raises_nothing(reader):
     reader.close()
     assert not Path(f"/proc/{worker}").exists()
     time.sleep(0.1)  # torch's handler of SIGCHLD would raise its error here
+
+
+def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
+    """Python 3.11 waits there for a lock, if a thread of torch had it. Here the fork of one of two workers waits."""
+    monkeypatch.setattr(workers, "START_SECONDS", 1.0)
+    rank, forks = os.getpid(), multiprocessing.Value("i", 0)
+
+    def hang() -> None:
+        forks.value += 1
+        if os.getppid() == rank and forks.value == 2:
+            time.sleep(1000)
+
+    monkeypatch.setattr(sys.modules[__name__], "after_fork", hang)
+    reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
+    samples, processes = read(reader, [[0], [1], [2]])
+    reader.close()
+    assert samples == [[0], [1], [2]]
+    assert (forks.value, len(processes)) == (4, 2)
+    assert children(rank) == []
 
 
 def test_a_worker_that_dies_is_an_error_for_its_reader_only(reader):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from multiprocessing.synchronize import Semaphore
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError
 
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
+STARTS, START_SECONDS = 3, 10.0  # attempts to start the workers, and the time in which a worker begins
 CHECK_SECONDS = 0.5  # between two looks at the workers of a process that waits for a batch
 END_SECONDS = 1.0  # after the end of its connection a worker ends, if it was killed
 
@@ -47,7 +49,8 @@ class DatasetReader:
     """
 
     def __init__(self, samples: Source, workers: int, pin_memory: bool) -> None:
-        self._batches = _BatchList()
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+        self._batches, self._begun = _BatchList(), context.Semaphore(0)
         self._loader: DataLoader[Any] = DataLoader(
             samples,  # type: ignore[arg-type]  # it has all that is used of a Dataset
             batch_sampler=self._batches,
@@ -55,20 +58,36 @@ class DatasetReader:
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
-            worker_init_fn=partial(_prepare_worker, os.getpid()),
-            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+            worker_init_fn=partial(_prepare_worker, os.getpid(), self._begun),
+            multiprocessing_context=context if workers else None,
             generator=torch.Generator(),  # by default it draws from the generator of the initial weights
         )
         self._workers: list[multiprocessing.process.BaseProcess] = []
         if workers:
-            others = multiprocessing.active_children()
-            iterator: Any = iter(self._loader)  # starts the workers, which wait for the first batch
-            iterator._try_get_data = partial(_wait_for_batch, iterator._try_get_data)
-            _hold_errors_back()
-            self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            self._start(workers)
             self._owner = os.getpid()
             # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
             atexit.register(self.close)
+
+    def _start(self, workers: int) -> None:
+        """Start the workers, which wait for the first batch, and start them again if one does not begin.
+
+        Before Python 3.12 a fork can wait for ever for a lock that a thread of torch held when it was made.
+        """
+        others = multiprocessing.active_children()
+        for _ in range(STARTS):
+            iterator: Any = iter(self._loader)
+            iterator._try_get_data = partial(_wait_for_batch, iterator._try_get_data)
+            _hold_errors_back()
+            self._workers = [child for child in multiprocessing.active_children() if child not in others]
+            if all([self._begun.acquire(timeout=START_SECONDS) for _ in range(workers)]):
+                return
+            self._end_workers()
+            while self._begun.acquire(block=False):
+                pass
+            self._loader._iterator = None
+            _discard(iterator)
+        raise RuntimeError(f"a process that loads data did not begin within {START_SECONDS:g} s, {STARTS} times")
 
     def read(self, batches: Iterable[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each batch of sample numbers. A pass that was left early does not disturb the next one.
@@ -93,11 +112,22 @@ class DatasetReader:
         atexit.unregister(self.close)
         if self._workers and os.getpid() != self._owner:  # a fork of their owner ends
             return
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.join()
         self._workers = []
+
+
+def _discard(iterator: Any) -> None:
+    """Forget torch's iterator, whose workers are dead. What it does by itself needs them alive."""
+    torch._C._remove_worker_pids(id(iterator))
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+    iterator._shutdown = True
 
 
 class _BatchList:
@@ -136,11 +166,12 @@ def _wait_for_batch(get: Callable[[float], Any], timeout: float = CHECK_SECONDS)
         _waits = False
 
 
-def _prepare_worker(rank: int, number: int) -> None:
+def _prepare_worker(rank: int, begun: Semaphore, number: int) -> None:
     """Runs first in each worker. The worker ends with its rank, and ignores the signals that ask for a stop.
 
-    rank: the process that reads what this worker, worker `number`, has loaded.
+    rank: the process that reads what this worker, worker `number`, has loaded. begun: tells it that the worker begins.
     """
+    begun.release()
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL, parent=rank)
