@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import list_snapshots, load_first_good, remove_leftovers, save_snapshot
 from lockstep.snapshots.parts import described, open_parts, parts_of, write_part
+from lockstep.snapshots.state_dict import CopyMemory
 from lockstep.strategies.stored_tensor import Block, StoredTensor, whole, whole_block
 from support.killed_disk import Disk
 
@@ -74,6 +75,27 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, dtype: torch.dtype) -> No
     for name, tensor in whole(contents["model"]).items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, tensors[name].to(dtype))
+
+
+def test_a_copy_takes_the_memory_of_the_copy_before() -> None:
+    memory, value = CopyMemory(), torch.arange(6, dtype=torch.float64).view(2, 3)
+    state = {"weight": whole_block(value), "missing": Block(None, (), (), value.dtype), "step": [torch.tensor(1), 2]}
+
+    def copied() -> tuple[Tensor, Tensor]:
+        copy = memory.plain_copy(state)
+        assert (copy["missing"].values, copy["step"][1]) == (None, 2)
+        return copy["weight"].values, copy["step"][0]
+
+    places = [tensor.data_ptr() for tensor in copied()]
+    value.add_(1)
+    weight, step = copied()
+    assert [weight.data_ptr(), step.data_ptr()] == places
+    assert torch.equal(weight, torch.arange(1, 7, dtype=torch.float64).view(2, 3))
+    assert value.data_ptr() not in places
+    state["weight"] = whole_block(value.bfloat16())  # another type, which does not fit
+    weight, step = copied()
+    assert torch.equal(weight, value.bfloat16())
+    assert step.data_ptr() == places[1]
 
 
 def test_a_snapshot_with_a_damaged_part_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

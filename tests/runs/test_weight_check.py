@@ -88,6 +88,26 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     assert "weights differ" not in (tmp_path / "off" / "train.log").read_text()
 
 
+def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
+    replicas = ["strategy=fsdp", "strategy.replicas=3", "watch.every=5"]
+    configs = [
+        composed(f"run_dir={tmp_path / 'bit'}", *damaged(3, 4, 0, "bit"), *replicas),
+        composed(f"run_dir={tmp_path / 'every'}", *damaged(4, 6, 2, 5.0), *replicas, "watch.weights=majority"),
+        composed(f"run_dir={tmp_path / 'whole'}", *damaged(0, 1000, 0, "bit"), *replicas, "watch.every=1"),
+    ]
+    for bit, every, whole in in_world(6, _train_all, configs):
+        assert bit.startswith(
+            "the weights differ between ranks at step 5: rank 3 has other values in 1.weight than rank 1; no snapshot"
+        )
+        assert every.startswith("the weights differ between ranks at step 10: ")
+        assert "rank 4 has other values in" in every
+        assert "than rank 0" in every
+        assert not whole
+    two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicas=2")
+    for sentence in in_world(4, _train_all, [two]):
+        assert "rank 3 has other values in 1.weight than rank 1, and no majority shows which are right" in sentence[0]
+
+
 def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
     options = damaged(1, 6, 1, 5.0)
     launch = ["launch=fork", "launch.nproc_per_node=2", "watch.every=5", "watch.weights=majority"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.data.digits import digits
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.models.mlp import mlp
+from lockstep.training.weight_check import local_part
 
 
 class DamagedSGD(torch.optim.SGD):
@@ -29,7 +30,7 @@ class DamagedSGD(torch.optim.SGD):
         result = super().step(closure)
         self.steps_left -= 1
         if self.steps_left == 0 and os.environ["RANK"] == str(self.rank):
-            damage(self.param_groups[0]["params"][self.parameter], self.change)
+            damage(local_part(self.param_groups[0]["params"][self.parameter]), self.change)
         return result
 
 

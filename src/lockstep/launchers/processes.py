@@ -93,7 +93,7 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
 
     The fork server does it in the background.
     """
-    modules = [*PRELOADED_MODULES, *modules]
+    modules = [*PRELOADED_MODULES, *modules, "lockstep.launchers.hashed_modules"]
     if start_method != "fork":
         # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
         multiprocessing.resource_tracker.ensure_running()

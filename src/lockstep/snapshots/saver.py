@@ -15,7 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import explain, save_snapshot
 from lockstep.snapshots.parts import INFIX, blocks_of, described, write_part
-from lockstep.snapshots.state_dict import collect_state, plain_copy
+from lockstep.snapshots.state_dict import CopyMemory, collect_state, plain_copy
 from lockstep.snapshots.writer import BackgroundWriter
 from lockstep.strategies.base import Strategy
 from lockstep.training.state import TrainState
@@ -44,6 +44,7 @@ class Saver:
     def __init__(self, state: TrainState, folder: Path, writer: BackgroundWriter, keep_last: int, form: str) -> None:
         self.state, self.folder, self.writer = state, folder, writer
         self.keep_last, self.form = keep_last, form
+        self.part_memory = CopyMemory()
         self.group: dist.ProcessGroup | None = None  # of the writing threads, while the others use their own groups
 
     @property
@@ -79,7 +80,7 @@ class Saver:
             self.writer.put(self._write, name, plain_copy(contents), position)
             return
         self.writer.drain()  # one copy of a part at a time
-        self.writer.put(self._write_in_parts, name, plain_copy(contents), position)
+        self.writer.put(self._write_in_parts, name, self.part_memory.plain_copy(contents), position)
 
     def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
         """In the writer's thread. A full disk costs a warning, not the training."""

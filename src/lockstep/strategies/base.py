@@ -97,6 +97,7 @@ class Strategy:
     supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
     ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
     rounds_alike = True  # whether these have the same bits, too
+    ranks_per_model = 1  # ranks that hold a model together, each a part. Ranks this far apart hold the same
     counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
     waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
     follows_messages = False  # whether a rank acts on messages of others, so that it cannot be planned alone
@@ -210,12 +211,13 @@ class Strategy:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """{name: parameter or buffer} that has the same bits on every rank after every step. A damaged one is found.
+        """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
 
-        Without `ranks_agree` and `rounds_alike` there is none. Of the buffers only the statistics of synchronised batch
-        norm belong here.
+        These are all ranks, or those `ranks_per_model` apart. Without `rounds_alike` there is none. Of the buffers only
+        the statistics of synchronised batch norm belong here.
         """
-        if not (self.ranks_agree and self.rounds_alike):
+        has_replicas = 1 < self.ranks_per_model < self.world.size
+        if not (self.rounds_alike and (self.ranks_agree or has_replicas)):
             return {}
         tensors: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, module in self.model.named_modules():

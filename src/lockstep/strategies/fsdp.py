@@ -67,6 +67,7 @@ class FSDP(Strategy):
         if world.size == 1:
             self.ranks_agree = True
             return
+        self.ranks_per_model = world.size // self.replicas
         model.to(memory_format=torch.contiguous_format)  # FSDP2 cannot cut another layout
         mesh = self._mesh(world)
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:

@@ -57,6 +57,7 @@ class TensorParallel(Strategy):
         if world.size == 1:
             self.ranks_agree = True
             return
+        self.ranks_per_model = world.size // self.replicas
         ranks, shares_model, self.shares_batch = replica_groups(self.replicas, world)
         self.counts_samples = world.rank in ranks[:, 0]
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout

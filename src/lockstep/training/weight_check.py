@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,9 @@ class WeightCheck:
     The ranks exchange them while the next step runs, and compare them after it; on a GPU `GPU_LAG` steps later. Only if
     they differ, the ranks exchange a digest of each parameter.
 
-    action: stop raises RanksDiffer; majority takes the weights of most ranks; off compares nothing. Strategies whose
-    ranks differ by design have nothing to compare, see `Strategy.replicated_tensors`.
+    action: stop raises RanksDiffer; majority takes the weights of most ranks; off compares nothing. Where ranks hold
+    parts, the copies of each part are compared, and majority is as stop. Strategies whose ranks all differ by design
+    have nothing to compare, see `Strategy.replicated_tensors`.
     """
 
     def __init__(self, state: TrainState, every: int, action: str, newest_snapshot: FindSnapshot) -> None:
@@ -62,27 +64,34 @@ class WeightCheck:
 
     def _compare(self, digests: "Digests") -> None:
         self.pending = None
-        totals = digests.result()
-        if len(set(totals)) == 1:
+        totals, apart = digests.result(), self.state.strategy.ranks_per_model
+        alike = [range(first, self.world.size, apart) for first in range(apart)]  # ranks that should hold the same
+        differing = [ranks for ranks in alike if len({totals[rank] for rank in ranks}) > 1]
+        if not differing:
             return
-        reference, is_majority = choose_reference(totals)
+        chosen = [choose_reference(totals, ranks) for ranks in differing]
         parts = self.world.all_gather_json(digests.parts.tolist())
-        found = describe(digests.names, parts, reference)
-        what = f"the weights differ between ranks at step {digests.step}: {found}"
-        if not is_majority:
+        found = [
+            describe(digests.names, parts, ranks, reference)
+            for ranks, (reference, _) in zip(differing, chosen, strict=True)
+        ]
+        what = f"the weights differ between ranks at step {digests.step}: {'; '.join(found)}"
+        if not all(is_majority for _, is_majority in chosen):
             raise RanksDiffer(f"{what}, and no majority shows which are right; {self._advice()}")
-        if self.action == "stop":
+        if self.action == "stop" or apart > 1:
             raise RanksDiffer(f"{what}; {self._advice()}")
+        (reference, _), *_ = chosen
         self._copy_from(reference)
         log.warning("%s; all ranks go on with the weights of rank %d, which most ranks hold", what, reference)
 
     def _advice(self) -> str:
-        path = self.newest_snapshot()
-        if path is None:
+        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
+        newest = self.world.broadcast_json(str(self.newest_snapshot() or ""))
+        if not newest:
             return "no snapshot was saved before; type watch.weights=off if ranks compute on different hardware"
-        folder = path.parent.parent
+        folder = Path(newest).parent.parent
         return (
-            f"the last good snapshot is {path}; to go on from it type the command again with hydra.run.dir={folder}, "
+            f"the last good snapshot is {newest}; to go on from it type the command again with hydra.run.dir={folder}, "
             f"and watch.weights=off if ranks compute on different hardware"
         )
 
@@ -103,7 +112,7 @@ class Digests:
         self.world, self.step = state.strategy.world, step
         tensors = state.strategy.replicated_tensors()
         self.names = list(tensors)
-        self.parts = torch.stack([digest(tensor).to(self.world.device) for tensor in tensors.values()])
+        self.parts = torch.stack([digest(local_part(tensor)).to(self.world.device) for tensor in tensors.values()])
         self.total = digest(self.parts).to("cpu", non_blocking=True).view(1)
         self.copied: torch.cuda.Event | None = None
         if self.world.device.type == "cuda":
@@ -202,17 +211,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def choose_reference(totals: Sequence[int]) -> tuple[int, bool]:
-    """The first rank that holds what most ranks hold, and whether these are more than half of all ranks."""
-    value, count = Counter(totals).most_common(1)[0]
-    return totals.index(value), 2 * count > len(totals)
+def choose_reference(totals: Sequence[int], ranks: Sequence[int]) -> tuple[int, bool]:
+    """The first of `ranks` that holds what most of them hold, and whether these are more than half of them.
+
+    totals: the digest of every rank.
+    """
+    value, count = Counter(totals[rank] for rank in ranks).most_common(1)[0]
+    return next(rank for rank in ranks if totals[rank] == value), 2 * count > len(ranks)
 
 
-def describe(names: Sequence[str], parts: Sequence[Sequence[int]], reference: int) -> str:
-    """What differs, and on which rank. parts: for each rank the digest of each of `names`."""
+def describe(names: Sequence[str], parts: Sequence[Sequence[int]], ranks: Sequence[int], reference: int) -> str:
+    """What differs, and on which of `ranks`. parts: for every rank the digest of each of `names`."""
     sentences = []
-    for rank, digests in enumerate(parts):
-        other = [name for name, ours, theirs in zip(names, digests, parts[reference], strict=True) if ours != theirs]
+    for rank in ranks:
+        other = [
+            name for name, ours, theirs in zip(names, parts[rank], parts[reference], strict=True) if ours != theirs
+        ]
         if other:
             sentences.append(f"rank {rank} has other values in {first_of(other, NAMED)}")
     return f"{'; '.join(sentences)} than rank {reference}"
