@@ -137,6 +137,7 @@ def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     run.process.wait()
     again = start(*PYTHON_TRAIN, "-m", "sweep.resume=s")
     wait_for(lambda: "resumed from" in read_log(run.cwd / "s" / "0_seed=1"), "second life of job 0")
+    wait_for(lambda: read_log(run.cwd / "s" / "0_seed=1").rpartition("resumed from")[2].count("epoch "), "its epoch")
     again.send(signal.SIGTERM)
     again.finish(75)
     assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 30
