@@ -1,11 +1,14 @@
 """strategy=virtual_ranks: the same bits at every world size."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from lockstep.strategies.virtual_ranks import tree_sum
+from lockstep.distributed.shared_memory import tree_sum
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
@@ -41,7 +44,75 @@ def test_without_batch_norm_and_dropout_virtual_ranks_are_plain_training(tmp_pat
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
 def test_a_tree_sum_does_not_depend_on_who_computed_the_rows(count: int) -> None:
     rows = torch.randn(count, 100, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(tree_sum(rows), rows.sum(0))
-    assert torch.equal(tree_sum(rows), tree_sum(rows.clone()))
+    total = tree_sum(list(rows.clone()))
+    torch.testing.assert_close(total, rows.sum(0))
     if count == 3:
-        assert torch.equal(tree_sum(rows), (rows[0] + rows[1]) + rows[2])
+        assert torch.equal(total, (rows[0] + rows[1]) + rows[2])
+    if count == 7:
+        first, last = (rows[0] + rows[1]) + (rows[2] + rows[3]), (rows[4] + rows[5]) + rows[6]
+        assert torch.equal(total, first + last)
+
+
+def sums_are_those_of_one_rank(counts: list[int]) -> list[bool]:
+    """Whether this rank gets the bits of one tree, through shared memory and by gathering, for each of `counts`."""
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.virtual_ranks import VirtualRanks
+
+    found = []
+    with init_distributed("gloo") as world:
+        for count in counts:
+            strategy = VirtualRanks(count)
+            strategy.setup(nn.Linear(20, 5), world, GradientSync())
+            rows = torch.randn(count, strategy.rows.shape[1], generator=torch.Generator().manual_seed(0))
+            for shared_memory in (strategy.shared_memory, None):
+                strategy.shared_memory, mine = shared_memory, strategy.shares[world.rank]
+                strategy.rows[: len(mine)] = rows[mine]
+                strategy._sum_rows()
+                found.append(torch.equal(strategy.rows[0], tree_sum(list(rows.clone()))))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_add_their_shares_as_one_rank_adds_all(size: int) -> None:
+    """Of 7 virtual ranks the shares are uneven, as after the loss of a rank."""
+    assert all(all(rank) for rank in in_world(size, sums_are_those_of_one_rank, [4, 6, 7, 8, 12]))
+
+
+class Remembering(nn.Module):
+    """Its buffer is another tensor after each forward pass. It has a parameter that is not trained."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.trained = (nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2))
+        self.fixed.requires_grad_(False)
+        self.register_buffer("total", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.total = self.total + inputs.sum()
+        return self.trained * self.fixed * inputs
+
+
+def one_step(parts: list[list[float]]) -> dict[str, Any]:
+    """The gradients and the buffer after a step of a virtual rank for each of `parts`."""
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.virtual_ranks import VirtualRanks
+
+    model = Remembering()
+    with init_distributed("gloo") as world:
+        strategy = VirtualRanks(len(parts))
+        strategy.setup(model, world, GradientSync())
+        for number, part in enumerate(parts, start=1):
+            inputs = torch.tensor(part, dtype=torch.float64)
+            is_last = number == len(parts)
+            strategy.forward_backward(inputs, inputs, lambda outputs, _: outputs.sum(), nullcontext(), is_last)
+    assert model.trained.grad is not None
+    return {"gradient": model.trained.grad.item(), "frozen": model.fixed.grad, "buffer": model.total.item()}
+
+
+def test_each_virtual_rank_begins_with_the_buffers_of_the_last_step() -> None:
+    found = in_world(1, one_step, [[1.0, 2.0, 3.0], [10.0], [-5.0, 1.0]])[0]
+    assert found == {"gradient": 12.0, "frozen": None, "buffer": (3 * 6 + 1 * 10 + 2 * -4) / 6}

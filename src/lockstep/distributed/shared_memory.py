@@ -39,10 +39,10 @@ class SharedMemorySum:
     """Sums vectors over the ranks of `world`, which must be CPU ranks of one machine.
 
     length: the usual number of values in a vector; longer vectors are summed in pieces. Each rank copies its vector
-    into its own slot, sums one part of all slots, and copies the whole sum back. Each part is summed once, so all
-    ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if there are more ranks
-    than cores, and a rank that exits is noticed at once. Raises ConfigError on all ranks for GPUs, for several
-    machines, and for ranks that do not see each other's files.
+    into its own slot, sums one part of all slots, and copies the whole sum back. Each part is summed once, in the order
+    of `tree_sum`, so all ranks hold the same bits. Ranks wait for each other by a byte through a pipe: no rank spins if
+    there are more ranks than cores, and a rank that exits is noticed at once. Raises ConfigError on all ranks for GPUs,
+    for several machines, and for ranks that do not see each other's files.
     """
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
@@ -70,7 +70,7 @@ class SharedMemorySum:
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
             self._wait_for_all()
-            torch.sum(slots.tensor_split(size, dim=1)[rank], dim=0, out=total.tensor_split(size)[rank])
+            total.tensor_split(size)[rank].copy_(tree_sum(list(slots.tensor_split(size, dim=1)[rank])))
             self._wait_for_all()
             piece.copy_(total)
         if self.page is not None:
@@ -125,6 +125,14 @@ class SharedMemorySum:
                     raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
                 if not os.read(pipe, 1):
                     raise ConnectionError(f"rank {peer} is gone: closed by peer")
+
+
+def tree_sum(vectors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of vectors (n,), which it overwrites: neighbours in pairs, then pairs of pairs, always in this order."""
+    while len(vectors) > 1:
+        alone = vectors[-1:] if len(vectors) % 2 else []
+        vectors = [one.add_(other) for one, other in zip(vectors[::2], vectors[1::2], strict=False)] + alone
+    return vectors[0]
 
 
 def _create_folder(ranks: int, size: int) -> tuple[str, str]:

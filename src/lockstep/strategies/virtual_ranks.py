@@ -5,8 +5,8 @@ batch is always cut into the same parts, the virtual ranks. Each is computed by 
 batch statistics, on one thread. The results are added in one fixed tree, whichever rank computed which part.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.partition import Part
+from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -28,7 +29,6 @@ class VirtualRanks(Strategy):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.results: list[Tensor] = []  # of each virtual rank of this step: gradients and weighted buffers
 
     def validate(self, job: JobSpec) -> None:
         if self.count % job.world_size:
@@ -50,9 +50,21 @@ class VirtualRanks(Strategy):
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
+        torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         # Uneven only in a world that has lost a rank: some ranks then compute one virtual rank more.
         self.shares = torch.arange(self.count).tensor_split(world.size)
-        torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # A row for each virtual rank of this rank: gradients, buffers times samples, samples.
+        tensors = [*self.parameters, *(buffer for buffer in model.buffers() if buffer.is_floating_point())]
+        length = sum(tensor.numel() for tensor in tensors) + 1
+        rows = max(map(len, self.shares))
+        self.rows = torch.zeros(rows, length, device=world.device, dtype=tensors[0].dtype)
+        self.views = [views_like(tensors, row) for row in self.rows]
+        self.computed = 0  # virtual ranks of this step, on this rank
+        self.shares_are_subtrees = self.count == rows * world.size and rows.bit_count() == 1
+        self.shared_memory: SharedMemorySum | None = None
+        with suppress(ConfigError):  # on all ranks alike: for GPUs and for several machines
+            self.shared_memory = SharedMemorySum(world, length, self.rows.dtype)
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
@@ -67,53 +79,62 @@ class VirtualRanks(Strategy):
         autocast: AbstractContextManager[Any],
         is_last: bool,
     ) -> None:
-        with self._virtual_rank(len(targets), is_last):
-            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-
-    @contextmanager
-    def _virtual_rank(self, samples: int, is_last: bool) -> Iterator[None]:
         """One virtual rank's passes. After this rank's last one, `.grad` holds the whole batch's gradient."""
-        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        yield
-        with torch.no_grad():
-            self.results.append(self._result(samples))
-            self.model.zero_grad(set_to_none=True)
-            if is_last:
-                self._combine()  # counters stay as the last virtual rank left them: one step counts once
-            else:
-                for buffer, value in before:
-                    buffer.copy_(value)
+        if self.computed == 0:
+            self.rows.zero_()
+            self.buffers_before = [buffer.clone() for buffer in self.model.buffers()]
+        self._set_gradients(self.views[self.computed])  # of zeros, to which the backward pass adds
+        super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        self._keep_buffers(len(targets), is_last)
+        self.computed += 1
+        if is_last:
+            self._combine()
 
-    def _floating_buffers(self) -> list[Tensor]:
-        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+    def _set_gradients(self, views: list[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, views, strict=False):
+            parameter.grad = gradient
 
-    def _result(self, samples: int) -> Tensor:
-        """One vector: gradients, buffers times samples, samples."""
-        parameters = list(self.model.parameters())
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        statistics = [buffer * samples if samples else torch.zeros_like(buffer) for buffer in self._floating_buffers()]
-        count = torch.tensor([float(samples)], device=parameters[0].device, dtype=parameters[0].dtype)
-        return torch.cat([tensor.flatten() for tensor in (*gradients, *statistics, count)])
+    @torch.no_grad()
+    def _keep_buffers(self, samples: int, is_last: bool) -> None:
+        """Complete the virtual rank's row. The next virtual rank begins with the buffers that this one began with."""
+        buffers = list(self.model.buffers())
+        if samples:
+            statistics = self.views[self.computed][len(self.parameters) :]
+            for kept, buffer in zip(statistics, filter(Tensor.is_floating_point, buffers), strict=True):
+                torch.mul(buffer, samples, out=kept)
+            self.rows[self.computed, -1] = samples
+        if not is_last:  # counters stay as the last virtual rank left them: one step counts once
+            for buffer, value in zip(buffers, self.buffers_before, strict=True):
+                buffer.copy_(value)
 
+    @torch.no_grad()
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
-        mine = self.results[0].new_zeros(max(map(len, self.shares)), len(self.results[0]))
-        mine[: len(self.results)] = torch.stack(self.results)
-        gathered = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(gathered, mine)
-        total = tree_sum(torch.cat([rows[: len(share)] for rows, share in zip(gathered, self.shares, strict=True)]))
-        parameters, buffers = list(self.model.parameters()), self._floating_buffers()
-        *sums, samples = total.split([tensor.numel() for tensor in (*parameters, *buffers)] + [1])
-        for parameter, summed in zip(parameters, sums, strict=False):
-            parameter.grad = summed.view(parameter.shape).clone(memory_format=torch.preserve_format)
-        for buffer, summed in zip(buffers, sums[len(parameters) :], strict=True):
-            buffer.copy_(summed.view(buffer.shape) / samples)
-        self.results.clear()
+        self._sum_rows()
+        self._set_gradients(self.views[0])
+        samples, statistics = self.rows[0, -1], self.views[0][len(self.parameters) :]
+        buffers = filter(Tensor.is_floating_point, self.model.buffers())
+        for buffer, summed in zip(buffers, statistics, strict=True):
+            torch.div(summed, samples, out=buffer)
+        self.computed = 0
+
+    def _sum_rows(self) -> None:
+        """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""
+        rows = self.rows
+        if self.shares_are_subtrees:
+            rows = tree_sum(list(rows)).unsqueeze(0)
+            if self.shared_memory is not None:
+                return self.shared_memory(rows[0], self.world.rank, self.world.size)
+        gathered = rows.new_empty(self.world.size, *rows.shape)
+        dist.all_gather(list(gathered), rows)
+        pairs = zip(gathered, self.shares, strict=True)
+        self.rows[0] = tree_sum([row for found, share in pairs for row in found[: len(share)]])
 
 
-def tree_sum(rows: Tensor) -> Tensor:
-    """Rows (V, n) -> their sum (n,), always in the same order: neighbours in pairs, then pairs of pairs."""
-    while len(rows) > 1:
-        even = len(rows) // 2 * 2
-        rows = torch.cat([rows[0:even:2] + rows[1:even:2], rows[even:]])
-    return rows[0]
+def views_like(tensors: Sequence[Tensor], vector: Tensor) -> list[Tensor]:
+    """Views of the values of `vector` (n,), one behind the other, in the shapes and layouts of `tensors`."""
+    views, start = [], vector.storage_offset()
+    for tensor in tensors:
+        views.append(vector.as_strided(tensor.shape, torch.empty_like(tensor).stride(), start))
+        start += tensor.numel()
+    return views
