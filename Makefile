@@ -13,7 +13,7 @@ BENCH := $(VENV)/.ready-bench
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench bench-gpu compare growth scaling board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
+.PHONY: help train ddp sweep runs bench gpu compare growth scaling board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,8 +50,8 @@ runs: $(READY) ## a table of the runs in outputs/ (ARGS="--sort objective")
 bench: $(BENCH) ## ratios against tutorials, Lightning, Accelerate and bare loops (ARGS=--quick)
 	$(PYTHON) bench/race.py $(ARGS)
 
-bench-gpu: $(BENCH) ## one GPU: MNIST to 99 %, throughput, share of the card's own rate
-	$(PYTHON) bench/gpu.py $(ARGS)
+gpu: $(DEV) $(BENCH) ## one GPU, 9 minutes: its tests, then its speeds, which go into bench/RESULTS.md
+	$(PYTHON) bench/gpu.py --all $(ARGS)
 
 compare: $(BENCH) ## what each way of averaging gradients costs: a table
 	$(PYTHON) bench/compare.py $(ARGS)

@@ -1,6 +1,9 @@
-"""One GPU: MNIST to 99 %, CIFAR-10-shaped throughput, and how much of the card's own matmul rate that is.
+"""One GPU: the tests that need one, speeds beside bare loops, and how much of the card's own matmul rate that is.
 
-python bench/gpu.py [--quick] [--out=outputs/gpu]
+python bench/gpu.py [--quick] [--all] [--out=outputs/gpu]
+
+--all is `make gpu`: the tests run first, and the tables go into bench/RESULTS.md. All of it takes at most `MINUTES`: a
+part that finds no time left is named. Without a GPU a sentence says so, and nothing is done.
 
 Every run is the command `python src/train.py` with backend=auto: nccl and one rank where there is a GPU, gloo where
 there is none. MNIST is read from LOCKSTEP_DATA; without it the digits inside scikit-learn are used. The CIFAR-10-shaped
@@ -8,6 +11,8 @@ images are noise. OUT/gpu.md is a section for bench/RESULTS.md.
 """
 
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +28,11 @@ COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one 
 MATMUL_SECONDS = 0.3  # that a matmul rate is measured for
 # A step that logs waits for the device, so runs log once an epoch.
 QUIET = [*harness.MEASURED, "logging.every=1000000", "snapshot.keep_last=1"]
+FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
+          "+strategy.precision=${trainer.precision}", "~optimizer.no_decay", "~optimizer.groups"]  # fmt: skip
+MINUTES = 9  # of --all
+TESTS_MINUTES = 3
+ENDS = [float("inf")]  # time.time() when the last run must have ended
 
 
 def run(*overrides: str) -> dict[str, Any] | None:
@@ -30,10 +40,12 @@ def run(*overrides: str) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.time()
         command = [sys.executable, TRAIN, f"hydra.run.dir={folder}/run", *QUIET, *overrides]
-        code = harness.run_on_terminal(command, folder)
+        left = min(600, ENDS[0] - began)
+        code = harness.run_on_terminal(command, folder, left) if left > 0 else 124
         for record in harness.records(folder) if code == 0 else []:
             return {"began": began, **record}
-        print((folder / "console.log").read_text()[-3000:], file=sys.stderr)
+        console = folder / "console.log"
+        print(console.read_text()[-3000:] if console.exists() else "no time left for a run", file=sys.stderr)
         return None
 
 
@@ -128,6 +140,29 @@ def cifar10_speed(quick: bool, compiles: Sequence[str]) -> str:
     return table(["experiment=cifar10_speed, trainer.compile=", "samples/s", "from the first step to the end"], rows)
 
 
+def bare_loops(quick: bool) -> str:
+    """A table: samples/s in turns with a loop of nothing but forward, backward and update, in one process."""
+    samples, batch, windows, few = (8, 4, 4, 2) if quick else (40_960, 512, 5120, 64)
+    text = harness.ROOT / "bench" / "RESULTS.md"  # a text that is here; a step takes as long with any
+    gpt = ["dataset=text", f"dataset.path={text}", "dataset.symbols=bytes", "dataset.classes=256", "optimizer=adamw"]
+    gpt += [f"dataset.samples={windows}", f"trainer.batch_size={few}"]
+    gpt += [] if quick else ["dataset.block=256", "model.layers=6", "model.heads=6", "model.width=384"]
+    noise = [*harness.noise_images(samples, min(samples, 512)), f"trainer.batch_size={batch}"]
+    rows = []
+    for model, data in {"convnet": noise, "resnet18": noise, "gpt": gpt}.items():
+        for precision in ("fp32",) if quick else ("fp32", "bf16"):
+            record = run(*data, f"model={model}", f"trainer.precision={precision}", "trainer.epochs=3", *FLOORS,
+                         "evaluation.every=3", "snapshot.every=3epochs")  # fmt: skip
+            cells = ["failed", "", ""]
+            if record:
+                laps = list(zip(record["training"], record["bare loop"], strict=True))[1:]
+                kept = [floor["seconds"] / ours["seconds"] for ours, floor in laps]
+                bare = max(floor["samples"] / floor["seconds"] for _, floor in laps)
+                cells = [f"{speed(record):,.0f}", f"{bare:,.0f}", harness.spread(kept)]
+            rows.append([model, precision, *cells])
+    return table(["in turns with a bare loop", "precision", "samples/s", "the bare loop's", "fraction kept"], rows)
+
+
 def host_syncs(compiles: Sequence[str]) -> str:
     """A table: where the host waits for the device in a training step. There should be no such place."""
     rows = []
@@ -151,21 +186,56 @@ def parts(quick: bool) -> Iterator[str]:
     about = f"`python bench/gpu.py{' --quick' * quick}`, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}."
     shown = ", ".join(f"{kind} {rate / 1e12:.4g}" for kind, rate in rates.items())
     yield f"## One device: {name}\n\n{about}\nMatmul rate, measured, in TFLOP/s: {shown}.\n"
-    yield to_accuracy(quick, compiles)
+    yield bare_loops(quick)
     yield throughput(quick, compiles, rates)
+    yield to_accuracy(quick, compiles)
     yield cifar10_speed(quick, compiles)
     yield host_syncs(compiles)
 
 
+def tests() -> str:
+    """How the tests that need a GPU ended. A test that wants two GPUs may be skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests"]
+    try:
+        done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=60 * TESTS_MINUTES)
+    except subprocess.TimeoutExpired:
+        return f"| failed: `pytest -m gpu tests` took more than {TESTS_MINUTES} minutes |\n"
+    print(done.stdout)
+    last = done.stdout.strip().rpartition("\n")[2]
+    return (
+        f"`pytest -m gpu tests`: {last}.\n" if done.returncode == 0 else f"| failed: `pytest -m gpu tests`: {last} |\n"
+    )
+
+
+def put_into_results(section: str) -> None:
+    """In the place of the section on one device."""
+    path = harness.ROOT / "bench" / "RESULTS.md"
+    before, _, rest = path.read_text().partition("## One device")
+    following = re.search("^## ", rest, re.MULTILINE)
+    path.write_text(before + section + ("\n" + rest[following.start() :] if following else ""))
+
+
 def main() -> None:
-    asked = harness.parse(harness.parser(__doc__, "gpu"))
+    arguments = harness.parser(__doc__, "gpu")
+    arguments.add_argument("--all", action="store_true", help=f"tests, too, in {MINUTES} minutes; fills RESULTS.md")
+    asked = harness.parse(arguments)
+    if asked.all and not torch.cuda.is_available():
+        print("There is no GPU here, so nothing is tested or measured. To see that the measurements run on a CPU, type")
+        print("python bench/gpu.py --quick")
+        return
     found = []
+    if asked.all:
+        ENDS[0] = time.time() + 60 * MINUTES
+        found.append(tests())
     for part in parts(asked.quick):
         print(part, flush=True)  # so that a later failure loses nothing
         found.append(part)
+    if asked.all:
+        found[:2] = found[1::-1]  # the heading first
+        put_into_results("\n".join(found))
     harness.save(asked.out, "gpu", "\n".join(found))
     if any("| failed" in part for part in found):
-        sys.exit("a run failed, see above")
+        sys.exit("a run failed, or had no time left: see above")
 
 
 if __name__ == "__main__":

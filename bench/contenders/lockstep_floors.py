@@ -27,6 +27,12 @@ from lockstep.training.setup import autocast
 TURN = 20  # steps
 
 
+def wait_for_device() -> None:
+    """Until the GPU has done all that it was given. The end of a turn on a CPU is its end."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class Floor:
     """A copy of the run's model in a strategy of its own, and one batch."""
 
@@ -45,7 +51,7 @@ class Floor:
         for _ in range(count):
             with autocast(self.world.device, self.precision):
                 outputs = self.strategy.module(inputs)
-            cross_entropy(outputs, targets).backward()
+            cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -92,6 +98,7 @@ class DDPAndFloors(MeasuredDDP):
 
     def end_turn(self) -> None:
         """Lockstep's turn ends. The floors take as many steps."""
+        wait_for_device()
         self.turns.lap("training", self.turn_steps * self.batch_size)
         self.run_floors(self.turns, self.turn_steps)
         self.world.barrier()
@@ -101,6 +108,8 @@ class DDPAndFloors(MeasuredDDP):
     def run_floors(self, turns: Record, count: int) -> None:
         for name, floor in self.floors.items():
             floor.copy_weights(self.model)
+            wait_for_device()
             turns.start()
             floor.steps(count, *self.batch)
+            wait_for_device()
             turns.lap(name, count * self.batch_size)

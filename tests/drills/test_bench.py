@@ -90,17 +90,26 @@ def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
             assert expected <= sent <= 1.03 * expected + 0.002  # headers and votes come on top
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     command = [ROOT / "bench" / "gpu.py", "--quick", f"--out={tmp_path}"]
-    start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish(limit=500)
+    start(sys.executable, *command, CUDA_VISIBLE_DEVICES="").finish(limit=800)
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith("## One device: ")
     rows = [row[0] for row in table_rows(tmp_path / "gpu.md")]
     assert [row for row in rows if "=" not in row and "---" not in row and "GFLOP" not in row] == [
-        "false",
+        "in turns with a bare loop",
+        "convnet",
+        "resnet18",
+        "gpt",
         "fp32",
+        "false",
         "false",
         "false",
     ]
     assert "failed" not in text
+
+
+def test_without_a_gpu_all_is_a_sentence(start):
+    run = start(sys.executable, ROOT / "bench" / "gpu.py", "--all", CUDA_VISIBLE_DEVICES="").finish()
+    assert "There is no GPU here" in run.output

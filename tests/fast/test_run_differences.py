@@ -1,13 +1,15 @@
 """`python src/runs.py why`: what two run folders differ in, and what cannot be compared."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_hashes import hash_of_source
+from lockstep.monitor.code_hashes import hash_of_source, module_hashes
 from lockstep.runs.again import command_of, require_repeatable
 from lockstep.runs.code import versions
 from lockstep.runs.compare import explain
@@ -145,3 +147,19 @@ def test_a_repetition_starts_where_the_run_started(tmp_path: Path) -> None:
         "launch.nproc_per_node=2",
         f'hydra.run.dir="{tmp_path / "new"}"',  # a sweep names its folders key=value
     ]
+
+
+class Unread(ModuleType):
+    """A module that nobody may look at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+def test_modules_of_libraries_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked rank would copy the memory of all of them."""
+    found = module_hashes()
+    assert "lockstep.monitor.code_hashes" in found
+    assert "torch.nn" not in found
+    monkeypatch.setitem(sys.modules, "torch.nn", Unread("torch.nn"))
+    assert module_hashes() == found
