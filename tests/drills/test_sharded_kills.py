@@ -53,13 +53,14 @@ def kill_while_writing(run: Command, folder: Path) -> bool:
     return bool(unfinished(folder))
 
 
-@pytest.mark.timeout(300 + 30 * KILLS)
+@pytest.mark.timeout(600 + 50 * KILLS)
 def test_a_run_killed_while_it_writes_parts_goes_on_from_the_newest_whole_snapshot(start, start_faulty, tmp_path):
-    start(*TRAINING, "hydra.run.dir=undisturbed").finish()
+    limit = 120 + 12 * KILLS  # for a run that saves each of its 12 * KILLS steps
+    start(*TRAINING, "hydra.run.dir=undisturbed").finish(limit=limit)
     folder, cut_short = tmp_path / "run" / "snapshots", 0
     for _ in range(KILLS):
         cut_short += kill_while_writing(start_faulty(*TRAINING, "hydra.run.dir=run"), folder)
-    start(*TRAINING, "hydra.run.dir=run").finish()
+    start(*TRAINING, "hydra.run.dir=run").finish(limit=limit)
     print(f"{KILLS} kills, {cut_short} of them before the snapshot was whole")
     assert cut_short
     assert count_resumptions(tmp_path / "run") == KILLS
