@@ -23,7 +23,7 @@ class ConfigError(Exception):
     """
 
     def __init__(self, sentence: str) -> None:
-        super().__init__("".join(map(_printable, sentence)))
+        super().__init__(printable(sentence))
 
 
 class RankMissing(ConfigError, TimeoutError):
@@ -49,8 +49,12 @@ def first_of(names: Sequence[object], most: int) -> str:
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
-def _printable(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+def printable(text: str, kept: str = "") -> str:
+    """`text` with escapes in place of characters that a terminal does not print, except those of `kept`."""
+    return "".join(
+        character if character.isprintable() or character in kept else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 class RankLost(Exception):

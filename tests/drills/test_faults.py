@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.distributed.environment import free_port
 from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, skip_without_mpirun
@@ -52,6 +53,11 @@ LEFT = "this rank left before the end of the training"
 FAULTS = [
     Fault("forward/raise", 5, "exception", RAISED),
     Fault("forward/unicode", 5, "exception", "größer als erlaubt"),
+    Fault("forward/long", 5, "exception", "RuntimeError: xxx"),
+    Fault("forward/no_text", 5, "exception", "WithoutText: (no message)"),
+    Fault("forward/escapes", 5, "exception", r"RuntimeError: red \x1b[31m, half a character \ud800"),
+    Fault("forward/own_connection", 5, "exception", RAISED),
+    *([] if torch.cuda.is_available() else [Fault("forward/gpu", 5, "exception", "the code uses a GPU")]),
     Fault("forward/shape", 5, "exception", "the shapes of the data and of the model do not fit together"),
     Fault("forward/key", 5, "exception", MISTAKE),
     Fault("forward/memory", 5, "exception", "this rank has no memory left"),
@@ -137,6 +143,14 @@ def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path, request):
         add_row(request.node, replace(row, is_right=not wrong))
     wrong_ones = [f"{fault.name}: {wrong}" for fault, (wrong, _) in zip(chosen, outcomes, strict=True) if wrong]
     assert not wrong_ones, "\n\n".join(wrong_ones)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_process_that_a_rank_forks_is_none_of_the_rank(start, rank):
+    fault = {"FAULT": f"forward/raising_child:{rank}:4", "PYTHONPATH": ROOT / "tests"}
+    run = start(*LAUNCHERS["fork"], *OWN, "hydra.run.dir=run", **fault).finish()
+    assert "finished: " in run.output
+    assert "RuntimeError: a mistake in the child" in run.output
 
 
 @pytest.mark.parametrize(("snapshots", "restarts"), [("1epochs", 1), ("3steps", 2)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.errors import EXIT_KILLED, EXIT_RESUMABLE
+from lockstep.errors import EXIT_FAILED, EXIT_KILLED, EXIT_RESUMABLE
 from support.commands import PYTHON_TRAIN, ROOT, Command, ranks_under, wait_for
 from support.deaths import MOMENTS
 from support.event_files import MEASURED, scalars
@@ -227,6 +227,12 @@ def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run(start, t
     options = broken_model(tmp_path, "os.abort()")
     run = start(*TRAINING, *options, PYTHONPATH=tmp_path).finish(code=EXIT_KILLED)
     assert "rank 1" in run.output
+
+
+def test_an_error_of_a_connection_of_the_users_own_ends_the_run(start, tmp_path):
+    options = broken_model(tmp_path, "raise ConnectionError('Connection closed by peer')")
+    run = start(*TRAINING, *options, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED)
+    assert "ConnectionError: Connection closed by peer\n  at broken.py:" in run.output
 
 
 def test_a_killed_launcher_leaves_no_rank_that_hangs(start, tmp_path):

@@ -78,6 +78,28 @@ def _kill_beside_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class WithoutText(Exception):
+    """It cannot describe itself."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def _raise_without_text() -> None:
+    raise WithoutText
+
+
+def _own_connection() -> None:
+    raise ConnectionError("Connection closed by peer: a server of the user's")
+
+
+def _raising_child() -> None:
+    """A child whose exception goes through the functions of the rank that it is a copy of."""
+    if os.fork() == 0:
+        _raise("a mistake in the child")
+    os.wait()
+
+
 def _raise_late() -> None:
     """After other ranks have failed."""
     time.sleep(1)
@@ -88,6 +110,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "raise": lambda: _raise("a mistake in the model"),
     "late_raise": _raise_late,
     "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
+    "long": lambda: _raise("x" * 10_000 + "\nframe\n" * 1000),
+    "no_text": _raise_without_text,
+    "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
+    "own_connection": _own_connection,
+    "raising_child": _raising_child,
+    "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
     "key": lambda: {"a": 1}["b"],
     "none": lambda: None,

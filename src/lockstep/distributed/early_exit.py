@@ -14,13 +14,17 @@ class LeftEarly(Exception):
     """User code ended this rank in mid-run. Its cause is the SystemExit, whose traceback ends at the user's line."""
 
 
+def _how(error: SystemExit) -> str:
+    return error.code if isinstance(error.code, str) else f"exit code {error.code or 0}"
+
+
 @contextmanager
 def exits_before_ranks_are_failures() -> Iterator[None]:
     """In the process that starts ranks, or before a rank meets the others: SystemExit becomes LeftEarly."""
     try:
         yield
     except SystemExit as error:
-        raise LeftEarly(f"the command left before the training: exit code {error.code or 0}") from error
+        raise LeftEarly(f"the command left before the training: {_how(error)}") from error
 
 
 @contextmanager
@@ -44,6 +48,6 @@ def exits_are_failures() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise LeftEarly(f"this rank left before the end of the training: exit code {error.code or 0}") from error
+        raise LeftEarly(f"this rank left before the end of the training: {_how(error)}") from error
     finally:
         os._exit = leave

@@ -12,6 +12,7 @@ from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError, StoppedEarly
 from lockstep.launchers.base import Launcher, RankFailed, Worker
 from lockstep.monitor import rank as monitor
+from lockstep.monitor.exception_record import message_of
 
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
@@ -75,7 +76,7 @@ def _write_torchrun_error(error: BaseException, is_first: bool) -> None:
     """Write the error to the file in which torchrun looks for the root cause. torchrun takes the earliest one."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        message = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
         timestamp = int(time.time()) + (0 if is_first else CONSEQUENCE_DELAY)
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": message, "timestamp": str(timestamp)}))

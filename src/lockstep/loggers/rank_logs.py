@@ -12,6 +12,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError, RankLost, RanksDiffer, StoppedEarly, TrainingDiverged
 from lockstep.monitor import rank as monitor
+from lockstep.monitor.exception_record import message_of
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def rank_logs() -> Iterator[RankLogs]:
     except Exception as error:
         monitor.failed(error)  # before the log has the traceback, which the report need not repeat
         root.handlers = logs.files  # not on the console: the process that started the ranks prints the error there
-        log.error("%s", error, exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
+        log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise
     finally:
         root.handlers, root.level = before
@@ -115,6 +116,9 @@ class QuietFileHandler(WatchedFileHandler):
 
     The base class would print a traceback for each lost line.
     """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # a traceback may hold any characters
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(FileNotFoundError):  # its folder was deleted, too, and is not made again yet

@@ -61,6 +61,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "a process that loads data has ended",
         "type dataset.workers=0 to see its error here",
     ),
+    (
+        r"Cannot re-initialize CUDA|not compiled with CUDA|no NVIDIA driver|No CUDA GPUs",
+        "the code uses a GPU, and this rank has none, or is a copy of a process that used it before",
+        "take the device of the inputs at the line above; if there are GPUs, type backend=nccl launch=spawn",
+    ),
     (r"CUDA error", "a GPU kernel failed, perhaps before this line", "put CUDA_LAUNCH_BLOCKING=1 before the command"),
     (
         r"FileNotFoundError|No such file",
@@ -111,7 +116,7 @@ CRASHES = {  # faulthandler's names
 
 def is_consequence(failure: Mapping[str, Any] | None) -> bool:
     """Whether an exception only tells that another rank is gone or silent."""
-    if failure is None or failure["kind"] != "exception":
+    if failure is None or failure["kind"] != "exception" or failure.get("is_own"):
         return False
     return tells_of_lost_rank(failure["message"])
 
@@ -129,12 +134,12 @@ def silent_rank(message: str) -> int | None:
     return None if found is None else int(found[1] or found[2])
 
 
-def explain_exception(type_name: str, message: str) -> tuple[str, str]:
-    """(what it means, what to type) in plain words."""
+def explain_exception(type_name: str, message: str, is_own: bool = False) -> tuple[str, str]:
+    """(what it means, what to type) in plain words. is_own: see lockstep.monitor.exception_record."""
     for pattern, meaning, advice in MEANINGS:
         if re.search(pattern, f"{type_name}: {message}"):
             return meaning, advice
-    if tells_of_lost_rank(message):
+    if tells_of_lost_rank(message) and not is_own:
         return explain_lost_rank(message)
     return "the code raised this exception", "correct its cause, then type the command that resumes"
 

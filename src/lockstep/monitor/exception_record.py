@@ -6,8 +6,8 @@ import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.monitor.code_owner import is_project, is_users
+from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged, printable
+from lockstep.monitor.code_owner import is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
@@ -19,17 +19,34 @@ def exception_record(error: BaseException) -> dict[str, Any]:
     """What the failure report needs to know of `error`, as JSON values."""
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__  # Hydra wraps what a class of the user's raises
-    message = _message(error)
     return {
         "kind": _kind(error),
         "type": type(error).__name__,
-        "message": message[:LONGEST_MESSAGE],
-        **(_place_in_text(message) or _place(_traceback_of_user(error))),
+        "message": message_of(error),
+        "is_own": is_own(error),
+        **(_place_in_text(_text(error)) or _place(_traceback_of_user(error))),
         "traceback": traceback.format_exception(error),
     }
 
 
-def _message(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """At most LONGEST_MESSAGE characters that a terminal and a file can show."""
+    return printable(_text(error)[:LONGEST_MESSAGE], kept="\n\t")
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether neither torch nor this project has raised it: it tells nothing of another rank, whatever its words."""
+    if error.__cause__ is not None:
+        return is_own(error.__cause__)
+    if "Original Traceback" in _text(error):  # a DataLoader worker has raised it
+        return True
+    if type(error).__module__.startswith("torch") or "gloo/" in _text(error):
+        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(files) and not is_project(files[-1]) and not ("/torch/" in files[-1] and is_library(files[-1]))
+
+
+def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # an exception of the user's may fail to describe itself

@@ -60,7 +60,7 @@ class FailureReport:
         for name, text in (("failure.json", json.dumps(self.contents, indent=1)), ("failure.txt", self.screen())):
             try:
                 temporary = self.run_dir / f"{name}.tmp"
-                temporary.write_text(text + "\n")
+                temporary.write_text(text + "\n", "utf-8", "backslashreplace")  # a path may hold any bytes
                 os.replace(temporary, self.run_dir / name)
             except OSError:
                 return
@@ -149,7 +149,7 @@ def _first(rank: WatchedRank) -> dict[str, Any]:
     if failure is not None and rank.is_cause_of_hang:
         return described | {key: failure[key] for key in HANG_KEYS} | {"time": rank.failed_at_time_of_day}
     if failure is not None and not (is_consequence(failure) and rank.killed_by_monitor):
-        meaning, advice = explain_exception(failure["type"], failure["message"])
+        meaning, advice = explain_exception(failure["type"], failure["message"], failure["is_own"])
         keys = ("kind", "type", "message", "file", "line", "function", "code", "operation", "operands", "samples")
         described |= {key: failure[key] for key in keys if key in failure}
         return described | {"time": rank.failed_at_time_of_day, "meaning": meaning, "advice": advice}

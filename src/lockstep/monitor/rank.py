@@ -4,10 +4,12 @@ import contextlib
 import os
 import socket
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.errors import EXIT_FAILED
 from lockstep.monitor import channel, rank_probe
 from lockstep.monitor.exception_record import exception_record, last_lines
 from lockstep.monitor.progress_page import EPOCH, ProgressPage, create_page_file, create_unnamed_file
@@ -24,13 +26,21 @@ class RankReporter:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.reader = connection, channel.Reader(connection)
+        self.pid = os.getpid()
         self.page_file, self.stacks = create_page_file(), create_unnamed_file("lockstep-stacks")
         self.page = ProgressPage(self.page_file)
         self.batch: Any = None
         self.log_file: str | None = None
         self.reported: BaseException | None = None
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this process is no rank: the user's code has forked it from one."""
+        return os.getpid() != self.pid
+
     def send(self, message: channel.Message, *descriptors: int) -> None:
+        if self.is_copy:
+            return
         with contextlib.suppress(OSError):  # the monitor was killed: the run goes on without a report
             channel.send(self.connection, message, descriptors)
 
@@ -142,9 +152,15 @@ def current_batch(batch: Any) -> None:
 
 
 def failed(error: BaseException) -> None:
-    """Tell the monitor that this rank fails. A second call for the same exception does nothing."""
+    """Tell the monitor that this rank fails. A second call for the same exception does nothing.
+
+    A process that the user's code has forked ends here: it must not close the rank's files, for whose threads it waits.
+    """
     if _reporter is None or _reporter.reported is error:
         return
+    if _reporter.is_copy:
+        traceback.print_exception(error)
+        os._exit(EXIT_FAILED)
     now = time.monotonic()
     _reporter.reported = error
     record = exception_record(error) | {"time": now, "wall_time": time.time(), "samples": _samples(_reporter.batch)}
