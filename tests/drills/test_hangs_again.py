@@ -1,11 +1,16 @@
 """Hangs where a new monitor is not started for them: in the attempt after a restart, after a live recovery, alone."""
 
 import json
+import os
 import re
+import signal
+import time
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT
+from support.commands import PYTHON_TRAIN, ROOT, wait_for
+from support.live_ranks import all_ranks, ranks_in
+from support.run_folders import has_logged
 
 pytestmark = pytest.mark.drill
 
@@ -34,3 +39,20 @@ def test_a_hang_of_the_only_rank_is_shown(start_faulty):
     run = start_faulty(*PYTHON_TRAIN, *words, FAULT="forward/hang:0:7", PYTHONPATH=TESTS).finish(4)
     assert "lockstep: rank 0 of 1 hangs" in run.output
     assert run.output.rstrip().endswith((run.cwd / "run" / "failure.txt").read_text().rstrip())
+
+
+def test_a_rank_that_is_stopped_while_another_one_saves_is_named(start_faulty):
+    """A snapshot may take long, but the rank that waits in it gives up after backend.timeout, and was blamed."""
+    words = ["model=mlp", "trainer.epochs=900", "snapshot.every=1steps", "watch.timeout=3", "backend.timeout=15"]
+    run = start_faulty(*PYTHON_TRAIN, *words, "launch=torchrun", "hydra.run.dir=run")
+    wait_for(lambda: has_logged(run.cwd / "run", "epoch 2/"), "second epoch")
+    stopped, waiting = all_ranks(run.process.pid)
+    os.kill(stopped, signal.SIGSTOP)
+    while ranks_in(run.process.pid, "snapshot") != [waiting]:
+        os.kill(stopped, signal.SIGCONT)
+        time.sleep(0.01)
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(0.3)
+    run.finish(4)
+    assert "verdict: a rank is stopped" in run.output
+    assert f"(pid {stopped}) is stopped by SIGSTOP" in run.output

@@ -198,6 +198,8 @@ def examined_after(watched, rules, seconds):
         ("train", 0, 10.0, 102, True),
         ("evaluation", 5, 10.0, 12, True),
         ("snapshot", 5, 10.0, 90, False),
+        ("snapshot", 5, 30.0, 238, False),
+        ("snapshot", 5, 30.0, 242, True),  # 80 % of backend.timeout
         ("prepare", 0, 10.0, 290, False),
         ("meeting", 0, 10.0, 1000, False),
         ("end", 5, 10.0, 1000, False),

@@ -138,3 +138,14 @@ def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, trai
     last = stopped_at(tmp_path / "run")
     assert last == position(tmp_path / "run")[0]
     assert 0 <= last - scalars(tmp_path / "run")["train/running_loss"][-1][0] < 10  # logging.every
+
+
+def test_a_log_file_that_cannot_be_opened_again_does_not_end_the_run(start, tmp_path):
+    run = start(*LONG, "launch=fork")
+    wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
+    (tmp_path / "run/train.log").unlink()
+    (tmp_path / "run/train.log").mkdir()
+    wait_for(lambda: "epoch 9/" in (tmp_path / "run/logs/rank0.log").read_text(), "ninth epoch")
+    run.process.terminate()
+    run.finish(75)
+    assert "Traceback" not in run.output

@@ -121,7 +121,7 @@ class QuietFileHandler(WatchedFileHandler):
         super().__init__(path, encoding="utf-8", errors="backslashreplace")  # a traceback may hold any characters
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(FileNotFoundError):  # its folder was deleted, too, and is not made again yet
+        with suppress(OSError):  # its folder was deleted, too, and is not made again yet; or something else is there
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -112,12 +112,13 @@ class HangDetector:
         if timeout is None:
             median = statistics.median(self.steps) if self.steps else 0.0
             timeout = max(SHORTEST_SILENCE, MEDIAN_STEPS * median)
-            if capped:
-                timeout = min(timeout, BACKEND_SHARE * self.rules.backend_timeout)
         patience = max(PATIENCE.get(rank.page.phase, OTHER_PATIENCE) for rank in ranks)
         if not any(rank.page.get(STEPS_ENDED) for rank in ranks):  # a rank may serve others and end none itself
             patience = max(patience, FIRST_STEP_PATIENCE)
-        return timeout * patience
+        limit = timeout * patience
+        if capped and patience <= OTHER_PATIENCE:  # in the other phases no rank waits with this limit
+            limit = min(limit, BACKEND_SHARE * self.rules.backend_timeout)
+        return limit
 
     def _conclude(self, ranks: Sequence[WatchedRank], world_size: int, now: float, last: float) -> Diagnosis | None:
         self.examination = None
