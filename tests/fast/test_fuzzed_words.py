@@ -24,7 +24,7 @@ ANSWERS = [
     ("~strategy._target_", "strategy._target_ names no class; type strategy=<an option in conf/strategy>"),
     ("logger.console=1e-320", "logger.console=1e-320 is no logger; type logger=[]"),
     ("strategy._target_=torch.nn.Identity", f"gives an object of Identity, and {STRATEGY} is wanted; type strategy=<"),
-    ("launch._target_=lockstep.strategies.gradient_sync.auto.Auto", "and lockstep.launchers.base.Launcher is wanted"),
+    ("launch._target_=torch.nn.Identity", "and lockstep.launchers.base.Launcher is wanted"),
     # contradictions
     ("model.classes=1", "model.classes=1 is less than dataset.classes=10; type model.classes=10"),
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] does not fit dataset.shape=[1,8,8]; type model.shape=[1,8,8]"),
