@@ -190,6 +190,7 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
+        self.saver.finish()  # model.pt is newer than every snapshot
         is_new = state.progress.step > self.start_step
         if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):
             return
@@ -201,8 +202,7 @@ class SnapshotManager:
             raise ConfigError(message)
 
     def _export(self, weights: dict[str, torch.Tensor]) -> str | None:
-        """None, or why it could not be written. The last snapshot is on the disk first: model.pt is the newer file."""
-        self.writer.drain()
+        """None, or why it could not be written."""
         progress, best = self.state.progress, None
         if progress.best_step not in (None, progress.step):
             best = weights_of_snapshot(self.folder / "best.pt", averaged=self.state.ema is not None)

@@ -82,6 +82,11 @@ class Saver:
         self.writer.drain()  # one copy of a part at a time
         self.writer.put(self._write_in_parts, name, self.part_memory.plain_copy(contents), position)
 
+    def finish(self) -> None:
+        """Wait until the last snapshot is on the disk, and free the memory of its copy."""
+        self.writer.drain()
+        self.part_memory = CopyMemory()
+
     def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
         """In the writer's thread. A full disk costs a warning, not the training."""
         try:
