@@ -10,6 +10,7 @@ from lockstep.errors import RanksDiffer
 from lockstep.training.weight_check import PIECE, digest
 from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.configs import composed
+from support.small_text import small_gpt
 from support.worlds import in_world, train
 
 SMALL = [
@@ -106,6 +107,18 @@ def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
     two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicas=2")
     for sentence in in_world(4, _train_all, [two]):
         assert "rank 3 has other values in 1.weight than rank 1, and no majority shows which are right" in sentence[0]
+
+
+def test_copies_of_a_cut_matrix_are_compared(tmp_path: Path) -> None:
+    text = [word for word in small_gpt(tmp_path, "trainer.precision=fp32") if word != "optimizer=adamw"]
+    two_by_two = ["strategy=tensor_parallel", "strategy.replicas=2", "watch.every=2"]
+    damage = [word for word in damaged(3, 2, 3, "bit") if word not in SMALL]
+    cfg = composed(f"run_dir={tmp_path / 'bit'}", *text, *damage, *two_by_two)
+    for (sentence,) in in_world(4, _train_all, [cfg]):
+        assert sentence.startswith(
+            "the weights differ between ranks at step 2: rank 3 has other values in "
+            "block1.attention.queries_keys_values.weight than rank 1, and no majority"
+        )
 
 
 def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -> None:
