@@ -1,5 +1,6 @@
 """The loader: the same global batches at any world size, every sample evaluated once, data sets of every kind."""
 
+import multiprocessing
 from functools import partial
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data import loader as loader_module
+from lockstep.data import read_groups
 from lockstep.data.augment import Augment
 from lockstep.data.converter import Converter
 from lockstep.data.digits import digits
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Part, generator, micro_batch_parts
+from support.commands import wait_for
 from support.worlds import in_world
 
 
@@ -56,11 +58,11 @@ def global_batches(dataset: Any, size: int, steps: int, skip: int = 0) -> list[t
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("at_once", [1, 9, loader_module.VALUES_AT_ONCE])
+@pytest.mark.parametrize("at_once", [1, 9, read_groups.VALUES_AT_ONCE])
 def test_ranks_parts_make_up_the_same_global_batches(
     size: int, steps: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(read_groups, "VALUES_AT_ONCE", at_once)
     whole = global_batches(in_memory(23), 1, steps)
     assert [count for count, _ in whole] == [10, 10, 3]  # nothing padded, nothing dropped
     assert sorted(sum((sum(rows, []) for _, rows in whole), [])) == list(range(23))
@@ -80,6 +82,46 @@ def test_worker_processes_give_the_same_batches_and_an_empty_part_its_shape() ->
         batch.parts[0].targets.tolist() for batch in loader(in_memory(21), 1, 2).epoch(4, 10, parts(1, 1, 2))
     ]
     assert batches[-1].parts[0].inputs.shape == (0, 1)  # 21 samples: the last batch has one, which rank 0 takes
+
+
+class Counted(Numbers):
+    """Counts what is read of it, in all processes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.reads = multiprocessing.Value("i", 0)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        with self.reads:
+            self.reads.value += 1
+        return super().__getitem__(index)
+
+
+def test_workers_read_the_next_epoch_while_this_one_is_still_used_and_none_after_the_last() -> None:
+    counted = Counted(30)
+    reader = loader(counted, workers=2)
+    list(reader.epoch(0, 10, parts(1, 0, 1), last_epoch=1))
+    wait_for(lambda: counted.reads.value == 60, "an epoch that is read ahead")
+    list(reader.epoch(1, 10, parts(1, 0, 1), last_epoch=1))
+    list(reader.epoch(7, 10, parts(1, 0, 1)))
+    assert counted.reads.value == 90
+    reader.close()
+
+
+def test_epochs_that_are_read_ahead_have_the_batches_of_any_other() -> None:
+    def targets(reader: BatchLoader, epoch: int, skip: int = 0, last: int = 0) -> list[list[int]]:
+        batches = reader.epoch(epoch, 10, parts(1, 0, 1), skip, last_epoch=last)
+        return [batch.parts[0].targets.tolist() for batch in batches]
+
+    reader, each = loader(Numbers(25), workers=2), loader(in_memory(25))
+    assert targets(reader, 3, skip=10, last=9) == targets(each, 3, skip=10)
+    assert targets(reader, 4, last=9) == targets(each, 4)
+    next(reader.epoch(5, 10, parts(1, 0, 1), last_epoch=9))  # a stop in mid-epoch
+    assert targets(reader, 5, last=9) == targets(each, 5)
+    assert targets(reader, 2, last=9) == targets(each, 2)  # a rollback
+    assert reader.raw_inputs(2).tolist() == [[0.0], [1.0]]
+    assert targets(reader, 3, last=9) == targets(each, 3)
+    reader.close()
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lockstep.data import workers
-from lockstep.data.samples import Samples
+from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.data.workers import DatasetReader
 from lockstep.monitor.death_causes import explain_exception
 from support.commands import ROOT, children, wait_for
@@ -47,10 +47,14 @@ def reader() -> Iterator[DatasetReader]:
     reader.close()
 
 
+def keys(*batches: list[int]) -> list[list[Key]]:
+    return [[(EVALUATION, number) for number in batch] for batch in batches]
+
+
 def read(reader: DatasetReader, batches: list[list[int]]) -> tuple[list[list[int]], set[int]]:
     """(the samples of each batch, the processes that read them)."""
     samples, processes = [], set()
-    for inputs, targets in reader.read(batches):
+    for inputs, targets in reader.read(keys(*batches)):
         samples.append(inputs.tolist())
         processes |= set(targets.tolist())
     return samples, processes
@@ -62,7 +66,7 @@ def test_all_passes_are_read_by_the_same_workers_also_after_one_that_was_left_ea
     assert samples == batches
     assert len(workers) == 2
     assert os.getpid() not in workers
-    assert next(reader.read(batches))[0].tolist() == [0, 1]  # trainer.max_steps can end a run in mid-epoch
+    assert next(reader.read(keys(*batches)))[0].tolist() == [0, 1]  # trainer.max_steps can end a run in mid-epoch
     assert read(reader, batches[5:]) == (batches[5:], workers)
     assert read(reader, []) == ([], set())
 
@@ -86,7 +90,7 @@ def test_workers_ignore_signals_that_ask_their_rank_to_stop(reader):
 
 
 def test_closing_ends_a_worker_that_hangs_and_raises_nothing(reader):
-    passing = reader.read([[0], [HANGS], [1]])
+    passing = reader.read(keys([0], [HANGS], [1]))
     worker = int(next(passing)[1])
     reader.close()
     assert not Path(f"/proc/{worker}").exists()
@@ -115,7 +119,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
 
 def test_a_worker_that_dies_is_an_error_for_its_reader_only(reader):
     """torch raises it in a handler of signals: here while a thread starts, whose lock would stay locked."""
-    passing = reader.read([[number] for number in range(40)])
+    passing = reader.read(keys(*([number] for number in range(40))))
     worker = int(next(passing)[1])
     os.kill(worker, signal.SIGKILL)
     deadline = time.monotonic() + 1
@@ -129,7 +133,7 @@ def test_a_worker_that_dies_is_an_error_for_its_reader_only(reader):
 
 def test_a_worker_that_dies_while_it_passes_on_a_batch_is_named(reader, monkeypatch):
     """Its connection can end before its process does."""
-    passing = reader.read([[0], [HANGS]])
+    passing = reader.read(keys([0], [HANGS]))
     worker = int(next(passing)[1])
     (hanging,) = {process.pid for process in reader._workers} - {worker}
 
@@ -144,7 +148,7 @@ def test_a_worker_that_dies_while_it_passes_on_a_batch_is_named(reader, monkeypa
 
 
 def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(reader):
-    passing = reader.read([[0], [HANGS]])
+    passing = reader.read(keys([0], [HANGS]))
     worker = int(next(passing)[1])
     (hanging,) = {process.pid for process in reader._workers} - {worker}
     timer = threading.Timer(0.5, os.kill, (hanging, signal.SIGKILL))

@@ -19,7 +19,7 @@ from lockstep.data.decoded_images import is_whole, pixel_bytes, pixel_file
 from lockstep.data.download import one_at_a_time
 from lockstep.data.image_folder import ImageFiles
 from lockstep.data.image_reader import ImageReader
-from lockstep.data.samples import Key
+from lockstep.data.samples import EVALUATION, Key
 from lockstep.data.workers import DatasetReader
 from lockstep.distributed.host import cpu_count
 from lockstep.errors import ConfigError
@@ -131,8 +131,8 @@ def _decode_into(file: int, files: ImageFiles, size: int, read: ImageReader) -> 
     """
     workers = max(1, min(cpu_count(), len(files) // IMAGES_A_WORKER))
     at_once = max(1, min(BYTES_AT_ONCE // (3 * size**2), len(files) // (8 * workers)))
-    numbers = range(len(files))
-    batches = [list(numbers[first : first + at_once]) for first in numbers[::at_once]]
+    keys = [(EVALUATION, number) for number in range(len(files))]
+    batches = [keys[first : first + at_once] for first in range(0, len(files), at_once)]
     reader = DatasetReader(_Decoder(file, files, size, read), workers, pin_memory=False)
     done, unreadable, report_at = 0, list[str](), time.monotonic() + REPORT_EVERY
     try:

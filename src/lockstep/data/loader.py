@@ -11,31 +11,37 @@ from lockstep.data.augment import Augment
 from lockstep.data.batch_transforms import BatchTransform, BatchTransforms
 from lockstep.data.converter import Converter
 from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.nested import count_samples
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
+from lockstep.data.read_groups import RawGroup, read_memory, read_samples
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.workers import DatasetReader
 from lockstep.errors import ConfigError
 
-# Values of samples that are looked up and converted together. Step by step, the calls cost more than their work.
-VALUES_AT_ONCE = 2**20
-
-RawGroup = tuple[Any, Any, list[int]]
-"""Raw inputs, targets, and how many of them belong to each share. Only single tensors are of several shares."""
-
 
 class _Planned(NamedTuple):
-    """A global batch that is not read yet, and this rank's parts of it.
+    """A global batch of an epoch that is not read yet, and this rank's parts of it.
 
     start: samples of the epoch before it. samples: how many it has, over all ranks. shares: what is read for each part.
     places: of each share in the batch, if a sample's place decides what it becomes; otherwise empty.
     """
 
+    epoch: int
     start: int
     samples: int
     parts: list[Part]
     shares: list[Tensor]
     places: list[Tensor]
+
+
+class _Pass(NamedTuple):
+    """Batches in their order, some of which are read ahead, and what is read for each of their parts.
+
+    goes_on: (epoch, batch_size, skip, turns) of the call of `epoch` that goes on with it.
+    """
+
+    goes_on: tuple[int, int, int, slice]
+    planned: Iterator[_Planned]
+    loaded: Iterator[tuple[Any, Any]]
 
 
 class BatchLoader:
@@ -64,6 +70,8 @@ class BatchLoader:
         self.reader: DatasetReader | None = None
         self.is_stream = False  # whether samples come in the data set's own order
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
+        self.reads_ahead = False  # whether workers go on with the next epoch while this one is still used
+        self._pass: _Pass | None = None
         if isinstance(dataset, InMemoryDataset):
             self.dataset = dataset.to(converter.device)
             self.index_device = self.dataset.samples.device
@@ -74,6 +82,7 @@ class BatchLoader:
         self.is_stream = samples.stream is not None
         self.samples = samples
         self.reader = DatasetReader(samples, workers, pin_memory=converter.device.type == "cuda")
+        self.reads_ahead = workers > 0 and not self.is_stream
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -99,33 +108,53 @@ class BatchLoader:
         parts: Callable[[Tensor], list[Part]],
         skip: int = 0,
         turns: slice = slice(None),
+        last_epoch: int = 0,
     ) -> Iterator[Batch]:
         """This rank's batches of one epoch; over all ranks every sample of the epoch comes once.
 
         batch_size counts the samples of all ranks. parts: which parts of a global batch of indices (N,) are this
         rank's. skip: samples used before the run was resumed. turns: which of the batches, if ranks take turns.
+        last_epoch: the number of the last epoch that will be asked for. Workers go on with the epochs up to it.
         """
-        order = self._order(generator(self.seed, epoch)).to(self.index_device)
-        starts = range(skip, len(self), batch_size)[turns]
-        # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
-        planned, ahead = tee(self._plan(order[start : start + batch_size], start, parts) for start in starts)
-        augmentation = None
-        if self.augment.enabled:
-            ahead, augmented = tee(ahead)
-            augmentation = self._augmentation(epoch, augmented)
-        loaded = self._load((share for batch in ahead for share in batch.shares), epoch, augmentation)
-        for batch in planned:
+        starts, asked = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
+        current, self._pass = self._pass, None
+        if current is None or current.goes_on != asked:
+            epochs = range(epoch, max(epoch, last_epoch) + 1 if self.reads_ahead else epoch + 1)
+            current = self._begin(asked, self._plans(epochs, batch_size, parts, skip, turns))
+        for batch in islice(current.planned, len(starts)):
             plans = self.transforms.plans(batch.samples, self.seed, epoch, batch.start)
             found = []
             for number, part in enumerate(batch.parts):
-                inputs, targets = next(loaded)
+                inputs, targets = next(current.loaded)
                 if self.transforms:
                     place = batch.places[number]
                     inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
                 found.append(LoadedPart(part.number, inputs, targets, part.indices))
+            if batch.start == starts[-1] and epoch < last_epoch and self.reads_ahead:
+                self._pass = current._replace(goes_on=(epoch + 1, batch_size, 0, turns))
             yield Batch(batch.samples, found)
 
-    def _plan(self, batch: Tensor, start: int, parts: Callable[[Tensor], list[Part]]) -> _Planned:
+    def _plans(
+        self, epochs: range, batch_size: int, parts: Callable[[Tensor], list[Part]], skip: int, turns: slice
+    ) -> Iterator[_Planned]:
+        for epoch in epochs:
+            order = self._order(generator(self.seed, epoch)).to(self.index_device)
+            for start in range(skip if epoch == epochs[0] else 0, len(self), batch_size)[turns]:
+                batch = order[start : start + batch_size].clone()  # a slice would keep all of `order` in memory
+                yield self._plan(batch, epoch, start, parts)
+            del order  # before the next one takes as much memory
+
+    def _begin(self, asked: tuple[int, int, int, slice], plans: Iterator[_Planned]) -> _Pass:
+        # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
+        planned, ahead = tee(plans)
+        augmentation = None
+        if self.augment.enabled:
+            ahead, augmented = tee(ahead)
+            augmentation = self._augmentation(augmented)
+        shares = ((batch.epoch, share) for batch in ahead for share in batch.shares)
+        return _Pass(asked, planned, self._load(shares, augmentation))
+
+    def _plan(self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]]) -> _Planned:
         """batch: the indices (N,) of a global batch."""
         mine, places = parts(batch), list[Tensor]()
         shares = [part.indices for part in mine]
@@ -133,16 +162,16 @@ class BatchLoader:
             places = self._places(len(batch), parts)
         if self.transforms:
             shares = [batch[place.to(batch.device)] for place in places]
-        return _Planned(start, len(batch), mine, shares, places)
+        return _Planned(epoch, start, len(batch), mine, shares, places)
 
     def _places(self, count: int, parts: Callable[[Tensor], list[Part]]) -> list[Tensor]:
         """Where in a global batch of `count` samples this rank's parts are, with the samples that are mixed in."""
         return [self.transforms.with_samples_before(part.indices, count) for part in parts(torch.arange(count))]
 
-    def _augmentation(self, epoch: int, batches: Iterable[_Planned]) -> Iterator[Tensor]:
+    def _augmentation(self, batches: Iterable[_Planned]) -> Iterator[Tensor]:
         """The augmentation of each of this rank's parts: drawn for the global batch, cut as the batch is cut."""
         for batch in batches:
-            plan = self.augment.plan(batch.samples, generator(self.seed, epoch, batch.start))
+            plan = self.augment.plan(batch.samples, generator(self.seed, batch.epoch, batch.start))
             for place in batch.places:
                 yield plan[place]
 
@@ -151,7 +180,7 @@ class BatchLoader:
 
         Every rank gets equally many batches, perhaps with an empty last one: ranks may have to compute together.
         """
-        yield from self._load(self.eval_shares(batch_size), EVALUATION)
+        yield from self._load((EVALUATION, share) for share in self.eval_shares(batch_size))
 
     def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
@@ -171,7 +200,7 @@ class BatchLoader:
         It reads in this process, also while another pass goes on. Samples that cannot be read may be missing.
         """
         if self.reader is None:
-            return indices, *next(self._load([indices], epoch))
+            return indices, *next(self._load([(epoch, indices)]))
         found = self.samples.__getitems__([(epoch, number) for number in indices.tolist()])
         collated = self.samples.collate(found)
         if isinstance(collated, ConfigError):
@@ -182,9 +211,7 @@ class BatchLoader:
     def raw_inputs(self, count: int) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
         share = self._indices(range(min(count, len(self))))
-        memory, reader = self.dataset, self.reader
-        raw = read_memory(memory, [share]) if reader is None else read_samples(reader, [share], EVALUATION)
-        return next(raw)[0]
+        return next(self._raw([(EVALUATION, share)]))[0]
 
     def _indices(self, numbers: range) -> Tensor:
         return torch.arange(numbers.start, numbers.stop, numbers.step, device=self.index_device)
@@ -197,11 +224,10 @@ class BatchLoader:
         return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
     def _load(
-        self, shares: Iterable[Tensor], epoch: int, plans: Iterator[Tensor] | None = None
+        self, shares: Iterable[tuple[int, Tensor]], plans: Iterator[Tensor] | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """The inputs and targets of each share of indices, in order, augmented by its plan."""
-        raw = read_memory(self.dataset, shares) if self.reader is None else read_samples(self.reader, shares, epoch)
-        for samples, targets, sizes in raw:
+        """The inputs and targets of each (epoch, indices), in order, augmented by its plan."""
+        for samples, targets, sizes in self._raw(shares):
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans is not None:
                 plan = self.converter.to_device(torch.cat([next(plans) for _ in sizes]))
@@ -213,20 +239,9 @@ class BatchLoader:
             else:
                 yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
-
-def read_memory(dataset: InMemoryDataset, shares: Iterable[Tensor]) -> Iterator[RawGroup]:
-    """Several shares at once, from a data set in memory."""
-    values_per_sample, waiting = dataset.samples.shape[1:].numel(), iter(shares)
-    for share in waiting:
-        at_once = VALUES_AT_ONCE // max(1, values_per_sample, len(share) * values_per_sample)
-        group = [share, *islice(waiting, max(0, at_once - 1))]
-        indices = torch.cat(group)
-        # index_select copies whole rows; samples[indices] copies value by value and takes five times as long.
-        samples, targets = dataset.samples.index_select(0, indices), dataset.targets.index_select(0, indices)
-        yield samples, targets, [len(share) for share in group]
-
-
-def read_samples(reader: DatasetReader, shares: Iterable[Tensor], epoch: int) -> Iterator[RawGroup]:
-    """Share by share, from a data set that loads its samples one by one."""
-    for inputs, targets in reader.read((share.tolist() for share in shares), epoch):
-        yield inputs, targets, [count_samples(targets)]
+    def _raw(self, shares: Iterable[tuple[int, Tensor]]) -> Iterator[RawGroup]:
+        """Workers leave what they were reading."""
+        self._pass = None
+        if self.reader is None:
+            return read_memory(self.dataset, (share for _, share in shares))
+        return read_samples(self.reader, shares)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.samples import EVALUATION, Key
+from lockstep.data.samples import Key
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
 from lockstep.errors import ConfigError
@@ -89,12 +89,12 @@ class DatasetReader:
             _discard(iterator)
         raise RuntimeError(f"a process that loads data did not begin within {START_SECONDS:g} s, {STARTS} times")
 
-    def read(self, batches: Iterable[list[int]], epoch: int = EVALUATION) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of each batch of sample numbers. A pass that was left early does not disturb the next one.
+    def read(self, batches: Iterable[list[Key]]) -> Iterator[tuple[Any, Any]]:
+        """(inputs, targets) of each batch. A pass that was left early does not disturb the next one.
 
         Samples that cannot be read may be missing, see `Samples`.
         """
-        self._batches.batches = ([(epoch, number) for number in batch] for batch in batches)
+        self._batches.batches = batches
         try:
             for loaded in self._loader:
                 if isinstance(loaded, ConfigError):

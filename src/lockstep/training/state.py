@@ -36,6 +36,11 @@ class TrainSettings:
     patience: int | None = None  # evaluations
     log_every: int = 10  # steps
 
+    @property
+    def last_epoch(self) -> int:
+        """The number of the last epoch, counted from 0, if nothing ends the run before."""
+        return (self.epochs if self.pause_after is None else min(self.epochs, self.pause_after)) - 1
+
     def steps_per_epoch(self, samples: int) -> int:
         """Optimizer steps in an epoch of `samples` samples."""
         return math.ceil(samples / self.batch_size)

@@ -55,8 +55,8 @@ class TrainStepRunner:
         return list(ema.averages.values())
 
     def batches(self, turns: slice = slice(None)) -> Iterator[Batch]:
-        progress = self.state.progress
-        return self.loader.epoch(progress.epoch, self.batch_size, self._parts, skip=progress.samples, turns=turns)
+        progress, last = self.state.progress, self.state.settings.last_epoch
+        return self.loader.epoch(progress.epoch, self.batch_size, self._parts, progress.samples, turns, last)
 
     def _parts(self, batch: Tensor) -> list[Part]:
         return self.state.strategy.parts(batch, self.state.settings.gradient_accumulation_steps)
