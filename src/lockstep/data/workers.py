@@ -10,7 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.synchronize import Semaphore
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from lockstep.errors import ConfigError
 IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
 STARTS, START_SECONDS = 3, 10.0  # attempts to start the workers, and the time in which a worker begins
-CHECK_SECONDS = 0.5  # between two looks at the workers of a process that waits for a batch
+CHECK_SECONDS = 0.2  # between two looks at the workers of a process that waits for a batch
 END_SECONDS = 1.0  # after the end of its connection a worker ends, if it was killed
 
 
@@ -76,17 +76,15 @@ class DatasetReader:
         """
         others = multiprocessing.active_children()
         for _ in range(STARTS):
-            iterator: Any = iter(self._loader)
-            iterator._try_get_data = partial(_wait_for_batch, iterator._try_get_data)
-            _hold_errors_back()
+            with _no_error_of_a_signal():
+                iterator: Any = iter(self._loader)
+            iterator._try_get_data = partial(self._wait_for_batch, iterator._try_get_data)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
             if all([self._begun.acquire(timeout=START_SECONDS) for _ in range(workers)]):
                 return
             self._end_workers()
             while self._begun.acquire(block=False):
                 pass
-            self._loader._iterator = None
-            _discard(iterator)
         raise RuntimeError(f"a process that loads data did not begin within {START_SECONDS:g} s, {STARTS} times")
 
     def read(self, batches: Iterable[list[Key]]) -> Iterator[tuple[Any, Any]]:
@@ -107,6 +105,17 @@ class DatasetReader:
                 raise
             raise RuntimeError("DataLoader worker exited while it passed on a batch") from error
 
+    def _wait_for_batch(self, get: Callable[[float], Any], timeout: float = CHECK_SECONDS) -> Any:
+        """torch's `get` with a shorter timeout. Raises RuntimeError, with the cause, if a worker is dead or dies."""
+        torch._C._error_if_any_worker_fails()
+        try:
+            return get(timeout)
+        except RuntimeError as error:
+            for worker in self._workers:
+                if worker.exitcode is not None:
+                    raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {_end_of(worker.exitcode)}") from error
+            raise
+
     def close(self) -> None:
         """End the workers at once, a busy one too. They have nothing to save."""
         atexit.unregister(self.close)
@@ -119,6 +128,9 @@ class DatasetReader:
             worker.kill()
         for worker in self._workers:
             worker.join()
+        if self._workers:
+            _discard(self._loader._iterator)
+            self._loader._iterator = None
         self._workers = []
 
 
@@ -140,30 +152,21 @@ class _BatchList:
         return iter(self.batches)
 
 
-_waits = False  # for a batch of a worker
-_raise_error: Any = None  # torch's handler of SIGCHLD
+@contextmanager
+def _no_error_of_a_signal() -> Iterator[None]:
+    """Inside the block torch's handler of SIGCHLD is not installed: `_wait_for_batch` looks at the workers.
 
-
-def _hold_errors_back() -> None:
-    """Let torch's handler of SIGCHLD raise its error about a dead worker only while this process waits for a batch.
-
-    By itself it raises anywhere: where a thread was being started, a lock stayed locked, and the rank hung.
+    Its error about a dead worker comes anywhere: where a thread was being started, a lock stayed locked, and the rank
+    hung; and torch left a temporary file behind.
     """
-    global _raise_error
-    if _raise_error is None and threading.current_thread() is threading.main_thread():  # others have no handlers
-        _raise_error = signal.getsignal(signal.SIGCHLD)
-        signal.signal(signal.SIGCHLD, lambda number, frame: _raise_error(number, frame) if _waits else None)
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():  # others have no handlers
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-def _wait_for_batch(get: Callable[[float], Any], timeout: float = CHECK_SECONDS) -> Any:
-    """torch's `get` with a shorter timeout. Raises the error about a worker that is dead, or that dies meanwhile."""
-    global _waits
-    _waits = True
-    try:
-        torch._C._error_if_any_worker_fails()
-        return get(timeout)
-    finally:
-        _waits = False
+def _end_of(code: int) -> str:
+    return f"is killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def _prepare_worker(rank: int, begun: Semaphore, number: int) -> None:
