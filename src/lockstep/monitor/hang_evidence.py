@@ -23,6 +23,7 @@ from lockstep.monitor.rank_probe import ASK
 from lockstep.monitor.watched_rank import WatchedRank
 
 ANSWER_SECONDS = 2.0  # for a rank's Python thread; one that holds the GIL never answers
+SIGNAL_AFTER = 1.0  # seconds without an answer; the stack is then asked for by a signal
 SHORTEST_SECONDS = 0.4  # to tell a rank that waits for the disk from one that just reads
 PAUSE = 0.05
 LARGEST_RECORD = 2**24  # bytes
@@ -74,7 +75,7 @@ class Examination:
     """The questions to one rank, and what has come back so far."""
 
     def __init__(self, watched: WatchedRank) -> None:
-        self.watched, self.states, self.answer, self.asked = watched, "", b"", False
+        self.watched, self.states, self.answer, self.asked, self.signalled = watched, "", b"", False, False
         self.stacks_before = _size(watched.stacks)
         if watched.asks is not None:
             os.set_blocking(watched.asks, False)
@@ -84,10 +85,12 @@ class Examination:
                         pass  # an answer that came too late
                 os.write(watched.asks, ASK)
                 self.asked = True
-        request_stack(watched.pid)
 
-    def look(self) -> None:
-        """Read the state, and what the rank has answered since the last call."""
+    def look(self, waited: float) -> None:
+        """Read the state, and what the rank has answered since the last call. waited: seconds since the first one."""
+        if not self.signalled and not self.answer and (waited > SIGNAL_AFTER or not self.asked):
+            self.signalled = True
+            request_stack(self.watched.pid)
         self.states += process_state(self.watched.pid) or "-"
         if self.asked and self.watched.asks is not None:
             with suppress(OSError):
@@ -141,9 +144,9 @@ def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
     start = time.monotonic()
     while True:
         time.sleep(PAUSE)
-        for examination in examinations:
-            examination.look()
         waited = time.monotonic() - start
+        for examination in examinations:
+            examination.look(waited)
         answered = all(examination.has_answered for examination in examinations)
         if waited > ANSWER_SECONDS or (answered and waited > SHORTEST_SECONDS):
             now = time.monotonic()

@@ -1,8 +1,9 @@
 """What a rank sets up so that the monitor can examine it while it hangs. Nothing here runs in a step.
 
-The monitor asks in two ways. SIGUSR2 makes the rank write the Python stacks of its threads. `faulthandler` does this in
-C, also while another thread or C code holds the GIL. And a thread of the rank sends torch's flight record on request.
-This thread needs the GIL: without an answer, the GIL is held.
+The monitor asks in two ways. On request a thread of the rank writes the Python stacks of all threads and sends torch's
+flight record. This thread needs the GIL: without an answer, the GIL is held. Then SIGUSR2 makes `faulthandler` write
+the stacks, in C and without the GIL. Not before: while a thread runs Python, as when torch's compiler traces a model,
+that can crash the rank.
 
 A rank that crashes writes its stack to a pipe with room for one write. So the thread that crashes waits in its second
 write until the monitor has read the first one. gloo ends a rank (SIGABRT, in a thread of its own) that receives more
@@ -45,7 +46,7 @@ def install(stacks: int) -> tuple[str, list[int]]:
     # Loader workers that are forked from this rank inherit the file and the handler.
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     here, there = socket.socketpair()
-    threading.Thread(target=_answer, args=(here,), name="lockstep-probe", daemon=True).start()
+    threading.Thread(target=_answer, args=(here, stacks), name="lockstep-probe", daemon=True).start()
     crash, _crash_pipe = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)  # each write is a packet of its own
     fcntl.fcntl(_crash_pipe, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)  # of which there is room for one
     faulthandler.enable(_crash_pipe)
@@ -63,12 +64,13 @@ def remove() -> None:
         _crash_pipe = None
 
 
-def _answer(connection: socket.socket) -> None:
-    """Do what the monitor asks for: send the flight record, as JSON and a line end, or leave."""
+def _answer(connection: socket.socket, stacks: int) -> None:
+    """Do what the monitor asks for: write the stacks and send the flight record, as JSON and a line end, or leave."""
     with suppress(OSError), connection:
         while question := connection.recv(1):
             if question == LEAVE:
                 end_process(EXIT_HANG)
+            faulthandler.dump_traceback(stacks, all_threads=True)
             connection.sendall(flight_record() + b"\n")
 
 
