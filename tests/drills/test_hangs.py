@@ -121,6 +121,7 @@ def test_a_store_that_does_not_answer_is_named(start_faulty, tmp_path):
     assert "support/hangs.py:" in first["meaning"]
 
 
+@pytest.mark.timeout(500)
 def test_a_compilation_is_only_slow(start, tmp_path):
     """A compiler that takes longer than watch.timeout ends no run."""
     compiler = tmp_path / "slow-g++"
@@ -128,7 +129,7 @@ def test_a_compilation_is_only_slow(start, tmp_path):
     compiler.chmod(0o755)
     own = {"CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     command = [*hang_command("compile", "auto", 2), "hydra.run.dir=run"]
-    run = start(*command, HANG="compile", PYTHONPATH=ROOT / "tests", **own).finish()
+    run = start(*command, HANG="compile", PYTHONPATH=ROOT / "tests", **own).finish(limit=400)
     assert not (tmp_path / "run/failure.json").exists()
     assert "verdict:" not in run.output
     assert run.ended - run.started > 8
