@@ -71,7 +71,7 @@ class BatchLoader:
         self.is_stream = False  # whether samples come in the data set's own order
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         self.reads_ahead = False  # whether workers go on with the next epoch while this one is still used
-        self._pass: _Pass | None = None
+        self._pass: _Pass | None = None  # that the next epoch may go on with
         if isinstance(dataset, InMemoryDataset):
             self.dataset = dataset.to(converter.device)
             self.index_device = self.dataset.samples.device
@@ -117,10 +117,10 @@ class BatchLoader:
         last_epoch: the number of the last epoch that will be asked for. Workers go on with the epochs up to it.
         """
         starts, asked = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
+        last = max(epoch, last_epoch) if self.reads_ahead else epoch
         current, self._pass = self._pass, None
         if current is None or current.goes_on != asked:
-            epochs = range(epoch, max(epoch, last_epoch) + 1 if self.reads_ahead else epoch + 1)
-            current = self._begin(asked, self._plans(epochs, batch_size, parts, skip, turns))
+            current = self._begin(asked, self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
         for batch in islice(current.planned, len(starts)):
             plans = self.transforms.plans(batch.samples, self.seed, epoch, batch.start)
             found = []
@@ -130,7 +130,7 @@ class BatchLoader:
                     place = batch.places[number]
                     inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
                 found.append(LoadedPart(part.number, inputs, targets, part.indices))
-            if batch.start == starts[-1] and epoch < last_epoch and self.reads_ahead:
+            if batch.start == starts[-1] and epoch < last:
                 self._pass = current._replace(goes_on=(epoch + 1, batch_size, 0, turns))
             yield Batch(batch.samples, found)
 

@@ -154,10 +154,10 @@ class _BatchList:
 
 @contextmanager
 def _no_error_of_a_signal() -> Iterator[None]:
-    """Inside the block torch's handler of SIGCHLD is not installed: `_wait_for_batch` looks at the workers.
+    """Take torch's handler of SIGCHLD, which the block installs, out again: `_wait_for_batch` looks at the workers.
 
-    Its error about a dead worker comes anywhere: where a thread was being started, a lock stayed locked, and the rank
-    hung; and torch left a temporary file behind.
+    The handler raises its error about a dead worker anywhere. Where a thread was being started, a lock stayed locked,
+    and the rank hung. Where torch made temporary files, one of them stayed.
     """
     before = signal.getsignal(signal.SIGCHLD)
     yield
