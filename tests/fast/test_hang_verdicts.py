@@ -96,7 +96,17 @@ def test_ranks_in_different_collectives():
     gathered, larger = (waits(rank, *history, ("all_gather", [3 + rank])) for rank in (0, 1))
     assert verdict(gathered, replace(gathered, rank=2), larger) == (Kind.OTHER_SHAPE, (1,))
     others = [replace(in_first, rank=rank) for rank in (0, 2, 3)]
-    assert verdict(*others, waits(1, *STEP[:1])) == (Kind.MISSING_CALL, (1,))
+    assert verdict(*others, facts(1, record=record(*STEP[:1], finished=True))) == (Kind.MISSING_CALL, (1,))
+
+
+def test_a_rank_that_waits_in_a_call_of_all_ranks_has_left_out_none():
+    """Its network was cut off after it sent its part: the others have ended this call, and wait in the next one."""
+    history = STEP[:1] * 5
+    ahead, behind = waits(0, *history), waits(1, *history[:-1])
+    assert verdict(ahead, behind) == (Kind.UNKNOWN, ())
+    assert verdict(ahead, replace(ahead, rank=2), behind) == (Kind.UNKNOWN, ())
+    other = waits(1, *history[:-2], ("all_reduce", [9]))
+    assert verdict(ahead, other) == (Kind.OTHER_SHAPE, (1,))
 
 
 def test_a_rank_is_not_missed_in_a_process_group_of_others():

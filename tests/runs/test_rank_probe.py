@@ -12,7 +12,7 @@ from support.worlds import in_world
 
 
 def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
-    """(signals that came, whether it answers, the functions in its stack)."""
+    """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
     stacks, signals = create_unnamed_file("stacks"), []
     main_thread, (asks, _) = rank_probe.install(stacks)
     signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
@@ -26,4 +26,4 @@ def test_a_rank_whose_python_threads_run_gets_no_signal() -> None:
     """faulthandler's handler reads frames without the GIL: it crashed a rank while torch's compiler traced a model."""
     ((signals, answers, functions),) = in_world(1, ask_a_rank_that_runs)
     assert (signals, answers) == (0, True)
-    assert functions[:2] == ["gather", "ask_a_rank_that_runs"]
+    assert functions[functions.index("gather") + 1] == "ask_a_rank_that_runs"

@@ -111,7 +111,8 @@ class Difference:
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """The first collective that not all ranks do alike, None if there is none.
 
-    A rank that has not come there counts only if others wait for it there.
+    A rank that has not come there counts only if others wait for it there, and if it has ended its own calls: in a call
+    that all ranks have made alike it waits for the network, and has left out none.
     """
     for group in dict.fromkeys(entry.group for record in records.values() for entry in record.entries):
         # Not all ranks belong to all groups.
@@ -121,9 +122,20 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
             found = {rank: calls.get(number) for rank, calls in members.items()}
             is_alike = len({entry.call if entry else None for entry in found.values()}) == 1
             if not is_alike and not all(entry is None or entry.finished for entry in found.values()):
+                if any(found[rank] is None and _is_in_common_call(rank, members) for rank in found):
+                    break
                 shortest = min(members.values(), key=len)
                 return _compare(found, [shortest[past].call for past in range(first_known, number) if past in shortest])
     return None
+
+
+def _is_in_common_call(rank: int, members: Mapping[int, Mapping[int, Collective]]) -> bool:
+    """Whether `rank` has a call that has not ended, and that all members of its process group have made alike."""
+    for number, call in members[rank].items():
+        of_all = [calls.get(number) for calls in members.values()]
+        if not call.finished and all(entry is not None and entry.call == call.call for entry in of_all):
+            return True
+    return False
 
 
 def _compare(entries: dict[int, Collective | None], history: Sequence[Call]) -> Difference:
