@@ -28,8 +28,6 @@ COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one 
 MATMUL_SECONDS = 0.3  # that a matmul rate is measured for
 # A step that logs waits for the device, so runs log once an epoch.
 QUIET = [*harness.MEASURED, "logging.every=1000000", "snapshot.keep_last=1"]
-FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
-          "+strategy.precision=${trainer.precision}", "~optimizer.no_decay", "~optimizer.groups"]  # fmt: skip
 MINUTES = 9  # of --all
 TESTS_MINUTES = 3
 ENDS = [float("inf")]  # time.time() when the last run must have ended
@@ -151,8 +149,8 @@ def bare_loops(quick: bool) -> str:
     rows = []
     for model, data in {"convnet": noise, "resnet18": noise, "gpt": gpt}.items():
         for precision in ("fp32",) if quick else ("fp32", "bf16"):
-            record = run(*data, f"model={model}", f"trainer.precision={precision}", "trainer.epochs=3", *FLOORS,
-                         "evaluation.every=3", "snapshot.every=3epochs")  # fmt: skip
+            record = run(*data, f"model={model}", f"trainer.precision={precision}", "trainer.epochs=3",
+                         *harness.BESIDE_FLOORS, "evaluation.every=3", "snapshot.every=3epochs")  # fmt: skip
             cells = ["failed", "", ""]
             if record:
                 laps = list(zip(record["training"], record["bare loop"], strict=True))[1:]

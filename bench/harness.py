@@ -27,6 +27,9 @@ TRAIN = str(ROOT / "src" / "train.py")
 CONTENDERS = ROOT / "bench" / "contenders"
 DDP = ["strategy._target_=measured.MeasuredDDP"]
 MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
+# After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
+BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
+                 "+strategy.precision=${trainer.precision}", "~optimizer.no_decay", "~optimizer.groups"]  # fmt: skip
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 

@@ -1,6 +1,6 @@
 """`make bench`: Lockstep against what one would run otherwise, in turns: the same model, data, batch and samples.
 
-python bench/race.py [--quick] [--rounds=4] [--only=train,floor,text,startup,sweep,memory,help]
+python bench/race.py [--quick] [--rounds=4] [--only=train,floor,nets,text,startup,sweep,memory,help]
 
 Every contender (bench/contenders/) is a command started as its users start it. Lockstep is src/train.py with its
 defaults: Hydra, TensorBoard, progress bar, metrics and snapshots are on. Only sync_bn=off is passed, because no
@@ -27,8 +27,8 @@ from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
 PYTHON = [sys.executable]
 ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
-PARTS = ("train", "floor", "text", "startup", "sweep", "memory", "help")
-SLOW_PARTS = {"startup", "sweep", "memory"}  # run in half of the rounds
+PARTS = ("train", "floor", "nets", "text", "startup", "sweep", "memory", "help")
+SLOW_PARTS = {"nets", "startup", "sweep", "memory"}  # run in half of the rounds
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,25 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
         Contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
         Contender("references", ranks, "train", start + script("references", settings)),
     ]
-    floors = ["strategy._target_=lockstep_floors.DDPAndFloors", "~optimizer.no_decay", "~optimizer.groups",
-              "+strategy.optimizer=${optimizer}",
-              "+strategy.precision=${trainer.precision}", f"trainer.epochs={settings.floor_epochs}"]  # fmt: skip
+    floors = [*harness.BESIDE_FLOORS, f"trainer.epochs={settings.floor_epochs}"]
     for how, words in BESIDE.items():
         if ranks > 1 or "gloo" not in how:
             command = [*start, TRAIN, *overrides(settings, *words, *floors)]
             found.append(Contender(race_tables.beside(how), ranks, "floor", command))
+    for net, words in larger_nets(settings, ranks).items():
+        command = [*start, TRAIN, *harness.MEASURED, *floors, *words, "sync_bn=off", "hydra.run.dir=run"]
+        found.append(Contender(race_tables.beside(net), ranks, "nets", command))
     return found
+
+
+def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
+    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes seconds: 20 of them in each of two epochs."""
+    steps, images, windows = settings.samples // 256, 64, race_tables.WINDOWS_A_STEP
+    resnet = [*harness.noise_images(steps // 3 * images * ranks, images), f"trainer.batch_size_per_rank={images}"]
+    resnet.append("trainer.epochs=2")
+    gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"dataset.samples={steps * windows * ranks}"]
+    gpt += [f"trainer.batch_size_per_rank={windows}", "trainer.max_grad_norm=null"]
+    return {"ResNet-18": ["model=resnet18", *resnet], "GPT": gpt}
 
 
 def writers(settings: Settings) -> list[Contender]:

@@ -19,10 +19,11 @@ FLOORS = {"bare loop": 1, "bare DDP": 2, "no synchronisation": 2}  # {floor: pro
 # {how Lockstep runs beside its floors: its overrides}; gloo instead of what gradient_sync=auto takes
 BESIDE = {precision: [f"trainer.precision={precision}"] for precision in PRECISIONS}
 BESIDE |= {f"{how}, gloo": [*words, "gradient_sync=all_reduce"] for how, words in BESIDE.items()}
+NETS = ("ResNet-18", "GPT")  # larger ones than the contenders'
 
 
 def beside(how: str) -> str:
-    """The name of Lockstep that runs beside its floors."""
+    """The name of Lockstep that runs beside its floors. how: of BESIDE or NETS."""
     return f"Lockstep beside its floor, {how}"
 
 
@@ -97,7 +98,7 @@ def sections(runs: Runs) -> Iterable[str]:
     pairs = [((name, 1), ("nanoGPT", 1)) for name in WRITERS.values()]
     yield section(runs, "A GPT on 64 characters a sample", ("speed", "cpu", "first_step", "rss"), pairs)
     for floor, ranks in FLOORS.items():
-        alone = [((beside(how), ranks), None) for how in BESIDE]
+        alone = [((beside(how), ranks), None) for how in (*BESIDE, *NETS)]
         yield section(runs, f"In turns with {floor}: the fraction kept", ("speed", f"of {floor}"), alone)
     starts = ["minimal", *(f"start by {way}" for way in ("python", *LAUNCHES))]
     worlds = sorted({run["ranks"] for run in runs if run["name"] == "minimal"})
