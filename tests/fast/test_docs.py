@@ -27,6 +27,13 @@ def test_the_readme_fits_on_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_readme_names_every_option_of_every_config_group() -> None:
+    rows = re.findall(r"^\| .*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = set(re.findall(r"\w+", " ".join(rows)))
+    options = {path.stem for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("hydra", "local")}
+    assert options <= words, options - words
+
+
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
