@@ -79,7 +79,7 @@ def run(cfg: DictConfig) -> Any:
     from lockstep.preflight import preflight
 
     postpone_dynamo()
-    if names_own_code(cfg):  # which may not run beside another job of a sweep
+    if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)
     record = replace(record, notice=launcher.notice)

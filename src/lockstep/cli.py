@@ -42,6 +42,7 @@ from lockstep.errors import (
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import flush_output
 from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
+from lockstep.monitor.exception_record import is_local, message_of
 from lockstep.sweeps.ending import end_sweep
 
 
@@ -239,6 +240,7 @@ def _report(error: Exception) -> int:
         print(f"lockstep: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        if tells_of_lost_rank(str(error)):
-            print(f"lockstep: {'; '.join(explain_lost_rank(str(error)))}", file=sys.stderr)
+        message = message_of(error)
+        if tells_of_lost_rank(message) and not is_local(error):
+            print(f"lockstep: {'; '.join(explain_lost_rank(message))}", file=sys.stderr)
     return code

@@ -102,6 +102,9 @@ class LiveRun:
             yield
         except RankLost:  # from such a block inside this one
             raise
+        except SystemExit as error:
+            monitor.end_copy(error)
+            raise
         except Exception as error:
             if not is_lost_rank(error):
                 monitor.failed(error)

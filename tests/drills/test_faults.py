@@ -146,11 +146,18 @@ def test_the_first_rank_and_the_sentence_are_right(launcher, tmp_path, request):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_a_process_that_a_rank_forks_is_none_of_the_rank(start, rank):
-    fault = {"FAULT": f"forward/raising_child:{rank}:4", "PYTHONPATH": ROOT / "tests"}
-    run = start(*LAUNCHERS["fork"], *OWN, "hydra.run.dir=run", **fault).finish()
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raising_child", "RuntimeError: a mistake in the child"),
+        ("leaving_child", "the child has ended with 7"),
+    ],
+)
+def test_the_end_of_a_process_that_a_rank_forks_is_none_of_the_rank(start, rank, fault, words):
+    environment = {"FAULT": f"forward/{fault}:{rank}:4", "PYTHONPATH": ROOT / "tests"}
+    run = start(*LAUNCHERS["fork"], *OWN, "hydra.run.dir=run", **environment).finish()
     assert "finished: " in run.output
-    assert "RuntimeError: a mistake in the child" in run.output
+    assert words in run.output
 
 
 @pytest.mark.parametrize(("snapshots", "restarts"), [("1epochs", 1), ("3steps", 2)])

@@ -108,6 +108,16 @@ def test_workers_read_the_next_epoch_while_this_one_is_still_used_and_none_after
     reader.close()
 
 
+def test_workers_read_no_other_epoch_if_ranks_take_turns() -> None:
+    """The pass ends before its epoch does: the next one is of the same epoch."""
+    counted = Counted(30)
+    reader = loader(counted, workers=2)
+    list(reader.epoch(0, 10, parts(1, 0, 1), turns=slice(0, 2), last_epoch=1))
+    list(reader.epoch(0, 10, parts(1, 0, 1), skip=20, turns=slice(0, 2), last_epoch=1))
+    reader.close()
+    assert counted.reads.value == 30
+
+
 def test_epochs_that_are_read_ahead_have_the_batches_of_any_other() -> None:
     def targets(reader: BatchLoader, epoch: int, skip: int = 0, last: int = 0) -> list[list[int]]:
         batches = reader.epoch(epoch, 10, parts(1, 0, 1), skip, last_epoch=last)

@@ -114,6 +114,17 @@ def test_machines_whose_clocks_differ_name_the_rank_that_failed_first(make_rank,
         (tmp_path / "failure.json").unlink()
 
 
+def test_a_connection_of_the_users_that_fails_is_no_consequence_of_another_machines_failure(make_rank, tmp_path):
+    with pytest.raises(ConnectionError) as raised:
+        raise ConnectionError("Connection closed by peer: a server of the user's")
+    there = make_rank(1, ConnectionError(LOST), 0.5)
+    write_report([there], str(tmp_path), MonitorOptions(), since=0.0)
+    report = write_report([make_rank(0, raised.value, 1.0)], str(tmp_path), MonitorOptions(), since=0.0)
+    assert report is not None
+    assert not report.is_consequence
+    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == str(raised.value)
+
+
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: Slurm has asked for the exit code before the monitor
 def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code):
     first = report_of(make_rank(0, at=1.0, exit_code=code, out_of_memory=True)).contents["first"]
@@ -129,9 +140,20 @@ def test_the_file_has_these_keys(make_rank, tmp_path):
     report = report_of(make_rank(0, ConnectionError(LOST), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     contents = report.contents
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "repeated", "exit_code"}
-    assert {"rank", "host", "pid", "epoch", "step", "phase", "log", "log_lines", "kind", "type", "message"} <= set(
-        contents["first"]
-    )
+    assert {
+        "rank",
+        "host",
+        "pid",
+        "epoch",
+        "step",
+        "phase",
+        "log",
+        "log_lines",
+        "kind",
+        "type",
+        "message",
+        "is_local",
+    } <= set(contents["first"])
     assert {"meaning", "advice", "samples", "time"} <= set(contents["first"])
     assert set(contents["run"]) == {"folder", "newest_snapshot", "steps_lost", "resume", "time"}
     assert contents["consequences"] == [

@@ -1,23 +1,17 @@
-"""From what is known of the ranks that hang to one verdict, and when a silence is a hang at all."""
+"""From what is known of the ranks that hang to one verdict."""
 
 import json
-import os
-import signal
-import subprocess
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from lockstep.monitor.code_owner import PROJECT
 from lockstep.monitor.hang_collectives import Record, parse_record
-from lockstep.monitor.hang_detector import SHORTEST_SILENCE, HangDetector, HangRules
 from lockstep.monitor.hang_evidence import RankFacts, SharedSum
 from lockstep.monitor.hang_machines import exchange
 from lockstep.monitor.hang_rules import find_verdict
 from lockstep.monitor.hang_stack import Frame, Stack, parse_stack
 from lockstep.monitor.hang_verdict import Diagnosis, Kind
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
 
 USER = Stack((Frame("/home/me/net.py", 7, "forward"),))
 IN_TORCH = Stack((Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER.frames))
@@ -168,92 +162,3 @@ def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal():
     text += 'Thread 0x02 [python] (most recent call first):\n  File "/b.py", line 2 in g\n  File "/c.py", line 3 in h\n'
     assert [frame.line for frame in parse_stack(text, "0x02").frames] == [2, 3]
     assert [frame.line for frame in parse_stack(text).frames] == [1]
-
-
-@dataclass
-class WatchedProcess:
-    """This process, as the monitor sees a rank that never answers."""
-
-    page: ProgressPage
-    stacks: int
-    rank: int = 0
-    pid: int = os.getpid()
-    asks: int | None = None
-    main_thread: str | None = None
-    waits_in_crash: bool = False
-
-
-@pytest.fixture
-def watched():
-    process = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
-    process.page.step_ended(1, 1)
-    process.page.enter("train")
-    return process
-
-
-def examined_after(watched, rules, seconds):
-    """Whether a detector asks the rank when it has been silent for `seconds`."""
-    detector, now = HangDetector(rules), time.monotonic()
-    for second in range(int(seconds) + 1):
-        detector.check([watched], 1, now + second)
-    return detector.examination is not None
-
-
-@pytest.mark.parametrize(
-    ("phase", "steps", "timeout", "silent", "examined"),
-    [
-        ("train", 5, 10.0, 12, True),
-        ("train", 5, 10.0, 9, False),
-        ("train", 0, 10.0, 90, False),  # the first step
-        ("train", 0, 10.0, 102, True),
-        ("evaluation", 5, 10.0, 12, True),
-        ("snapshot", 5, 10.0, 90, False),
-        ("snapshot", 5, 30.0, 238, False),
-        ("snapshot", 5, 30.0, 242, True),  # 80 % of backend.timeout
-        ("prepare", 0, 10.0, 290, False),
-        ("meeting", 0, 10.0, 1000, False),
-        ("end", 5, 10.0, 1000, False),
-        ("train", 5, None, SHORTEST_SILENCE - 2, False),
-        ("train", 5, None, SHORTEST_SILENCE + 2, True),
-    ],
-)
-def test_how_long_a_rank_may_be_silent(phase, steps, timeout, silent, examined):
-    watched = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
-    for step in range(steps):
-        watched.page.step_ended(1, step + 1)
-    watched.page.enter(phase)
-    assert examined_after(watched, HangRules(timeout, "stop", 300.0), silent) == examined
-
-
-def test_a_pause_is_no_silence(watched):
-    rules = HangRules(10.0, "stop", 300.0)
-    stopped = subprocess.Popen(["sleep", "1000"])
-    watched.pid = stopped.pid
-    detector, now = HangDetector(rules), time.monotonic()
-    for second in range(9):
-        detector.check([watched], 1, now + second)
-    stopped.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
-    os.waitpid(stopped.pid, os.WUNTRACED)
-    for second in range(9, 40):
-        detector.check([watched], 1, now + second)
-    stopped.send_signal(signal.SIGCONT)
-    os.waitpid(stopped.pid, os.WCONTINUED)
-    for second in range(40, 48):
-        detector.check([watched], 1, now + second)
-    assert detector.examination is None
-    for second in range(48, 53):
-        detector.check([watched], 1, now + second)
-    assert detector.examination is not None
-    detector.examination.join()
-    stopped.kill()
-    stopped.wait()
-
-
-def test_an_examination_that_fails_leaves_no_old_facts(watched):
-    detector, now = HangDetector(HangRules(10.0, "stop", 300.0)), time.monotonic()
-    detector.found = [facts(0, USER, state="Z")]
-    watched.stacks = -1  # as of a rank that was replaced
-    detector.check([watched], 1, now - 4)
-    for second in range(12):
-        assert detector.check([watched], 1, now + second) is None
-    assert detector.found == []

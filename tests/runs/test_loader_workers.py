@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from lockstep.data import workers
 from lockstep.data.samples import EVALUATION, Key, Samples
@@ -95,6 +96,23 @@ def test_closing_ends_a_worker_that_hangs_and_raises_nothing(reader):
     reader.close()
     assert not Path(f"/proc/{worker}").exists()
     time.sleep(0.1)  # torch's handler of SIGCHLD would raise its error here
+
+
+def test_closing_raises_nothing_after_another_loader_has_installed_torchs_handler(monkeypatch):
+    """torch installs it once, with the first DataLoader of the process that has workers."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.getsignal(signal.SIGCHLD)
+    others = torch.utils.data.DataLoader(Readers(), num_workers=1, multiprocessing_context="fork")
+    next(iter(others))
+    handler = signal.getsignal(signal.SIGCHLD)
+    for _ in range(4):
+        signal.signal(signal.SIGCHLD, handler)  # as the first reader found it
+        reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
+        read(reader, [[0], [1]])
+        reader.close()
+        time.sleep(0.05)
+    assert signal.getsignal(signal.SIGCHLD) is not handler
+    signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):

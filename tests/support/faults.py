@@ -100,6 +100,14 @@ def _raising_child() -> None:
     os.wait()
 
 
+def _leaving_child() -> None:
+    """As above, with sys.exit: the end of the run would wait for threads that a fork does not have."""
+    if os.fork() == 0:
+        sys.exit(7)
+    _, status = os.wait()
+    print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+
+
 def _raise_late() -> None:
     """After other ranks have failed."""
     time.sleep(1)
@@ -115,6 +123,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "escapes": lambda: _raise("red \x1b[31m, half a character \ud800"),
     "own_connection": _own_connection,
     "raising_child": _raising_child,
+    "leaving_child": _leaving_child,
     "gpu": lambda: torch.ones(1).cuda(),
     "shape": _wrong_shape,
     "key": lambda: {"a": 1}["b"],

@@ -61,8 +61,11 @@ def _nproc_per_node() -> Any:
     return number(help, min=1, example=2, words=("auto", "gpu", "cpu"))
 
 
-def _recover() -> Any:
-    return choice("restart", "live", help="live: a rank that dies is replaced while the others go on.")
+NOT_LIVE = "live replaces no rank here: the log says what happens instead."
+
+
+def _recover(live: str = "live: a rank that dies is replaced while the others go on.") -> Any:
+    return choice("restart", "live", help=live)
 
 
 def _replace_within() -> Any:
@@ -95,7 +98,7 @@ class Spawn:
 @describes("lockstep.launchers.env.EnvLauncher", "launch/env")
 @dataclass
 class Env:
-    recover: str = _recover()
+    recover: str = _recover(NOT_LIVE)
 
 
 @describes("lockstep.launchers.dry.DryLauncher", "launch/dry")
@@ -124,7 +127,7 @@ class Slurm:
     options: list[str] = value("More options of sbatch.", example=["--gpus-per-node=2"])
     setup: list[str] = value("Shell lines before srun.", example=["module load cuda"])
     dry_run: bool = value("Print the script and submit nothing.", example=True)
-    recover: str = _recover()
+    recover: str = _recover(NOT_LIVE)
     run_dir: str = value("Folder of this run.", example="${run_dir}")
     overrides: list[str] = value("The overrides that composed this run.", example="${as_typed:${hydra:overrides.task}}")
 

@@ -36,10 +36,10 @@ class _Planned(NamedTuple):
 class _Pass(NamedTuple):
     """Batches in their order, some of which are read ahead, and what is read for each of their parts.
 
-    goes_on: (epoch, batch_size, skip, turns) of the call of `epoch` that goes on with it.
+    next_call: (epoch, batch_size, skip, turns) of the call of `epoch` that may use the rest of it.
     """
 
-    goes_on: tuple[int, int, int, slice]
+    next_call: tuple[int, int, int, slice]
     planned: Iterator[_Planned]
     loaded: Iterator[tuple[Any, Any]]
 
@@ -116,11 +116,12 @@ class BatchLoader:
         rank's. skip: samples used before the run was resumed. turns: which of the batches, if ranks take turns.
         last_epoch: the number of the last epoch that will be asked for. Workers go on with the epochs up to it.
         """
-        starts, asked = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
-        last = max(epoch, last_epoch) if self.reads_ahead else epoch
+        starts, call = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
+        # A pass over some turns can end before its epoch does, so the next epoch is not read ahead.
+        last = max(epoch, last_epoch) if self.reads_ahead and turns == slice(None) else epoch
         current, self._pass = self._pass, None
-        if current is None or current.goes_on != asked:
-            current = self._begin(asked, self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
+        if current is None or current.next_call != call:
+            current = self._begin(call, self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
         for batch in islice(current.planned, len(starts)):
             plans = self.transforms.plans(batch.samples, self.seed, epoch, batch.start)
             found = []
@@ -131,7 +132,7 @@ class BatchLoader:
                     inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
                 found.append(LoadedPart(part.number, inputs, targets, part.indices))
             if batch.start == starts[-1] and epoch < last:
-                self._pass = current._replace(goes_on=(epoch + 1, batch_size, 0, turns))
+                self._pass = current._replace(next_call=(epoch + 1, batch_size, 0, turns))
             yield Batch(batch.samples, found)
 
     def _plans(
@@ -144,7 +145,7 @@ class BatchLoader:
                 yield self._plan(batch, epoch, start, parts)
             del order  # before the next one takes as much memory
 
-    def _begin(self, asked: tuple[int, int, int, slice], plans: Iterator[_Planned]) -> _Pass:
+    def _begin(self, call: tuple[int, int, int, slice], plans: Iterator[_Planned]) -> _Pass:
         # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
         planned, ahead = tee(plans)
         augmentation = None
@@ -152,7 +153,7 @@ class BatchLoader:
             ahead, augmented = tee(ahead)
             augmentation = self._augmentation(augmented)
         shares = ((batch.epoch, share) for batch in ahead for share in batch.shares)
-        return _Pass(asked, planned, self._load(shares, augmentation))
+        return _Pass(call, planned, self._load(shares, augmentation))
 
     def _plan(self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]]) -> _Planned:
         """batch: the indices (N,) of a global batch."""
@@ -240,7 +241,7 @@ class BatchLoader:
                 yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
     def _raw(self, shares: Iterable[tuple[int, Tensor]]) -> Iterator[RawGroup]:
-        """Workers leave what they were reading."""
+        """The raw samples of each (epoch, indices). The workers drop a pass that the next epoch could use."""
         self._pass = None
         if self.reader is None:
             return read_memory(self.dataset, (share for _, share in shares))

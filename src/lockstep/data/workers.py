@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from lockstep.data.samples import Key
 from lockstep.distributed.host import end_with_parent
@@ -27,7 +28,7 @@ IGNORED_SIGNALS = {*STOP_SIGNALS, signal.SIGHUP}
 STANDARD_ERROR = 2
 STARTS, START_SECONDS = 3, 10.0  # attempts to start the workers, and the time in which a worker begins
 CHECK_SECONDS = 0.2  # between two looks at the workers of a process that waits for a batch
-END_SECONDS = 1.0  # after the end of its connection a worker ends, if it was killed
+END_SECONDS = 1.0  # a killed worker ends at most so long after its connection
 
 
 class Source(Protocol):
@@ -76,11 +77,11 @@ class DatasetReader:
         """
         others = multiprocessing.active_children()
         for _ in range(STARTS):
-            with _no_error_of_a_signal():
+            with _without_sigchld_handler():
                 iterator: Any = iter(self._loader)
             iterator._try_get_data = partial(self._wait_for_batch, iterator._try_get_data)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
-            if all([self._begun.acquire(timeout=START_SECONDS) for _ in range(workers)]):
+            if all(self._begun.acquire(timeout=START_SECONDS) for _ in range(workers)):
                 return
             self._end_workers()
             while self._begun.acquire(block=False):
@@ -124,18 +125,18 @@ class DatasetReader:
         self._end_workers()
 
     def _end_workers(self) -> None:
+        if self._workers:  # first: torch's handler, where user code has installed it, raises an error for their deaths
+            _discard(self._loader._iterator)
+            self._loader._iterator = None
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.join()
-        if self._workers:
-            _discard(self._loader._iterator)
-            self._loader._iterator = None
         self._workers = []
 
 
 def _discard(iterator: Any) -> None:
-    """Forget torch's iterator, whose workers are dead. What it does by itself needs them alive."""
+    """Forget torch's iterator, whose workers are about to be killed. What it does by itself needs them alive."""
     torch._C._remove_worker_pids(id(iterator))
     if hasattr(iterator, "_pin_memory_thread"):
         iterator._pin_memory_thread_done_event.set()
@@ -153,13 +154,15 @@ class _BatchList:
 
 
 @contextmanager
-def _no_error_of_a_signal() -> Iterator[None]:
+def _without_sigchld_handler() -> Iterator[None]:
     """Take torch's handler of SIGCHLD, which the block installs, out again: `_wait_for_batch` looks at the workers.
 
     The handler raises its error about a dead worker anywhere. Where a thread was being started, a lock stayed locked,
     and the rank hung. Where torch made temporary files, one of them stayed.
     """
     before = signal.getsignal(signal.SIGCHLD)
+    if getattr(before, "__module__", "") == _set_SIGCHLD_handler.__module__:  # of a DataLoader of the user's
+        before = signal.SIG_DFL
     yield
     if threading.current_thread() is threading.main_thread():  # others have no handlers
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)

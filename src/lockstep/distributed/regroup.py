@@ -34,7 +34,7 @@ from lockstep.distributed.generations import (
 from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
-from lockstep.monitor.exception_record import is_own, message_of
+from lockstep.monitor.exception_record import is_local, message_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def can_reconfigure() -> bool:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether `error` can come from the death of another rank."""
-    if is_own(error):
+    if is_local(error):
         return False
     words = message_of(error)
     return isinstance(error, ConnectionError) or tells_of_lost_rank(words) or GLOO_ERROR.search(words) is not None

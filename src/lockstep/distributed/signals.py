@@ -21,6 +21,7 @@ from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
+from lockstep.monitor.exception_record import is_local, message_of
 from lockstep.monitor.failure_report import newest_snapshot
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
@@ -121,7 +122,7 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and tells_of_lost_rank(str(error)):
+        if stop_requested() and tells_of_lost_rank(message_of(error)) and not is_local(error):
             raise unanswered_stop() from error
         raise
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
-from lockstep.monitor.report_screen import SENTENCES
+from lockstep.monitor.report_screen import RAISED_BY_ALL
 
 Worker = Callable[..., Any]
 
@@ -81,8 +81,8 @@ class RankFailed(Exception):
 
     @property
     def is_raised_by_all(self) -> bool:
-        """Whether all ranks have raised it alike. No restart changes its reason, such as a NaN in the data."""
-        return bool(self.contents) and self.contents["first"]["kind"] in SENTENCES
+        """Whether all ranks have raised it alike. It is not restarted: the message says what the user has to decide."""
+        return self.contents.get("first", {}).get("kind") in RAISED_BY_ALL
 
     @property
     def will_fail_again(self) -> bool:

@@ -139,7 +139,7 @@ class SlurmLauncher(Launcher):
         overrides = [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
         script = str(Path(sys.argv[0]).resolve())
         folder = f'hydra.run.dir="{self.folder}"'
-        launch = ["launch=env", *(["launch.recover=live"] if self.recover == "live" else [])]  # its log says what it is
+        launch = ["launch=env", *(["launch.recover=live"] if self.recover == "live" else [])]  # the job's log says more
         return [sys.executable, script, *config_flags(sys.argv[1:]), *overrides, *launch, folder]
 
 

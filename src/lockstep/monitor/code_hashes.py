@@ -45,7 +45,7 @@ def module_hashes(users_only: bool = False) -> dict[str, str]:
             continue
         file = getattr(sys.modules.get(name), "__file__", None) or ""
         digest = _hash_of_loaded(file)
-        if digest is None and file:  # without one it can be the fork server's __main__, which becomes a rank's
+        if digest is None and file:  # without a file it can be the fork server's __main__, which a rank replaces
             _libraries.add(name)
         if digest is not None and not (users_only and file.startswith(f"{ROOT / 'src'}/")):
             # A launcher's child imports the entry point under another name.

@@ -116,7 +116,7 @@ CRASHES = {  # faulthandler's names
 
 def is_consequence(failure: Mapping[str, Any] | None) -> bool:
     """Whether an exception only tells that another rank is gone or silent."""
-    if failure is None or failure["kind"] != "exception" or failure.get("is_own"):
+    if failure is None or failure["kind"] != "exception" or failure.get("is_local"):
         return False
     return tells_of_lost_rank(failure["message"])
 
@@ -134,12 +134,12 @@ def silent_rank(message: str) -> int | None:
     return None if found is None else int(found[1] or found[2])
 
 
-def explain_exception(type_name: str, message: str, is_own: bool = False) -> tuple[str, str]:
-    """(what it means, what to type) in plain words. is_own: see lockstep.monitor.exception_record."""
+def explain_exception(type_name: str, message: str, is_local: bool = False) -> tuple[str, str]:
+    """(what it means, what to type) in plain words. is_local: see lockstep.monitor.exception_record."""
     for pattern, meaning, advice in MEANINGS:
         if re.search(pattern, f"{type_name}: {message}"):
             return meaning, advice
-    if tells_of_lost_rank(message) and not is_own:
+    if tells_of_lost_rank(message) and not is_local:
         return explain_lost_rank(message)
     return "the code raised this exception", "correct its cause, then type the command that resumes"
 

@@ -23,7 +23,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         "kind": _kind(error),
         "type": type(error).__name__,
         "message": message_of(error),
-        "is_own": is_own(error),
+        "is_local": is_local(error),
         **(_place_in_text(_text(error)) or _place(_traceback_of_user(error))),
         "traceback": traceback.format_exception(error),
     }
@@ -34,10 +34,10 @@ def message_of(error: BaseException) -> str:
     return printable(_text(error)[:LONGEST_MESSAGE], kept="\n\t")
 
 
-def is_own(error: BaseException) -> bool:
-    """Whether neither torch nor this project has raised it: it tells nothing of another rank, whatever its words."""
+def is_local(error: BaseException) -> bool:
+    """Whether neither torch nor this project has raised it, so that it tells nothing of another rank."""
     if error.__cause__ is not None:
-        return is_own(error.__cause__)
+        return is_local(error.__cause__)
     if "Original Traceback" in _text(error):  # a DataLoader worker has raised it
         return True
     if type(error).__module__.startswith("torch") or "gloo/" in _text(error):

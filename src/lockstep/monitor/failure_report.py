@@ -20,6 +20,8 @@ SCHEMA = 1  # of failure.json
 OTHER_MACHINE_SECONDS = 1.0  # for the report of the machine on which a rank failed first
 EXIT_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "exception": EXIT_FAILED, "silent": EXIT_HANG}
 EXIT_CODES |= {"different": EXIT_FAILED, "hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
+EXCEPTION_KEYS = ("kind", "type", "message", "is_local", "file", "line", "function", "code", "operation", "operands",
+                  "samples")  # fmt: skip
 HANG_KEYS = ("kind", "verdict", "ranks", "meaning", "advice", "table", "silent_seconds", "ended_by_gloo")
 
 
@@ -42,7 +44,7 @@ class FailureReport:
 
     def is_earlier_than(self, other: "FailureReport") -> bool:
         """Whether both ranks failed by themselves, this one first. A hang has a verdict, whatever the time."""
-        if {self.kind, other.kind} - {"exception", "killed", "left"}:
+        if self.is_consequence or {self.kind, other.kind} - {"exception", "killed", "left"}:
             return False
         return bool(self.contents["first"]["time"] < other.contents["first"]["time"])
 
@@ -149,9 +151,8 @@ def _first(rank: WatchedRank) -> dict[str, Any]:
     if failure is not None and rank.is_cause_of_hang:
         return described | {key: failure[key] for key in HANG_KEYS} | {"time": rank.failed_at_time_of_day}
     if failure is not None and not (is_consequence(failure) and rank.killed_by_monitor):
-        meaning, advice = explain_exception(failure["type"], failure["message"], failure["is_own"])
-        keys = ("kind", "type", "message", "file", "line", "function", "code", "operation", "operands", "samples")
-        described |= {key: failure[key] for key in keys if key in failure}
+        meaning, advice = explain_exception(failure["type"], failure["message"], failure["is_local"])
+        described |= {key: failure[key] for key in EXCEPTION_KEYS if key in failure}
         return described | {"time": rank.failed_at_time_of_day, "meaning": meaning, "advice": advice}
     if rank.killed_by_monitor or rank.died_at is None:
         meaning = "it did not answer the other ranks within backend.timeout"
@@ -229,11 +230,11 @@ def compare_attempts(before: dict[str, Any] | None, now: dict[str, Any], attempt
         return None
     is_same = _fingerprint(before["first"]) == _fingerprint(now["first"])
     moved = now["first"]["step"] > before["first"]["step"]
-    is_own = now["first"]["kind"] in ("exception", "diverged", "different", "hang")
+    is_of_code = now["first"]["kind"] in ("exception", "diverged", "different", "hang")
     return {
         "same_failure": is_same,
         "moved": moved,
-        "will_fail_again": is_same and not moved and is_own,
+        "will_fail_again": is_same and not moved and is_of_code,
         "attempt": attempt,
     }
 

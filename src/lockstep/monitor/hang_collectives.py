@@ -111,8 +111,8 @@ class Difference:
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """The first collective that not all ranks do alike, None if there is none.
 
-    A rank that has not come there counts only if others wait for it there, and if it has ended its own calls: in a call
-    that all ranks have made alike it waits for the network, and has left out none.
+    A rank that has not made the call counts only if others wait for it there. It does not count while it is in a call
+    that all ranks have made alike: it waits for the network, and has left out no call.
     """
     for group in dict.fromkeys(entry.group for record in records.values() for entry in record.entries):
         # Not all ranks belong to all groups.

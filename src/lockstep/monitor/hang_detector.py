@@ -116,8 +116,9 @@ class HangDetector:
         if not any(rank.page.get(STEPS_ENDED) for rank in ranks):  # a rank may serve others and end none itself
             patience = max(patience, FIRST_STEP_PATIENCE)
         limit = timeout * patience
-        if capped and patience <= OTHER_PATIENCE:  # in the other phases no rank waits with this limit
-            limit = min(limit, BACKEND_SHARE * self.rules.backend_timeout)
+        if capped and patience <= OTHER_PATIENCE:  # ranks that prepare, meet or end are in no collective
+            most = max(BACKEND_SHARE * self.rules.backend_timeout, self.rules.timeout or 0.0)
+            limit = min(limit, most)  # never less than the user has typed
         return limit
 
     def _conclude(self, ranks: Sequence[WatchedRank], world_size: int, now: float, last: float) -> Diagnosis | None:

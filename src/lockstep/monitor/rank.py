@@ -152,15 +152,10 @@ def current_batch(batch: Any) -> None:
 
 
 def failed(error: BaseException) -> None:
-    """Tell the monitor that this rank fails. A second call for the same exception does nothing.
-
-    A process that the user's code has forked ends here: it must not close the rank's files, for whose threads it waits.
-    """
+    """Tell the monitor that this rank fails. A second call for the same exception does nothing."""
     if _reporter is None or _reporter.reported is error:
         return
-    if _reporter.is_copy:
-        traceback.print_exception(error)
-        os._exit(EXIT_FAILED)
+    end_copy(error)
     now = time.monotonic()
     _reporter.reported = error
     record = exception_record(error) | {"time": now, "wall_time": time.time(), "samples": _samples(_reporter.batch)}
@@ -168,11 +163,28 @@ def failed(error: BaseException) -> None:
     _reporter.send({"failed": record})
 
 
+def end_copy(error: BaseException) -> None:
+    """End this process, which `error` ends, if the user's code has forked it from the rank.
+
+    It would otherwise close the rank's files, and wait for threads that a fork does not have.
+    """
+    if _reporter is None or not _reporter.is_copy:
+        return
+    code: Any = error.code if isinstance(error, SystemExit) else EXIT_FAILED
+    if isinstance(error, SystemExit) and isinstance(code, int | None):
+        os._exit(code or 0)
+    traceback.print_exception(error)
+    os._exit(EXIT_FAILED)
+
+
 @contextmanager
 def failures() -> Iterator[None]:
     """Tell the monitor of an exception that leaves the block, before other blocks are left and take their time."""
     try:
         yield
+    except SystemExit as error:
+        end_copy(error)
+        raise
     except Exception as error:
         failed(error)
         raise

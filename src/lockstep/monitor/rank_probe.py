@@ -2,8 +2,8 @@
 
 The monitor asks in two ways. On request a thread of the rank writes the Python stacks of all threads and sends torch's
 flight record. This thread needs the GIL: without an answer, the GIL is held. Then SIGUSR2 makes `faulthandler` write
-the stacks, in C and without the GIL. Not before: while a thread runs Python, as when torch's compiler traces a model,
-that can crash the rank.
+the stacks, in C and without the GIL. The signal comes second because it can crash a rank whose threads run Python, as
+when torch's compiler traces a model.
 
 A rank that crashes writes its stack to a pipe with room for one write. So the thread that crashes waits in its second
 write until the monitor has read the first one. gloo ends a rank (SIGABRT, in a thread of its own) that receives more
@@ -34,8 +34,8 @@ def install(stacks: int) -> tuple[str, list[int]]:
     """Called once in a rank before its process group is formed. stacks: the file that stacks are written to.
 
     Returns the identity of the main thread as stacks have it, and descriptors to send to the monitor: the socket on
-    which the rank is asked for its flight record, and the pipe of a crash. The caller closes them once they are sent.
-    No descriptors where this is not Linux.
+    which the rank is asked for its stacks and its flight record, and the pipe of a crash. The caller closes them once
+    they are sent. No descriptors where this is not Linux.
     """
     global _crash_pipe
     main_thread = f"0x{threading.main_thread().ident:016x}"

@@ -8,7 +8,7 @@ from typing import Any
 LINES, COLUMNS = 40, 160
 HANG_ROWS = 18  # of the table, with its header and the number of ranks that are left out
 LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 8, 6, 12, 8
-SENTENCES = ("config", "diverged", "different")  # all ranks raise these alike, and the message says what to type
+RAISED_BY_ALL = ("config", "diverged", "different")  # kinds that all ranks raise alike; the message says what to type
 
 
 def screen(report: Mapping[str, Any]) -> str:
@@ -16,9 +16,9 @@ def screen(report: Mapping[str, Any]) -> str:
     first = report["first"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"
-    lines = _raised_by_all(report) if first["kind"] in SENTENCES else _failure_of_one(report)
+    lines = _raised_by_all(report) if first["kind"] in RAISED_BY_ALL else _failure_of_one(report)
     lines += _repeated(report.get("repeated"))
-    alike = f"{first['type']}: {first['message']}" if first["kind"] in SENTENCES else None
+    alike = f"{first['type']}: {first['message']}" if first["kind"] in RAISED_BY_ALL else None
     lines += _others([other for other in report["consequences"] if other["what"] != alike])
     lines += _run(report["run"])
     spare = LINES - len(lines) - 1

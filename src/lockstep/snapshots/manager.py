@@ -190,7 +190,7 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
-        self.saver.finish()  # model.pt is newer than every snapshot
+        self.saver.finish()  # so that model.pt is the newest file
         is_new = state.progress.step > self.start_step
         if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):
             return

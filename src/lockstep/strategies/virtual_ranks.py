@@ -63,8 +63,9 @@ class VirtualRanks(Strategy):
         self.computed = 0  # virtual ranks of this step, on this rank
         self.shares_are_subtrees = self.count == rows * world.size and rows.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
-        with suppress(ConfigError):  # on all ranks alike: for GPUs and for several machines
-            self.shared_memory = SharedMemorySum(world, length, self.rows.dtype)
+        if self.shares_are_subtrees and world.size > 1:
+            with suppress(ConfigError):  # on all ranks alike: for GPUs and for several machines
+                self.shared_memory = SharedMemorySum(world, length, self.rows.dtype)
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
@@ -121,10 +122,13 @@ class VirtualRanks(Strategy):
     def _sum_rows(self) -> None:
         """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""
         rows = self.rows
-        if self.shares_are_subtrees:
+        if self.shares_are_subtrees or self.world.size == 1:
             rows = tree_sum(list(rows)).unsqueeze(0)
-            if self.shared_memory is not None:
-                return self.shared_memory(rows[0], self.world.rank, self.world.size)
+        if self.world.size == 1:
+            return
+        if self.shared_memory is not None:
+            self.shared_memory(rows[0], self.world.rank, self.world.size)
+            return
         gathered = rows.new_empty(self.world.size, *rows.shape)
         dist.all_gather(list(gathered), rows)
         pairs = zip(gathered, self.shares, strict=True)

@@ -22,7 +22,7 @@ from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
 )
 from lockstep.monitor.failure_report import read_report
-from lockstep.monitor.report_screen import SENTENCES
+from lockstep.monitor.report_screen import RAISED_BY_ALL
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
 
@@ -205,7 +205,7 @@ def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str
 def cause_in_words(report: Mapping[str, Any]) -> str:
     """One line of what failure.json holds: "rank 1 of 2: RuntimeError: mat1 and mat2 ..." """
     first = report["first"]
-    if first["kind"] in SENTENCES:
+    if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])
     what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
     if first["kind"] == "killed":
