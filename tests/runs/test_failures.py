@@ -100,3 +100,17 @@ def test_a_hydra_launcher_that_is_not_installed_is_named(train):
         pytest.skip("hydra-submitit-launcher is installed")
     run = train("-m", "hydra/launcher=submitit_slurm", "optimizer.lr=0.1,0.01", code=2)
     assert "type pip install hydra-submitit-launcher, or launch=slurm without it" in run.sentence
+
+
+PREPARE = """
+def prepare():
+    raise ConnectionError("Connection refused: the server of the data")
+"""
+
+
+def test_a_connection_of_the_users_that_fails_before_the_ranks_start_is_not_blamed_on_a_rank(train, tmp_path):
+    (tmp_path / "fetching.py").write_text(PREPARE)
+    words = ["launch=fork", "dataset.prepare={_target_: fetching.prepare}"]
+    output = train(*words, code=1, PYTHONPATH=tmp_path).output
+    assert "Connection refused: the server of the data" in output
+    assert "another rank" not in output
