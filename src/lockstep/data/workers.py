@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.synchronize import Semaphore
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -132,6 +133,9 @@ class DatasetReader:
             worker.kill()
         for worker in self._workers:
             worker.join()
+            # torch names a tensor's memory for some microseconds. A worker that is killed then leaves the name.
+            for left in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
+                left.unlink(missing_ok=True)
         self._workers = []
 
 
