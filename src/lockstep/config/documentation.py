@@ -25,7 +25,8 @@ def documentation() -> str:
     lines = ["## The run", "", *TABLE, *_rows("", Run, defaults), ""]
     for name, schema in SECTIONS.items():
         lines += [f"## {name}", "", *TABLE, *_rows(name, schema, defaults[name]), ""]
-    lines += ["## dataset", "", "Of every data set.", "", *TABLE, *_rows("dataset", Dataset, defaults["dataset"])]
+    about = "Of every data set. `shape`, `classes`, `mean` and `std` are those of `dataset=digits`, in your own null."
+    lines += ["## dataset", "", about, "", *TABLE, *_rows("dataset", Dataset, defaults["dataset"])]
     lines += [*_rows("dataset.augment", Augment, defaults["dataset"]["augment"]), ""]
     groups = [group for group in GROUPS if group not in (*SECTIONS, "dataset")]
     nodes = _nodes(["dataset", *groups])
@@ -52,14 +53,18 @@ def _group(group: str, nodes: dict[str, Node]) -> Iterator[str]:
     """A heading, and a table for each option that has keys."""
     if group != "dataset":
         yield from (f"## {group}", "")
-    without_keys = [f"`{group}={option}`" for option in GROUPS[group] if option not in nodes]
-    if without_keys:
-        yield from (f"Without keys: {', '.join(without_keys)}.", "")
+    tables = {}
     for option, node in nodes.items():
         key = group
         if group == "logger":
             node, key = node[option], f"logger.{option}"
-        yield from (f"`{group}={option}`", "", *TABLE, *_rows(key, GROUPS[group][option], node, skip=Dataset), "")
+        tables[option] = list(_rows(key, GROUPS[group][option], node, skip=Dataset))
+    without_keys = [f"`{group}={option}`" for option in GROUPS[group] if not tables.get(option)]
+    if without_keys:
+        yield from (f"Without keys of their own: {', '.join(without_keys)}.", "")
+    for option, rows in tables.items():
+        if rows:
+            yield from (f"`{group}={option}`", "", *TABLE, *rows, "")
 
 
 def _rows(prefix: str, schema: type, node: Node, skip: type | None = None) -> Iterator[str]:

@@ -87,7 +87,9 @@ class Torchrun:
 class Spawn:
     start_method: str = choice("spawn", "fork", "forkserver", help=_START_METHODS)
     nproc_per_node: int | str = _nproc_per_node()
-    nnodes: int = number("Machines; run the same command on each with its own node_rank.", min=1, example=2)
+    nnodes: int = number(
+        "Machines, for launch=spawn; run the same command on each with its own node_rank.", min=1, example=2
+    )
     node_rank: int = number("Number of this machine.", min=0, example=0)
     master_addr: str = value("Address of the machine with node_rank 0.", example="127.0.0.1")
     master_port: int = number("Port there; 0: any free one, for one machine.", min=0, max=65535, example=29500)
