@@ -38,10 +38,10 @@ def test_a_stop_inside_torch_save_leaves_whole_snapshots(start, start_faulty, tm
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB."""
+    """A file system of 12 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

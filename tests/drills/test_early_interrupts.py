@@ -5,6 +5,7 @@ LOCKSTEP_SIGNALS=all tries both signals under each launcher.
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -37,9 +38,12 @@ if os.environ.get("LOCKSTEP_SIGNALS") == "all":
 )
 def test_an_early_interrupt_ends_the_command_at_once_and_without_a_traceback(start, number, words):
     codes = []
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    start_up = time.monotonic() - began
     for moment in MOMENTS:
         run = start(sys.executable, TRAIN, "model=mlp", "trainer.epochs=300", *words)
-        time.sleep(moment)
+        time.sleep(start_up + moment)
         os.killpg(run.process.pid, number)
         interrupted = time.monotonic()
         run.finish(None)

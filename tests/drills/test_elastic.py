@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.environment import free_port
 from lockstep.snapshots.files import list_snapshots
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
+from support.ports import free_port
 from support.run_folders import SLOW, assert_one_curve, position
 
 pytestmark = pytest.mark.drill

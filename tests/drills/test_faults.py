@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.distributed.environment import free_port
 from support.commands import MPIRUN, PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, skip_without_mpirun
 from support.fault_table import Row, Traces, add_row, row_of
+from support.ports import free_port
 from support.sweep_tables import column, states
 
 pytestmark = pytest.mark.drill

@@ -86,8 +86,9 @@ def test_a_hang_has_a_verdict_and_ends_the_run(start_faulty, kind, place, sync, 
 def test_a_hang_is_only_reported_if_that_is_wanted(start_faulty, tmp_path):
     command = [*hang_command("stopped", "auto", 2), "watch.on_hang=report", "hydra.run.dir=run"]
     run = start_faulty(*command, HANG="stopped", PYTHONPATH=ROOT / "tests")
-    wait_for(lambda: (tmp_path / "run/hang.txt").exists(), "report of the hang", 60)
-    report = (tmp_path / "run/hang.txt").read_text()
+    hang = tmp_path / "run/hang.txt"
+    wait_for(lambda: hang.exists() and "what to do: " in hang.read_text(), "report of the hang", 60)
+    report = hang.read_text()
     assert "verdict: a rank is stopped" in report
     pid = int(report.partition("kill -CONT ")[2].split(",")[0])
     os.kill(pid, 18)

@@ -43,7 +43,7 @@ def test_a_hang_of_the_only_rank_is_shown(start_faulty):
 
 def test_a_rank_that_is_stopped_while_another_one_saves_is_named(start_faulty):
     """A snapshot may take long, but the rank that waits in it gives up after backend.timeout, and was blamed."""
-    words = ["model=mlp", "trainer.epochs=900", "snapshot.every=1steps", "watch.timeout=3", "backend.timeout=15"]
+    words = ["model=mlp", "trainer.epochs=900", "snapshot.every=1steps", "watch.timeout=3", "backend.timeout=30"]
     run = start_faulty(*PYTHON_TRAIN, *words, "launch=torchrun", "hydra.run.dir=run")
     wait_for(lambda: has_logged(run.cwd / "run", "epoch 2/"), "second epoch")
     stopped, waiting = all_ranks(run.process.pid)

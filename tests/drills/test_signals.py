@@ -130,7 +130,7 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(start_faulty, tmp_path, star
     wait_for(lambda: in_phase(tmp_path, "step"), "first step")
     run.send(INT, "group")
     with pytest.raises(TimeoutError):
-        wait_for_end(run, 2.5)
+        wait_for_end(run, 4)
     run.send(INT, "group")
     wait_for_end(run, 5)
     run.finish(130)
@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_under_torchrun_ends_at_once_and_leaves_no_orphan(start_
     wait_for(lambda: in_phase(tmp_path, "step"), "first step")
     run.send(INT, "group")
     with pytest.raises(TimeoutError):
-        wait_for_end(run, 2.5)
+        wait_for_end(run, 4)
     run.send(INT, "group")
     wait_for_end(run, 10)
     run.finish(code=None)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.environment import free_port
 from support import slurm_cluster
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
 from support.phases import PARTS, in_phase
+from support.ports import free_port
 from support.run_folders import newest_snapshot, read_log, stopped_at
 from support.slurm_cluster import SlurmCluster
 from support.sweep_tables import rows_of, states

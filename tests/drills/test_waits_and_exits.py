@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.environment import free_port
 from support.commands import PYTHON_TRAIN, STARTERS, wait_for
 from support.phases import PARTS, in_phase
+from support.ports import free_port
 
 pytestmark = pytest.mark.drill
 
@@ -91,7 +91,7 @@ def test_a_second_sigterm_beside_a_rank_that_hangs_ends_with_76_and_names_the_la
     run = start_faulty(*STARTERS[starter], *PARTS, "snapshot.every=2steps", HANG=1, PYTHONPATH=TESTS)
     wait_for(lambda: (tmp_path / "hangs").exists(), "hang")
     run.send(signal.SIGTERM)
-    time.sleep(2.5)
+    time.sleep(4)
     run.send(signal.SIGTERM)
     run.finish(76)
     assert "the last good snapshot is " in run.output

@@ -221,13 +221,14 @@ def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
     assert first["advice"]
 
 
-RANK = "from lockstep.monitor import rank; rank.connect('late', 0, 1, local_rank=0); rank.failed(ValueError('lost'))"
+LATE = f"late-{os.getpid()}"  # the name of a socket of this machine
+RANK = f"from lockstep.monitor import rank; rank.connect('{LATE}', 0, 1, local_rank=0); rank.failed(ValueError('lost'))"
 
 
 def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended() -> None:
     """As on a busy machine: all messages lie in its socket before it runs."""
-    with channel.listen(channel.address_of("late")) as listener:
-        launcher = channel.connect(channel.address_of("late"), timeout=2)
+    with channel.listen(channel.address_of(LATE)) as listener:
+        launcher = channel.connect(channel.address_of(LATE), timeout=2)
         assert launcher is not None
         send(launcher, {"launcher": True})
         rank = subprocess.Popen([sys.executable, "-c", RANK], cwd=ROOT / "src")

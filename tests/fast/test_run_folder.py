@@ -87,7 +87,7 @@ def _hold_and_fork(folder: str) -> None:
 def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
     rank = multiprocessing.get_context("forkserver").Process(target=_hold_and_fork, args=[str(tmp_path)])
     rank.start()
-    wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker", 20)
+    wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker")
     worker = int((tmp_path / "worker.pid").read_text())
     try:
         file, problem = _try_lock(tmp_path)

@@ -77,10 +77,10 @@ def test_the_relative_axis_leaves_out_the_pause_before_a_resume(tmp_path):
     (path,) = [path for path in tmp_path.glob("events.out.*") if path.name != HEADER]
     times = [event.wall_time for event in read_events(path) if event.step == 2]
     assert before == max(times)
-    time.sleep(1.0)
+    time.sleep(3.0)
     log_run(tmp_path, {}, start_step=2, accuracies=(0.25,))
     after = last_wall_time(tmp_path, 4)
-    assert 0 <= after - before < 0.9
+    assert 0 <= after - before < 2.9
 
 
 def test_an_event_file_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path):

@@ -51,7 +51,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     ranks = ranks_under(run.process.pid) if launch != "fork" else forked_ranks(run)
     assert len(ranks) == 2
     run.process.kill()
-    wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
+    wait_for(lambda: not alive(ranks), "end of the ranks", limit=30)
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
@@ -70,7 +70,7 @@ def forked_ranks(run: Command) -> list[int]:
 
 
 def test_killed_workers_are_restarted_by_torchrun_and_end_with_the_same_bits(start, tmp_path):
-    training = [*SLOW, "trainer.epochs=3"]
+    training = [*SLOW, "trainer.epochs=8"]
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
     torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", TRAIN]
     run = start(*torchrun, *training, "hydra.run.dir=disturbed")

@@ -130,7 +130,7 @@ def test_closing_removes_the_memory_that_a_killed_worker_has_named(reader):
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     """Python 3.11 waits there for a lock, if a thread of torch had it. Here the fork of one of two workers waits."""
-    monkeypatch.setattr(workers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(workers, "START_SECONDS", 5.0)
     rank, forks = os.getpid(), multiprocessing.Value("i", 0)
     others = children(rank)
 
@@ -164,6 +164,7 @@ def test_a_worker_that_dies_is_an_error_for_its_reader_only(reader):
 
 def test_a_worker_that_dies_while_it_passes_on_a_batch_is_named(reader, monkeypatch):
     """Its connection can end before its process does."""
+    monkeypatch.setattr(workers, "END_SECONDS", 30.0)
     passing = reader.read(keys([0], [HANGS]))
     worker = int(next(passing)[1])
     (hanging,) = {process.pid for process in reader._workers} - {worker}
@@ -187,7 +188,7 @@ def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(rea
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
         next(passing)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 4.5  # torch itself notices after 5 s
 
 
 def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_path):

@@ -5,8 +5,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.monitor import rank_probe
-from lockstep.monitor.hang_evidence import gather
+from lockstep.monitor import hang_evidence, rank_probe
 from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
 from support.worlds import in_world
 
@@ -18,7 +17,8 @@ def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
     signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
     page = ProgressPage(create_page_file())
     rank: Any = SimpleNamespace(rank=0, pid=os.getpid(), asks=asks, stacks=stacks, main_thread=main_thread, page=page)
-    (facts,) = gather([rank])
+    hang_evidence.SIGNAL_AFTER = hang_evidence.ANSWER_SECONDS = 60.0  # this process may stand still for a second
+    (facts,) = hang_evidence.gather([rank])
     return len(signals), facts.answers, [frame.function for frame in facts.stack.frames]
 
 

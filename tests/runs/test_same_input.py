@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.distributed.environment import free_port
 from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
+from support.ports import free_port
 from support.worlds import in_world, train
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.environment import free_port
 from support.commands import PYTHON_TRAIN, Command
+from support.ports import free_port
 
 SECRET, CHANGED = "kqzvTheSecretOfTheRun", "kqzvAnotherSecret"
 OWN_MODEL = """

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.distributed.environment import free_port
 from lockstep.loggers.run_header import HEADER
 from lockstep.models.convnet import convnet
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 from support.event_files import scalars
+from support.ports import free_port
 
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]

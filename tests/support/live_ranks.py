@@ -2,12 +2,13 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.monitor.progress_page import ProgressPage
-from support.commands import ranks_under
+from support.commands import ranks_under, wait_for
 from support.run_folders import read_log
 
 RECOVERED = "the ranks are complete again"
@@ -26,8 +27,26 @@ def all_ranks(launcher: int) -> list[int]:
 
 def rank_zero(folder: Path) -> int:
     """The pid of rank 0, which has written it into the folder's lock."""
-    found = re.match(r"pid (\d+)", (folder / ".lock").read_text())
-    return int(found[1]) if found else 0
+    while not (found := re.match(r"pid (\d+)", (folder / ".lock").read_text())):
+        time.sleep(0.001)  # a new rank 0 has emptied the file, and has not written its pid yet
+    return int(found[1])
+
+
+def wait_for_spare(launcher: int) -> None:
+    """Until the spare has loaded its data: it takes no CPU time any more."""
+
+    def cpu_times() -> dict[int, list[str]]:
+        spares = set(_processes(launcher)) - set(all_ranks(launcher))
+        with suppress(OSError):
+            return {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in spares}
+        return {}
+
+    def is_idle() -> bool:
+        before = cpu_times()
+        time.sleep(0.5)
+        return bool(before) and cpu_times() == before
+
+    wait_for(is_idle, "spare that is ready")
 
 
 def recoveries(folder: Path) -> int:

@@ -9,8 +9,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.distributed.environment import free_port
 from support.commands import wait_for
+from support.ports import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 MISSING = [name for name in DAEMONS if not shutil.which(name)]

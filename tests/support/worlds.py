@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.environment import free_port
 from support.commands import TIMEOUT
+from support.ports import free_port
 
 PRELOAD = [
     "torch",

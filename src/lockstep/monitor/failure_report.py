@@ -17,7 +17,7 @@ from lockstep.monitor.report_screen import screen
 from lockstep.monitor.watched_rank import WatchedRank
 
 SCHEMA = 1  # of failure.json
-OTHER_MACHINE_SECONDS = 1.0  # for the report of the machine on which a rank failed first
+OTHER_MACHINE_SECONDS = 2.0  # for the report of the machine on which a rank failed first
 EXIT_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "exception": EXIT_FAILED, "silent": EXIT_HANG}
 EXIT_CODES |= {"different": EXIT_FAILED, "hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
 EXCEPTION_KEYS = ("kind", "type", "message", "is_local", "file", "line", "function", "code", "operation", "operands",

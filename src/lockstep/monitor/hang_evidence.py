@@ -28,7 +28,7 @@ SHORTEST_SECONDS = 0.4  # to tell a rank that waits for the disk from one that j
 PAUSE = 0.05
 LARGEST_RECORD = 2**24  # bytes
 MOST_WORKERS = 16  # loader workers of a rank that are asked for their stack, one after the other
-WORKER_SECONDS = 0.2
+WORKER_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
