@@ -102,8 +102,7 @@ def test_closing_raises_nothing_after_another_loader_has_installed_torchs_handle
     """torch installs it once, with the first DataLoader of the process that has workers."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     before = signal.getsignal(signal.SIGCHLD)
-    others = torch.utils.data.DataLoader(Readers(), num_workers=1, multiprocessing_context="fork")
-    next(iter(others))
+    next(iter(torch.utils.data.DataLoader(Readers(), num_workers=1, multiprocessing_context="fork")))
     handler = signal.getsignal(signal.SIGCHLD)
     for _ in range(4):
         signal.signal(signal.SIGCHLD, handler)  # as the first reader found it
@@ -118,14 +117,12 @@ def test_closing_raises_nothing_after_another_loader_has_installed_torchs_handle
 def test_closing_removes_the_memory_that_a_killed_worker_has_named(reader):
     """A kill in the microseconds in which torch names a tensor's memory: 13 of 700 killed workers left such a file."""
     _, processes = read(reader, [[0], [1]])
-    for process in processes:
-        Path(f"/dev/shm/torch_{process}_1234_1").write_text("as torch names it")
-    other = Path(f"/dev/shm/torch_{os.getpid()}_1234_1")
-    other.write_text("not a worker's")
+    left = [Path(f"/dev/shm/torch_{process}_1234_1") for process in (*processes, os.getpid())]
+    for path in left:
+        path.write_text("as torch names it")
     reader.close()
-    assert [Path(f"/dev/shm/torch_{process}_1234_1").exists() for process in processes] == [False, False]
-    assert other.exists()
-    other.unlink()
+    assert [path.exists() for path in left] == [False, False, True]
+    left[-1].unlink()
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
