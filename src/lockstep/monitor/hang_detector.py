@@ -27,7 +27,7 @@ FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
 LOOKS = 10  # at ranks that are slow, or wait for another machine, in the time of one such limit
 OWN_PAUSE = 5.0  # seconds between two checks, after which the monitor itself was stopped
 PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
-LEAVE_SECONDS = 1.5  # for a rank whose Python threads run to exit with the code of a hang
+LEAVE_SECONDS = 0.5  # for a rank whose Python threads run to exit with the code of a hang
 
 
 @dataclass(frozen=True)
