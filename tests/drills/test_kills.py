@@ -38,10 +38,8 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     training, folder = [*SLOW, "trainer.epochs=20"], tmp_path / "run"
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
-    began = time.monotonic()
     run = start_faulty(*STANDALONE, "--max-restarts=9", TRAIN, *training, "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
-    start_seconds = time.monotonic() - began
     waits = [kill_a_rank(run, folder, kill) for kill in range(9)]
     run.finish()
     assert count_resumptions(folder) == 9
@@ -49,7 +47,7 @@ def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_pa
     assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
     print(f"9 kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
-    assert middle <= max(20, 3 * start_seconds)  # a restart is a start, and other drills run beside this one
+    assert middle <= 20  # other drills run beside this one
 
 
 BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]

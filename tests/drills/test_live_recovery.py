@@ -151,7 +151,7 @@ def test_with_a_spare_at_hand_the_pause_is_short(start, tmp_path):
     print(f"\n{len(measured)} kills   pause: median {statistics.median(measured):.2f} s, longest {max(measured):.2f} s")
     assert len(measured) == KILLS
     assert lost_pids(folder) == set(victims)
-    assert statistics.median(measured) < 3  # a machine that does other work, too
+    assert statistics.median(measured) < 1.5  # a machine that does other work, too
 
 
 @pytest.mark.timeout(300)

@@ -185,7 +185,7 @@ def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(rea
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
         next(passing)
-    assert time.monotonic() - begin < 4.5  # torch itself notices after 5 s
+    assert time.monotonic() - begin < 2
 
 
 def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_path):
