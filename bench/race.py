@@ -99,7 +99,7 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
 
 
 def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
-    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes seconds: 20 of them in each of two epochs."""
+    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes a second: 20 in each of two epochs."""
     steps, images, windows = settings.samples // 256, 64, race_tables.WINDOWS_A_STEP
     resnet = [*harness.noise_images(steps // 3 * images * ranks, images), f"trainer.batch_size_per_rank={images}"]
     resnet.append("trainer.epochs=2")

@@ -25,7 +25,8 @@ def documentation() -> str:
     lines = ["## The run", "", *TABLE, *_rows("", Run, defaults), ""]
     for name, schema in SECTIONS.items():
         lines += [f"## {name}", "", *TABLE, *_rows(name, schema, defaults[name]), ""]
-    about = "Of every data set. `shape`, `classes`, `mean` and `std` are those of `dataset=digits`, in your own null."
+    about = "The keys of every data set. The defaults of `shape`, `classes`, `mean` and `std` are those of "
+    about += "`dataset=digits`; in a data set of your own they are `null`."
     lines += ["## dataset", "", about, "", *TABLE, *_rows("dataset", Dataset, defaults["dataset"])]
     lines += [*_rows("dataset.augment", Augment, defaults["dataset"]["augment"]), ""]
     groups = [group for group in GROUPS if group not in (*SECTIONS, "dataset")]

@@ -170,9 +170,8 @@ def end_copy(error: BaseException) -> None:
     """
     if _reporter is None or not _reporter.is_copy:
         return
-    code: Any = error.code if isinstance(error, SystemExit) else EXIT_FAILED
-    if isinstance(error, SystemExit) and isinstance(code, int | None):
-        os._exit(code or 0)
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        os._exit(error.code or 0)
     traceback.print_exception(error)
     os._exit(EXIT_FAILED)
 

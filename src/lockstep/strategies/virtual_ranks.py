@@ -121,11 +121,12 @@ class VirtualRanks(Strategy):
 
     def _sum_rows(self) -> None:
         """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""
-        rows = self.rows
-        if self.shares_are_subtrees or self.world.size == 1:
-            rows = tree_sum(list(rows)).unsqueeze(0)
         if self.world.size == 1:
+            tree_sum(list(self.rows))  # into the first row
             return
+        rows = self.rows
+        if self.shares_are_subtrees:
+            rows = tree_sum(list(rows)).unsqueeze(0)
         if self.shared_memory is not None:
             self.shared_memory(rows[0], self.world.rank, self.world.size)
             return
