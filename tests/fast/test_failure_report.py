@@ -28,7 +28,7 @@ from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
 from lockstep.monitor.start import run_monitor
 from lockstep.monitor.watched_rank import WatchedRank
-from support.commands import ROOT
+from support.commands import ROOT, wait_for
 
 LOST = "rank 1 is gone: closed by peer"
 
@@ -209,17 +209,20 @@ def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
     assert first["advice"]
 
 
-LATE = f"late-{os.getpid()}"  # the name of a socket of this machine
-RANK = f"from lockstep.monitor import rank; rank.connect('{LATE}', 0, 1, local_rank=0); rank.failed(ValueError('lost'))"
+CONNECTS = "import os, sys; from lockstep.monitor import rank; rank.connect('{name}', 0, 1, local_rank=0); "
+RAISES = CONNECTS + "rank.failed(ValueError('lost'))"
+# Its child keeps the connection to the monitor, until the test closes its input.
+LEAVES_CHILD = CONNECTS + "rank.set_run('{run_dir}', 'log', 0.0); os.fork() or sys.stdin.read(); os._exit(0)"
 
 
 def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended() -> None:
     """As on a busy machine: all messages lie in its socket before it runs."""
-    with channel.listen(channel.address_of(LATE)) as listener:
-        launcher = channel.connect(channel.address_of(LATE), timeout=2)
+    name = f"late-{os.getpid()}"  # of a socket of this machine
+    with channel.listen(channel.address_of(name)) as listener:
+        launcher = channel.connect(channel.address_of(name), timeout=2)
         assert launcher is not None
         send(launcher, {"launcher": True})
-        rank = subprocess.Popen([sys.executable, "-c", RANK], cwd=ROOT / "src")
+        rank = subprocess.Popen([sys.executable, "-c", RAISES.format(name=name)], cwd=ROOT / "src")
         rank.wait()
         send(launcher, {"ranks_ended": {str(rank.pid): 1}})
         run_monitor(listener, MonitorOptions())
@@ -228,3 +231,16 @@ def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended() -> No
     assert answer["report"]["contents"]["first"]["message"] == "lost"
     send(launcher, {"over": True})
     launcher.close()
+
+
+def test_a_monitor_that_starts_late_sees_that_a_rank_with_a_child_has_ended(tmp_path) -> None:
+    """The parent of the rank has taken its exit code: no process has its number any more."""
+    name = f"child-{os.getpid()}"
+    program = [sys.executable, "-c", LEAVES_CHILD.format(name=name, run_dir=tmp_path)]
+    with channel.listen(channel.address_of(name)) as listener:
+        rank = subprocess.Popen(program, cwd=ROOT / "src", stdin=subprocess.PIPE)
+        rank.wait()
+        run_monitor(listener, MonitorOptions(is_foreign=True))
+    assert rank.stdin is not None
+    with rank.stdin:
+        wait_for((tmp_path / "failure.json").exists, "the report", 20)

@@ -17,7 +17,7 @@ from lockstep.monitor.linux_processes import writes_to_pipe
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.progress_page import ProgressPage
 from lockstep.monitor.torchrun_agent import has_ended
-from lockstep.monitor.watched_rank import WatchedRank, open_pid_file
+from lockstep.monitor.watched_rank import WatchedRank, is_gone, open_pid_file
 
 POLL_SECONDS = 0.2
 FIRST_RANK_SECONDS = 900.0  # for the first rank to connect, where no launcher stays connected
@@ -75,12 +75,14 @@ class Monitor:
             self._watch(connection, lambda: self._read_launcher(reader))
             self._obey(messages[1:])
         elif messages and "hello" in messages[0] and len(reader.descriptors) >= 2:
-            self._add_rank(messages[0]["hello"], connection, reader)
-            self._note(self.ranks[-1], messages[1:])
+            rank = self._add_rank(messages[0]["hello"], connection, reader)
+            self._note(rank, messages[1:])
+            if is_gone(rank.pid):
+                self._rank_ended(rank)
         else:
             connection.close()
 
-    def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> None:
+    def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> WatchedRank:
         page, stacks = reader.descriptors[:2]
         rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, open_pid_file(int(hello["pid"])))
         rank.asks, rank.crash_pipe = reader.descriptors[2:4] or (None, None)
@@ -91,6 +93,7 @@ class Monitor:
             self._watch(rank.pid_file, lambda: self._rank_ended(rank))
         if rank.crash_pipe is not None:
             self._watch(rank.crash_pipe, lambda: self._rank_crashes(rank))
+        return rank
 
     def _read_rank(self, rank: WatchedRank) -> None:
         self._note(rank, rank.reader.read())
@@ -124,8 +127,8 @@ class Monitor:
             rank.read_crash()
 
     def _rank_ended(self, rank: WatchedRank) -> None:
-        assert rank.pid_file is not None
-        self.selector.unregister(rank.pid_file)
+        if rank.pid_file is not None:
+            self.selector.unregister(rank.pid_file)
         self._note(rank, rank.reader.read_rest())
         rank.note_death()
 

@@ -178,6 +178,17 @@ def open_pid_file(pid: int) -> int | None:
         return None
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended and its parent knows it, so that no descriptor of it can be opened any more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it runs as another user
+        pass
+    return False
+
+
 def zombie_exit_code(pid: int) -> int | None:
     """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
     try:
