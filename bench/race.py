@@ -42,6 +42,7 @@ class Settings:
     jobs: int = 8  # of the sweep
     floor_epochs: int = 6
     windows: int = 3600  # of text, in an epoch
+    net_steps: int = 20  # of the larger nets, in an epoch
 
 
 class Contender:
@@ -87,25 +88,26 @@ def trainers(settings: Settings, ranks: int) -> list[Contender]:
         Contender(PRECISIONS["bf16"], ranks, "train", [*start, TRAIN, *overrides(settings, "trainer.precision=bf16")]),
         Contender("references", ranks, "train", start + script("references", settings)),
     ]
-    floors = [*harness.BESIDE_FLOORS, f"trainer.epochs={settings.floor_epochs}"]
+    epochs = f"trainer.epochs={settings.floor_epochs}"
     for how, words in BESIDE.items():
         if ranks > 1 or "gloo" not in how:
-            command = [*start, TRAIN, *overrides(settings, *words, *floors)]
+            command = [*start, TRAIN, *overrides(settings, *words, *harness.BESIDE_FLOORS, epochs)]
             found.append(Contender(race_tables.beside(how), ranks, "floor", command))
     for net, words in larger_nets(settings, ranks).items():
-        command = [*start, TRAIN, *harness.MEASURED, *floors, *words, "sync_bn=off", "hydra.run.dir=run"]
+        command = [*start, TRAIN, *harness.MEASURED, *harness.BESIDE_FLOORS, *words, "sync_bn=off", "hydra.run.dir=run"]
         found.append(Contender(race_tables.beside(net), ranks, "nets", command))
     return found
 
 
 def larger_nets(settings: Settings, ranks: int) -> dict[str, list[str]]:
-    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes a second: 20 in each of two epochs."""
-    steps, images, windows = settings.samples // 256, 64, race_tables.WINDOWS_A_STEP
-    resnet = [*harness.noise_images(steps // 3 * images * ranks, images), f"trainer.batch_size_per_rank={images}"]
-    resnet.append("trainer.epochs=2")
-    gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"dataset.samples={steps * windows * ranks}"]
-    gpt += [f"trainer.batch_size_per_rank={windows}", "trainer.max_grad_norm=null"]
-    return {"ResNet-18": ["model=resnet18", *resnet], "GPT": gpt}
+    """{one of race_tables.NETS: its overrides}. A step of ResNet-18 takes a second, so it makes two epochs."""
+    images, windows, steps = 64, race_tables.WINDOWS_A_STEP, settings.net_steps
+    resnet = [*harness.noise_images(steps * images * ranks, images), "model=resnet18", "trainer.epochs=2"]
+    resnet.append(f"trainer.batch_size_per_rank={images}")
+    gpt = ["experiment=shakespeare_char", f"data_dir={settings.data}", f"trainer.epochs={settings.floor_epochs}"]
+    gpt += [f"dataset.samples={3 * steps * windows * ranks}", f"trainer.batch_size_per_rank={windows}"]
+    gpt.append("trainer.max_grad_norm=null")
+    return {"ResNet-18": resnet, "GPT": gpt}
 
 
 def writers(settings: Settings) -> list[Contender]:
@@ -235,8 +237,8 @@ def main() -> None:
         download(str(asked.data), "MNIST")
     except ConfigError as error:
         sys.exit(str(error).partition("; type")[0] + "; type --data=<folder that holds MNIST>")
-    small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1} if asked.quick else {}
-    settings = Settings(str(asked.data.resolve()), **small)
+    small: dict[str, Any] = {"worlds": (2,), "jobs": 2, "floor_epochs": 1, "epochs": 1, "net_steps": 2}
+    settings = Settings(str(asked.data.resolve()), **(small if asked.quick else {}))
     out = asked.out / time.strftime("%Y-%m-%d_%H-%M-%S")
     complete = race(asked, settings, out)
     print(f"\n{(out / 'race.md').read_text()}\ntables: {out / 'race.md'}\nruns:   {out / 'race.csv'}")

@@ -22,6 +22,7 @@ TINY = race.Settings(
     worlds=(2,),
     floor_epochs=1,
     windows=60,
+    net_steps=1,
 )
 NEEDS = {"Lightning": "lightning", "Accelerate": "accelerate"}
 # The others differ from these by an option.
@@ -46,6 +47,13 @@ def test_a_contender_runs_and_measures_itself(contender, tmp_path):
         assert 0 < found["cpu"] < 1000 * 2 * found["wall"] * contender.ranks / 256
     floors = {f"of {name}" for name, ranks in race_tables.FLOORS.items() if ranks == contender.ranks}
     assert {key for key in found if key.startswith("of ")} == (floors if "floor" in contender.parts else set())
+
+
+@pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where tinyshakespeare lies")
+@pytest.mark.parametrize("net", race_tables.NETS)
+def test_a_larger_net_trains_beside_its_floor(net, tmp_path):
+    (one,) = [one for one in race.contenders(TINY)[0] if one.name == race_tables.beside(net)]
+    assert race.run(one, tmp_path / "run")["of bare loop"] > 0
 
 
 @pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where tinyshakespeare lies")
