@@ -112,7 +112,7 @@ def train_worker(cfg: DictConfig, record: ConfigRecord, live: "LiveRun | None" =
     from lockstep.snapshots.record import write_record
     from lockstep.training.setup import set_determinism
 
-    signals.listen(cfg.run_dir)
+    signals.listen(cfg.run_dir, saves_first=live is not None and live.goes_on)
     postpone_dynamo()
     survival = live.survival if live else monitor.failures
     strategy: Strategy = instantiate(cfg.strategy)

@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep import build, build_data
-from lockstep.distributed import regroup
+from lockstep.distributed import regroup, signals
 from lockstep.distributed.generations import note_recovery
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
@@ -80,13 +80,13 @@ class LiveRun:
         """
         world = state.strategy.world
         meter = PagedMeter(state.task, world, open_pages(os.environ[PAGES]))
-        state.meter = meter
+        state.meter = state.nan.meter = meter
         if not self._take_over(world, state, meter, snapshots):
             snapshots.resume(where)
             self.record.restore({"calls": [], "written": state.progress.step})
         meter.note(state.progress.step)
         world.barrier()  # whoever dies from here on has noted its sums
-        self.is_recovering = self.member.generation.number > 0
+        self.is_recovering = self.goes_on
         self.notes, self.snapshots, self.loggers = StepNotes(state), snapshots, loggers
         state.note = self._note
 
@@ -94,6 +94,11 @@ class LiveRun:
     def full_size(self) -> int:
         """As many ranks as the user asked for."""
         return self.member.generation.full_size
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether these ranks follow others, which have trained. There is something to save, then."""
+        return self.member.generation.number > 0
 
     @contextmanager
     def survival(self) -> Iterator[None]:
@@ -123,6 +128,10 @@ class LiveRun:
         saved = collect_state(state, totals, self.snapshots.scheduler_as_built, spread)
         saved["model"] = saved["model"] | {name: note.buffers[name] for name in note.buffers if name in saved["model"]}
         saved["progress"] = asdict(note.progress)
+        if note.schedule is not None:
+            saved["scheduler"]["state"], rates = note.schedule
+            for group, rate in zip(saved["optimizer"]["param_groups"], rates, strict=True):
+                group["lr"] = rate
         resumed_from = self.snapshots.resumed_from
         package = {
             "position": list(note.position),
@@ -131,6 +140,8 @@ class LiveRun:
             "sums": state.meter.noted_by_all(note.progress.step),
             "reported": note.reported,
             "grad_norm": note.grad_norm,
+            "skipped": list(note.skipped),
+            "rank": state.strategy.world.rank,
             "log": self.record.content(),
             "start_step": self.snapshots.start_step,
             "resumed_from": None if resumed_from is None else str(resumed_from),
@@ -162,12 +173,12 @@ class LiveRun:
 
     def _take_over(self, world: World, state: TrainState, meter: PagedMeter, snapshots: SnapshotManager) -> bool:
         """Restore the state of the survivor that is furthest. Returns False if no rank has a state."""
-        mine: list[Any] | None = None if self.package is None else [self.package["position"], self.package["is_due"]]
+        mine = None if self.package is None else [self.package[key] for key in ("position", "is_due", "rank")]
         offers = world.all_gather_json(mine)
         found = [offer for offer in offers if offer is not None]
         if not found:
             return False
-        furthest = max(position for position, _ in found)
+        furthest = max(position for position, _, _ in found)
         positions = [None if offer is None else offer[0] for offer in offers]
         owner = positions.index(furthest)
         if positions.count(furthest) < world.size:
@@ -177,7 +188,9 @@ class LiveRun:
                 self.package = package
         assert self.package is not None
         self._restore(self.package, state, meter, snapshots)
-        snapshots.is_due = next(is_due for position, is_due in found if position == furthest)
+        is_due = next(is_due for position, is_due, _ in found if position == furthest)
+        # Rank 0 writes the snapshots. If it has died, the newest one may not be on the disk.
+        snapshots.is_due = self.package["is_due"] = is_due or all(rank != 0 for _, _, rank in found)
         log.info("rank %d's state after step %d is restored on all ranks", owner, state.progress.step)
         return True
 
@@ -188,6 +201,7 @@ class LiveRun:
         step, advance = state.progress.step, package["advance"]
         state.unreported = None if advance is None else Advance(*advance)
         state.grad_norm = package["grad_norm"]
+        state.nan.skipped, state.nan.skipped_in_a_row = package["skipped"]
         meter.go_back(package["sums"], package["reported"])
         snapshots.start_step = package["start_step"]
         snapshots.resumed_from = None if package["resumed_from"] is None else Path(package["resumed_from"])
@@ -221,6 +235,7 @@ def _prepare(member: Member, cfg: DictConfig) -> LiveRun:
     """This process's data, and the rank that it waits for: a rank of the first world has one already."""
     if member.is_first:
         member.wait_until_needed()  # before the data is loaded: the monitor hears of errors
+        signals.listen(cfg.run_dir)
         return LiveRun(member, cfg)
     try:
         live = LiveRun(member, cfg)

@@ -157,10 +157,12 @@ class Member:
         keys = [f"{prefix}/{process}" for process in self.generation.processes]
         deadline = time.monotonic() + timeout
         while not self.store.check(keys):
-            if self.is_outdated:
+            newest, state = self.notice.read()
+            if newest > self.generation.number or state == OVER:
                 raise ConnectionError("a rank died, or a new one came, before the ranks were connected")
             if time.monotonic() > deadline:
-                raise TimeoutError("a rank did not join the others within backend.timeout")
+                missing = next(rank for rank, key in enumerate(keys) if not self.store.check([key]))
+                raise TimeoutError(f"Timed out waiting {timeout:g} s for rank {missing} to join the others")
             time.sleep(PAUSE)
         return [self.store.get(key).decode() for key in keys]
 

@@ -81,9 +81,15 @@ class SharedMemorySum:
         world = self.world
         possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
         created, problem = _create_folder(world.size, size) if world.is_rank_zero and possible else ("", "")
-        name, problem = world.broadcast_json([created, problem])
-        usable = bool(name) and Path(name).exists()  # containers of one machine may each have their own /dev/shm
-        if not all(world.all_gather_json(usable)):
+        try:
+            name, problem = world.broadcast_json([created, problem])
+            usable = bool(name) and Path(name).exists()  # containers of one machine may each have their own /dev/shm
+            is_usable_by_all = all(world.all_gather_json(usable))
+        except BaseException:  # a rank died
+            if created:
+                shutil.rmtree(created, ignore_errors=True)
+            raise
+        if not is_usable_by_all:
             if created:
                 shutil.rmtree(created)
             reason = problem or "is for CPU ranks on one Linux machine"

@@ -24,10 +24,10 @@ class Relay:
         self.first_at = self.second_at = 0.0
 
     def start(self, pids: list[int]) -> None:
-        """The ranks have started. A signal that came before is sent to them now."""
-        self.pids = pids
+        """The ranks have started. A signal that came before is sent now to those of them that have not got it."""
+        new, self.pids = [pid for pid in pids if pid not in self.pids], pids
         if self.first is not None:
-            self._send(self.first)
+            _send(self.first, new)
 
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -43,9 +43,10 @@ class Relay:
             self.first, self.first_at = number, time.monotonic()
         elif self.second is None and is_repeated(self.first_at, number):
             self.second, self.second_at = number, time.monotonic()
-        self._send(number)
+        _send(number, self.pids)
 
-    def _send(self, number: int) -> None:
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

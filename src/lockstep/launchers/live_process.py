@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.listening import LOOPBACK
@@ -57,6 +58,7 @@ def run_live_rank(
     from lockstep.distributed.regroup import Member, membership
 
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
+    signals.leave_last_line_to_launcher()
     end_with_parent()
     os.environ.update(env)
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), wait_for_workers=False)

@@ -92,6 +92,8 @@ class LiveWorld:
             dead = [process for process in self.ranks if process.code is not None]
             new = [process for process in dead if process not in self.lost]
             if new and self._is_ending(dead):
+                if not self.has_finished:
+                    self.notice.write(self.generation.number, OVER)  # nobody waits for a rank that does not come
                 wait_for_ranks([process.process for process in self.ranks], self.relay)
                 self._receive()
                 return
@@ -155,8 +157,8 @@ class LiveWorld:
         return (self.meets_again or self._grows()) and not has_finished(self.store, self.generation, lost=True)
 
     def _grows(self) -> bool:
-        """Whether a smaller world trains, and a new rank is ready."""
-        return not self.lost and self.missing > 0 and bool(self.spares.ready)
+        """Whether a smaller world trains on, and a new rank is ready."""
+        return not self.lost and self.missing > 0 and bool(self.spares.ready) and self.relay.first is None
 
     def _publish(self, reason: str) -> None:
         """Give the places of lost ranks to spares, and tell all ranks who is which rank."""

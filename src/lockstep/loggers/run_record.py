@@ -37,6 +37,7 @@ class RunRecord(Logger):
         self.state, self.objective, self.mode = state, objective, state.task.mode(objective)
         self.run: dict[str, Any] = {}
         self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
+        self.has_no_end = False  # whether the life before this one was killed
         self.thread: threading.Thread | None = None
         self.written_at = 0.0
 
@@ -55,14 +56,17 @@ class RunRecord(Logger):
             "samples_per_second": None,
         }
         if start > 0:
+            self.has_no_end = bool(before["lives"]) and before["lives"][-1]["state"] == RUNNING
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
             self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
             self.run["samples_per_second"] = before.get("samples_per_second")
             self._note_best()
 
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
-        if self.life is not None:
-            return
+        if self.life is None:
+            self._begin_life()
+
+    def _begin_life(self) -> None:
         self.life = self.run.pop("life") | {
             "started": time.time(),
             "ended": None,
@@ -91,6 +95,8 @@ class RunRecord(Logger):
             self._write()
 
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
+        if self.life is None and self.has_no_end:  # it was killed after its last epoch
+            self._begin_life()
         is_paused = self.state.reached_limit == "trainer.pause_after"
         self.run["objective"]["last"] = metrics[self.objective.removeprefix("test/")]
         self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)

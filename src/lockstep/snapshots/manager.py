@@ -190,6 +190,8 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
+        if self.is_due:  # the rank that wrote the last one has died
+            self.save()
         self.saver.finish()  # so that model.pt is the newest file
         is_new = state.progress.step > self.start_step
         if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):

@@ -78,13 +78,13 @@ class NanPolicy:
         self.left_out: set[int] = set()
         self.batches: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, sample indices)
         self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
-        self.buffers_before: list[tuple[Tensor, Tensor]] = []
+        self.buffers_before: dict[str, Tensor] = {}
 
     def begin(self, step: int, batch: Batch) -> None:
         """The forward pass of `step` is about to start."""
         self.batches.append((step, [part.indices for part in batch.parts]))
         if self.action == "skip":  # running statistics change in the forward pass
-            self.buffers_before = [(buffer, buffer.clone()) for buffer in self.strategy.model.buffers()]
+            self.buffers_before = {name: buffer.clone() for name, buffer in self.strategy.model.named_buffers()}
 
     def accepts(self, step: int, gradients: Sequence[Tensor]) -> bool:
         """Whether the update is to be taken. Call it after the gradients are averaged. `step`: this step's number.
@@ -126,8 +126,8 @@ class NanPolicy:
     @torch.no_grad()
     def _skip(self, step: int, what: str) -> None:
         self.meter.discard(step)
-        for buffer, before in self.buffers_before:
-            buffer.copy_(before)
+        for name, buffer in self.strategy.model.named_buffers():  # a model may have assigned another tensor
+            buffer.copy_(self.buffers_before[name])
         self.skipped += 1
         log.warning("%s; the update of this step is left out", what)
 

@@ -1,13 +1,15 @@
 """What a rank notes after every step, so that the step after it can be done again when another rank has died.
 
 Weights, optimizer and the rest of the run's state change only between collectives, so an error in a collective leaves
-them as they were after the last step. Buffers and sums change during a step: they are noted.
+them as they were after the last step. Buffers and sums change during a step, and an evaluation moves `Plateau` on:
+they are noted.
 """
 
 import copy
 import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +17,11 @@ from torch import Tensor
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.snapshots.state_dict import plain_copy
 from lockstep.strategies.base import Advance
 from lockstep.tasks.base import Task
 from lockstep.training.meter import Meter
+from lockstep.training.schedulers import Plateau
 from lockstep.training.state import Progress, TrainState
 
 Position = tuple[int, int]
@@ -39,16 +43,27 @@ class PagedMeter(Meter):
                 f"launch.recover=live has room for {pages.shape[2] - 2} sums, and this task has {self.values - 2}; "
                 f"type launch.recover=restart"
             )
+        self.before_step: tuple[int, Tensor] = (0, self.sums.clone())  # (step, the sums before it)
         self.pages = pages
         self.rows = pages[world.rank, :, : self.values]
 
     def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
         """As in the base class, but added up at once."""
+        if step != self.before_step[0]:
+            self.before_step = (step, self.sums.clone())
         self.recent_losses.append((step, sums["loss"].detach()))
         for place, value in zip(self.places.values(), self._values(sums), strict=True):
             self.sums[place] += value
         self.sums[-1] += count
         self.note(step)
+
+    def discard(self, step: int) -> None:
+        """As in the base class."""
+        super().discard(step)
+        number, sums = self.before_step
+        if number == step:
+            self.sums.copy_(sums)
+            self.note(step)
 
     def note(self, step: int) -> None:
         """Write the sums as those after `step`."""
@@ -83,7 +98,7 @@ class Note:
     """A state to which the run can go back: the one after a step, or after the end of its epoch.
 
     advance: the step, if its logging is still to come. reported: the meter's totals at the last report. grad_norm: as
-    in TrainState.
+    in TrainState. skipped: updates left out, see NanPolicy. schedule: see `_schedule`.
     """
 
     position: Position
@@ -91,6 +106,8 @@ class Note:
     advance: Advance | None
     reported: Tensor
     grad_norm: tuple[int, Tensor] | None
+    skipped: tuple[int, int]
+    schedule: tuple[dict[str, Any], list[float]] | None
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -99,19 +116,35 @@ class StepNotes:
 
     def __init__(self, state: TrainState) -> None:
         self.state = state
-        self.buffers = dict(state.strategy.model.named_buffers())
-        self.copies = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        self.latest = self._take(None)
+        self.copies: dict[str, Tensor] = {}
+        self._copy_buffers()
+        self.latest = self._take(state.unreported)
 
     def after_step(self, advance: Advance | None) -> None:
         """Call it after each step with how far it went, and with None when the end of an epoch is done with."""
-        if self.buffers:
-            torch._foreach_copy_(list(self.copies.values()), list(self.buffers.values()))
+        self._copy_buffers()
         self.latest = self._take(advance)
+
+    def _copy_buffers(self) -> None:
+        for name, buffer in self.state.strategy.model.named_buffers():  # listed anew: a model may assign other tensors
+            kept = self.copies.get(name)
+            if kept is not None and kept.shape == buffer.shape:
+                kept.copy_(buffer)
+            else:
+                self.copies[name] = buffer.clone()
 
     def _take(self, advance: Advance | None) -> Note:
         state, progress = self.state, copy.copy(self.state.progress)
         if advance is not None:
-            progress.evaluation_pending = state.finished  # by trainer.max_steps: the last step's evaluation comes yet
-        position = (progress.step, int(advance is None))
-        return Note(position, progress, advance, state.meter.reported.clone(), state.grad_norm, self.copies)
+            # By trainer.max_steps: the last step's evaluation comes yet.
+            progress.evaluation_pending = progress.evaluation_pending or state.finished
+        position, reported = (progress.step, int(advance is None)), state.meter.reported.clone()
+        skipped = (state.nan.skipped, state.nan.skipped_in_a_row)
+        return Note(position, progress, advance, reported, state.grad_norm, skipped, _schedule(state), self.copies)
+
+
+def _schedule(state: TrainState) -> tuple[dict[str, Any], list[float]] | None:
+    """(the scheduler's state, the learning rates) if an evaluation changes them, which then may be done again."""
+    if not isinstance(state.scheduler, Plateau):
+        return None
+    return plain_copy(state.scheduler.state_dict()), [group["lr"] for group in state.optimizer.param_groups]
