@@ -30,6 +30,10 @@ class RankMissing(ConfigError, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
+class DidNotJoin(TimeoutError):
+    """A rank is alive and does not come where the ranks of its generation meet. Another generation would not help."""
+
+
 class TrainingDiverged(Exception):
     """The loss is not finite, so training cannot continue. The message says at which step and what to type.
 

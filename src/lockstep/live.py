@@ -228,7 +228,7 @@ def keep_training(train: Callable[..., float], cfg: DictConfig, *args: Any) -> f
             lost = error.with_traceback(None)  # which keeps the model and all that was built around it
             lost.__context__ = None
         if not member.await_news():
-            raise lost
+            raise signals.unanswered_stop() if member.is_over else lost
 
 
 def _prepare(member: Member, cfg: DictConfig) -> LiveRun:

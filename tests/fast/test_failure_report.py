@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.monitor import channel
 from lockstep.monitor.channel import Reader, send
 from lockstep.monitor.exception_record import exception_record
 from lockstep.monitor.failure_report import (
@@ -26,9 +23,7 @@ from lockstep.monitor.failure_report import (
 )
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
-from lockstep.monitor.start import run_monitor
 from lockstep.monitor.watched_rank import WatchedRank
-from support.commands import ROOT, wait_for
 
 LOST = "rank 1 is gone: closed by peer"
 
@@ -88,6 +83,21 @@ def test_a_rank_that_did_not_answer_is_blamed_by_those_that_waited(make_rank):
     waiting = [make_rank(number, TimeoutError("Timed out waiting 8 s for rank 2"), 1.0) for number in (0, 1)]
     report = report_of(*waiting, silent)
     assert (report.contents["first"]["rank"], report.kind, report.contents["exit_code"]) == (2, "silent", 4)
+
+
+def test_a_rank_that_failed_by_itself_is_first_even_if_its_end_took_too_long(make_rank):
+    slow = make_rank(1, ZeroDivisionError(), 1.0, exit_code=-9, killed_by_monitor=True)
+    assert first_rank(make_rank(0, at=2.0, exit_code=-6), slow) == (1, "exception")
+
+
+def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    for name in ("step_00000010", "step_00000010_copy"):
+        for suffix in (".pt", ".json"):
+            (tmp_path / "snapshots" / name).with_suffix(suffix).touch()
+    run = report_of(make_rank(0, at=1.0, exit_code=-9), folder=tmp_path).contents["run"]
+    assert run["newest_snapshot"].endswith("step_00000010.pt")
+    assert run["steps_lost"] == 7
 
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_attempt():
@@ -207,40 +217,3 @@ def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
     assert first["signal"] == number.name
     assert first["meaning"]
     assert first["advice"]
-
-
-CONNECTS = "import os, sys; from lockstep.monitor import rank; rank.connect('{name}', 0, 1, local_rank=0); "
-RAISES = CONNECTS + "rank.failed(ValueError('lost'))"
-# Its child keeps the connection to the monitor, until the test closes its input.
-LEAVES_CHILD = CONNECTS + "rank.set_run('{run_dir}', 'log', 0.0); os.fork() or sys.stdin.read(); os._exit(0)"
-
-
-def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended() -> None:
-    """As on a busy machine: all messages lie in its socket before it runs."""
-    name = f"late-{os.getpid()}"  # of a socket of this machine
-    with channel.listen(channel.address_of(name)) as listener:
-        launcher = channel.connect(channel.address_of(name), timeout=2)
-        assert launcher is not None
-        send(launcher, {"launcher": True})
-        rank = subprocess.Popen([sys.executable, "-c", RAISES.format(name=name)], cwd=ROOT / "src")
-        rank.wait()
-        send(launcher, {"ranks_ended": {str(rank.pid): 1}})
-        run_monitor(listener, MonitorOptions())
-    answer = Reader(launcher).wait_for("report", 60)
-    assert answer is not None
-    assert answer["report"]["contents"]["first"]["message"] == "lost"
-    send(launcher, {"over": True})
-    launcher.close()
-
-
-def test_a_monitor_that_starts_late_sees_that_a_rank_with_a_child_has_ended(tmp_path) -> None:
-    """The parent of the rank has taken its exit code: no process has its number any more."""
-    name = f"child-{os.getpid()}"
-    program = [sys.executable, "-c", LEAVES_CHILD.format(name=name, run_dir=tmp_path)]
-    with channel.listen(channel.address_of(name)) as listener:
-        rank = subprocess.Popen(program, cwd=ROOT / "src", stdin=subprocess.PIPE)
-        rank.wait()
-        run_monitor(listener, MonitorOptions(is_foreign=True))
-    assert rank.stdin is not None
-    with rank.stdin:
-        wait_for((tmp_path / "failure.json").exists, "the report", 20)

@@ -32,6 +32,7 @@ from lockstep.distributed.generations import (
     read_generation,
 )
 from lockstep.distributed.store import STORE_TIMEOUT
+from lockstep.errors import DidNotJoin
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
 from lockstep.monitor.exception_record import is_local, message_of
@@ -58,7 +59,7 @@ def can_reconfigure() -> bool:
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether `error` can come from the death of another rank."""
-    if is_local(error):
+    if is_local(error) or isinstance(error, DidNotJoin):
         return False
     words = message_of(error)
     return isinstance(error, ConnectionError) or tells_of_lost_rank(words) or GLOO_ERROR.search(words) is not None
@@ -113,6 +114,11 @@ class Member:
         """Whether the launcher has published a newer generation than this process's."""
         return self.notice.read()[0] > self.generation.number
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the launcher ends the run, and publishes no more generations."""
+        return self.notice.read()[1] == OVER
+
     def open_group(self, timeout: timedelta) -> None:
         """What `join` can do before this process has a rank: nothing connects yet."""
         dist.init_process_group(
@@ -127,7 +133,7 @@ class Member:
     def join(self, timeout: timedelta) -> None:
         """Form the group of this process's generation.
 
-        Raises TimeoutError if its ranks do not come within `timeout`, and ConnectionError if one of them dies.
+        Raises DidNotJoin if its ranks do not come within `timeout`, and ConnectionError if one of them dies.
         """
         if not dist.is_initialized():
             self.open_group(timeout)
@@ -157,12 +163,11 @@ class Member:
         keys = [f"{prefix}/{process}" for process in self.generation.processes]
         deadline = time.monotonic() + timeout
         while not self.store.check(keys):
-            newest, state = self.notice.read()
-            if newest > self.generation.number or state == OVER:
+            if self.is_outdated or self.is_over:
                 raise ConnectionError("a rank died, or a new one came, before the ranks were connected")
             if time.monotonic() > deadline:
                 missing = next(rank for rank, key in enumerate(keys) if not self.store.check([key]))
-                raise TimeoutError(f"Timed out waiting {timeout:g} s for rank {missing} to join the others")
+                raise DidNotJoin(f"rank {missing} did not join the others within {timeout:g} s")
             time.sleep(PAUSE)
         return [self.store.get(key).decode() for key in keys]
 

@@ -52,11 +52,26 @@ def connect(address: str, timeout: float) -> socket.socket | None:
 
 def is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end belongs to this process's user, or to root."""
+    peer = _peer(connection)
+    return peer is None or peer[1] in (os.getuid(), 0)  # else the file of the socket has the user's own permissions
+
+
+def peer_pid(connection: socket.socket) -> int | None:
+    """The number of the process at the other end, as this process sees it: 0 in a container of its own.
+
+    None where the system does not tell.
+    """
+    peer = _peer(connection)
+    return None if peer is None else peer[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int] | None:
+    """(process, user) at the other end."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the file of the socket has the user's own permissions
+        return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return user in (os.getuid(), 0)
+    pid, user, _ = struct.unpack("3i", credentials)
+    return pid, user
 
 
 def send(connection: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:

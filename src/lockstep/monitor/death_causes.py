@@ -11,7 +11,9 @@ PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|Connection closed|Broken pipe|is gone|Socket closed|Connection refused"
     r"|remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|Stop_waiting response"
 )
-PEER_IS_SILENT = re.compile(r"Timed out waiting|timed out after|did not join the rendezvous|Watchdog caught", re.I)
+PEER_IS_SILENT = re.compile(
+    r"Timed out waiting|timed out after|did not join the (?:rendezvous|others)|Watchdog caught", re.I
+)
 SILENT_RANK = re.compile(r"for rank (\d+)|rank (\d+) did not")
 
 # Exception type or words of its message -> what it means, and what to type or do.

@@ -25,7 +25,6 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         "message": message_of(error),
         "is_local": is_local(error),
         **(_place_in_text(_text(error)) or _place(_traceback_of_user(error))),
-        "traceback": traceback.format_exception(error),
     }
 
 

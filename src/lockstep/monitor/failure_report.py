@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -130,7 +131,8 @@ def first_failure(ranks: Sequence[WatchedRank], failed: Sequence[WatchedRank]) -
     for rank in failed:
         if rank.is_cause_of_hang:
             return rank
-    causes = [rank for rank in failed if not is_consequence(rank.failure) and not rank.killed_by_monitor]
+    silent = [rank for rank in failed if rank.killed_by_monitor and rank.failure is None]
+    causes = [rank for rank in failed if not is_consequence(rank.failure) and rank not in silent]
     if causes:
         return min(causes, key=lambda rank: rank.failed_at)
     for rank in sorted(failed, key=lambda rank: rank.failed_at):
@@ -190,8 +192,8 @@ def _run(folder: Path | None, first: WatchedRank, options: MonitorOptions) -> di
 
 def newest_snapshot(run_dir: Path) -> Path | None:
     """The newest numbered snapshot that is written whole: its companion exists."""
-    found = [path for path in run_dir.glob("snapshots/step_*.pt") if path.with_suffix(".json").exists()]
-    return max(found, default=None)
+    numbered = [path for path in run_dir.glob("snapshots/step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
+    return max((path for path in numbered if path.with_suffix(".json").exists()), default=None)
 
 
 def resume_command(words: list[str], folder: Path | None) -> str:

@@ -55,6 +55,15 @@ class HangDetector:
         self.elsewhere: list[RankFacts] = []  # and what other machines have shown, if all ranks here wait for them
         self.reported: tuple[Kind, tuple[int, ...]] | None = None
 
+    @property
+    def is_examining(self) -> bool:
+        """Whether a thread asks ranks now."""
+        return self.examination is not None and self.examination.is_alive()
+
+    def expect_new_ranks(self, now: float) -> None:
+        """Other processes take the place of ranks. now: time.monotonic()."""
+        self.reported, self.ignored_until = None, now  # the same hang of theirs is another one
+
     def check(
         self, ranks: Sequence[WatchedRank], world_size: int, now: float, run_dir: str | None = None
     ) -> Diagnosis | None:
@@ -161,7 +170,7 @@ def _are_paused(ranks: Sequence[WatchedRank], world_size: int) -> bool:
 
 def look_for_hang(detector: HangDetector, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
     """Called a few times a second. With watch.on_hang=stop a hang is the failure of the rank that causes it."""
-    living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known]
+    living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known and rank.is_visible]
     if not living:
         return
     diagnosis = detector.check(living, int(living[0].hello["world_size"]), time.monotonic(), run_dir)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep.monitor.channel import Message, Reader, is_same_user, send
+from lockstep.monitor.arrivals import Arrivals
+from lockstep.monitor.channel import Message, Reader, peer_pid, send
 from lockstep.monitor.failure_report import FailureReport, remove_report, write_report
 from lockstep.monitor.hang_detector import HangDetector, HangRules, look_for_hang
 from lockstep.monitor.linux_processes import writes_to_pipe
@@ -31,10 +32,9 @@ class Monitor:
     def __init__(self, listener: socket.socket, options: MonitorOptions) -> None:
         self.options = options
         self.selector = selectors.DefaultSelector()
-        self._watch(listener, self._accept)
-        self.listener = listener
+        self.arrivals = Arrivals(listener, self.selector, self._take_arrival)
         self.ranks: list[WatchedRank] = []
-        self.unknown: set[socket.socket] = set()  # connections without a first message
+        self.forgotten: list[WatchedRank] = []  # whose files are still open
         self.launcher: socket.socket | None = None
         self.launcher_lost_at: float | None = None
         self.run_dir: str | None = None
@@ -47,29 +47,15 @@ class Monitor:
         """Until the ranks and the launcher are gone."""
         while not self.is_over:
             for key, _ in self.selector.select(POLL_SECONDS):
-                if key.fileobj in self.selector.get_map():  # else its rank was forgotten just now
+                if self.selector.get_map().get(key.fd) is key:  # else its rank was forgotten just now
                     key.data()
             self._check()
 
     def _watch(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
 
-    def _accept(self) -> None:
-        connection, _ = self.listener.accept()
-        if not is_same_user(connection):
-            connection.close()
-            return
-        reader = Reader(connection)
-        self.unknown.add(connection)
-        self._watch(connection, lambda: self._read_hello(connection, reader))
-
-    def _read_hello(self, connection: socket.socket, reader: Reader) -> None:
-        """Read the first message, which says whether this is a rank or the launcher."""
-        messages = reader.read()
-        if not messages and reader.is_open:
-            return
-        self.selector.unregister(connection)
-        self.unknown.remove(connection)
+    def _take_arrival(self, messages: Sequence[Message], connection: socket.socket, reader: Reader) -> None:
+        """The first message says whether this is a rank or the launcher."""
         if messages and "launcher" in messages[0]:
             self.launcher = connection
             self._watch(connection, lambda: self._read_launcher(reader))
@@ -77,14 +63,16 @@ class Monitor:
         elif messages and "hello" in messages[0] and len(reader.descriptors) >= 2:
             rank = self._add_rank(messages[0]["hello"], connection, reader)
             self._note(rank, messages[1:])
-            if is_gone(rank.pid):
+            if rank.is_visible and is_gone(rank.pid):
                 self._rank_ended(rank)
         else:
             connection.close()
 
     def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> WatchedRank:
         page, stacks = reader.descriptors[:2]
-        rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, open_pid_file(int(hello["pid"])))
+        is_visible = peer_pid(connection) in (None, hello["pid"])
+        pid_file = open_pid_file(hello["pid"]) if is_visible else None
+        rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, pid_file, is_visible)
         rank.asks, rank.crash_pipe = reader.descriptors[2:4] or (None, None)
         os.close(page)
         self.ranks.append(rank)
@@ -122,7 +110,8 @@ class Monitor:
     def _rank_crashes(self, rank: WatchedRank) -> None:
         assert rank.crash_pipe is not None
         self.selector.unregister(rank.crash_pipe)
-        rank.waits_in_crash = self.detector is not None and not rank.end_is_known and not writes_to_pipe(rank.pid)
+        can_examine = self.detector is not None and not rank.end_is_known
+        rank.waits_in_crash = can_examine and rank.has_crash_text and not writes_to_pipe(rank.pid)
         if not rank.waits_in_crash:
             rank.read_crash()
 
@@ -156,9 +145,8 @@ class Monitor:
     def _answer(self, exit_codes: dict[str, int]) -> None:
         """Send the launcher the report of the ranks, which have all ended. exit_codes: {pid: exit code}."""
         assert self.launcher is not None
-        self._meet_all()
+        self._hear_all()
         for rank in self.ranks:
-            self._note(rank, rank.reader.read_rest())
             rank.note_death()
             rank.exit_code = exit_codes.get(str(rank.pid), rank.exit_code)
         self._compose()
@@ -166,28 +154,31 @@ class Monitor:
             report = None if self.report is None else self.report.as_dict()
             send(self.launcher, {"report": report, "attempt": self.options.attempt})
 
-    def _meet_all(self) -> None:
-        """On a busy machine ranks connect, and end, before this process has begun to listen."""
-        waiting = {self.listener} | self.unknown
-        while found := [key for key, _ in self.selector.select(0) if key.fileobj in waiting]:
-            for key in found:
-                key.data()
-            waiting = {self.listener} | self.unknown
+    def _hear_all(self) -> None:
+        """Read what ranks have sent, also those that nobody has met yet."""
+        self.arrivals.take_all()
+        for rank in self.ranks:
+            self._note(rank, rank.reader.read_rest())
 
     def _forget_ranks(self, ranks: list[WatchedRank]) -> None:
         for rank in ranks:
             rank.stop_watching(self.selector)
+        self.forgotten += ranks
         self.ranks = [rank for rank in self.ranks if rank not in ranks]
         if self.detector is not None:
-            self.detector.reported = None  # the same hang of new ranks is another one
+            self.detector.expect_new_ranks(time.monotonic())
 
     def _next_attempt(self, attempt: int) -> None:
         self._forget_ranks(self.ranks)
         self.report = None
-        self.options.attempt = attempt
+        self.options.attempt, self.started_wall_time = attempt, time.time()
 
     def _check(self) -> None:
         """What depends on time: kill ranks that do not end, look for hangs, end this process."""
+        if self.detector is None or not self.detector.is_examining:  # a thread uses the files of ranks
+            for rank in self.forgotten:
+                rank.close()
+            self.forgotten = []
         failed = [rank for rank in self.ranks if rank.has_failed]
         if failed:
             if not self.options.recovers:
@@ -200,20 +191,25 @@ class Monitor:
         if self.launcher_lost_at is not None:
             self._end_the_others(self.launcher_lost_at)
             self.is_over = not any(rank.is_alive for rank in self.ranks)
-        if self.launcher is not None or not self.options.is_foreign:
+        if self.launcher is not None:
             return
-        if not self.ranks:
-            self.is_over = time.monotonic() - self.started > FIRST_RANK_SECONDS
+        if not self.ranks or not self.options.is_foreign:  # a launcher that is killed early never connects
+            self.is_over = self.is_over or time.monotonic() - self.started > FIRST_RANK_SECONDS
             return
-        first_failure = min((rank.failed_at for rank in failed), default=None)
-        is_late = first_failure is not None and time.monotonic() > first_failure + END_SECONDS
-        if first_failure is not None and self.report is None and (is_late or all(r.end_is_known for r in self.ranks)):
+        if failed and self.report is None:
+            self._report_of_foreign_ranks()
+        if not any(rank.is_alive for rank in self.ranks):
+            self._finish()
+
+    def _report_of_foreign_ranks(self) -> None:
+        """Once all ranks have said how they end, or have had the time for it."""
+        self._hear_all()
+        first_failure = min(rank.failed_at for rank in self.ranks if rank.has_failed)
+        if time.monotonic() > first_failure + END_SECONDS or all(rank.end_is_known for rank in self.ranks):
             self._compose()
             if not self.options.agent:
                 self._print()  # srun ends this process when the last rank has ended
             self._answer_ranks()
-        if not any(rank.is_alive for rank in self.ranks):
-            self._finish()
 
     def _end_the_others(self, first_failure: float) -> None:
         """Kill ranks that do not end by themselves after another rank, or the launcher, has failed."""

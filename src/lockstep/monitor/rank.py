@@ -15,6 +15,7 @@ from lockstep.monitor.exception_record import exception_record, last_lines
 from lockstep.monitor.progress_page import EPOCH, ProgressPage, create_page_file, create_unnamed_file
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
+MOST_SAMPLES = 1000  # that are named in a report
 REPORT_SECONDS = 1.0  # how long a rank that fails waits for the report
 
 
@@ -217,8 +218,8 @@ def disconnect() -> None:
 
 
 def _samples(batch: Any) -> list[int]:
-    """The sample indices of a batch, see lockstep.data.partition.Batch."""
+    """The first sample indices of a batch, see lockstep.data.partition.Batch. A message has a limit."""
     try:
-        return [int(index) for part in batch.parts for index in part.indices.tolist()]
+        return [int(index) for part in batch.parts for index in part.indices.tolist()][:MOST_SAMPLES]
     except Exception:  # no batch yet; or a device that failed, from which nothing can be read
         return []

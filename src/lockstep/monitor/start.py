@@ -65,6 +65,7 @@ class MonitorLink:
         self.connection: socket.socket | None = channel.connect(channel.address_of(self.name), timeout=2)
         if self.connection is not None:
             self.reader = channel.Reader(self.connection)
+            os.register_at_fork(after_in_child=self.connection.close)  # its end shows that the launcher has ended
             channel.send(self.connection, {"launcher": True})
 
     @property

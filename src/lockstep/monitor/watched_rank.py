@@ -32,6 +32,7 @@ class WatchedRank:
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
     pid_file: int | None  # becomes readable when the process ends
+    is_visible: bool = True  # False in a container of its own, where its process has another number
     asks: int | None = None  # the socket to ask it, see lockstep.monitor.rank_probe
     crash_pipe: int | None = None  # what it writes if it crashes; it waits until that is read
     waits_in_crash: bool = False  # in a thread beside the main one, see lockstep.monitor.rank_probe
@@ -105,6 +106,14 @@ class WatchedRank:
             if self.exit_code is None:
                 self.exit_code = crash_in_stack(self.stack())
 
+    @property
+    def has_crash_text(self) -> bool:
+        """Whether it has written to its crash pipe. A rank that ends closes the pipe."""
+        assert self.crash_pipe is not None
+        poll = select.poll()
+        poll.register(self.crash_pipe, select.POLLIN)
+        return any(event & select.POLLIN for _, event in poll.poll(0))
+
     def position(self) -> dict[str, Any]:
         return {"epoch": self.page.get(EPOCH), "step": self.page.get(STEP), "phase": self.page.phase}
 
@@ -146,6 +155,8 @@ class WatchedRank:
                 os.write(self.asks, LEAVE)
 
     def kill(self) -> None:
+        if not self.is_visible:
+            return
         self.killed_by_monitor = True
         with suppress(ProcessLookupError, PermissionError):
             if self.pid_file is None:
@@ -154,11 +165,10 @@ class WatchedRank:
                 signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
 
     def stop_watching(self, selector: selectors.BaseSelector) -> None:
-        """Forget the rank: another process has its number now."""
+        """Another process has its number now."""
         for file in (self.connection, self.pid_file, self.crash_pipe):
             if file is not None and file in selector.get_map():
                 selector.unregister(file)
-        self.close()
 
     def close(self) -> None:
         self.connection.close()

@@ -17,7 +17,6 @@ from torch import Tensor
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.snapshots.state_dict import plain_copy
 from lockstep.strategies.base import Advance
 from lockstep.tasks.base import Task
 from lockstep.training.meter import Meter
@@ -147,4 +146,4 @@ def _schedule(state: TrainState) -> tuple[dict[str, Any], list[float]] | None:
     """(the scheduler's state, the learning rates) if an evaluation changes them, which then may be done again."""
     if not isinstance(state.scheduler, Plateau):
         return None
-    return plain_copy(state.scheduler.state_dict()), [group["lr"] for group in state.optimizer.param_groups]
+    return copy.deepcopy(state.scheduler.state_dict()), [group["lr"] for group in state.optimizer.param_groups]

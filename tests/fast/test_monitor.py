@@ -1,0 +1,133 @@
+"""The monitor as a process: ranks that end before it starts, a launcher that dies, ranks in a container."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from lockstep.monitor import channel
+from lockstep.monitor.channel import Reader, send
+from lockstep.monitor.options import MonitorOptions
+from lockstep.monitor.process import Monitor
+from lockstep.monitor.start import run_monitor
+from support.commands import ROOT, wait_for
+
+CONNECTS = "import os, sys; from lockstep.monitor import rank; rank.connect('{name}', {rank}, {size}, local_rank=0); "
+CONNECTS += "rank.set_run('{run_dir}', 'log', 0.0); "
+RAISES = CONNECTS + "rank.failed({error})"
+WAITS = CONNECTS + "sys.stdin.read()"  # until the test closes its input
+LEAVES_CHILD = CONNECTS + "os.fork() or sys.stdin.read(); os._exit(0)"
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a monitor's address on this machine."""
+    return uuid.uuid4().hex
+
+
+def start_rank(program: str, name: str, run_dir: Path, rank: int = 0, size: int = 1, *before: str, **values: str):
+    code = program.format(name=name, rank=rank, size=size, run_dir=run_dir, **values)
+    return subprocess.Popen([*before, sys.executable, "-c", code], cwd=ROOT / "src", stdin=subprocess.PIPE)
+
+
+def report_in(folder: Path) -> dict:
+    wait_for((folder / "failure.json").exists, "report", 20)
+    return json.loads((folder / "failure.json").read_text())
+
+
+def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended(name, tmp_path):
+    """As on a busy machine: all messages lie in its socket before it runs."""
+    with channel.listen(channel.address_of(name)) as listener:
+        launcher = channel.connect(channel.address_of(name), timeout=2)
+        assert launcher is not None
+        send(launcher, {"launcher": True})
+        rank = start_rank(RAISES, name, tmp_path, error="ValueError('lost')")
+        rank.communicate()
+        send(launcher, {"ranks_ended": {str(rank.pid): 1}})
+        run_monitor(listener, MonitorOptions())
+    answer = Reader(launcher).wait_for("report", 60)
+    assert answer is not None
+    assert answer["report"]["contents"]["first"]["message"] == "lost"
+    send(launcher, {"over": True})
+    launcher.close()
+
+
+def test_a_monitor_that_starts_late_sees_that_a_rank_with_a_child_has_ended(name, tmp_path):
+    """The parent of the rank has taken its exit code: no process has its number any more."""
+    with channel.listen(channel.address_of(name)) as listener:
+        rank = start_rank(LEAVES_CHILD, name, tmp_path)
+        rank.wait()
+        run_monitor(listener, MonitorOptions(is_foreign=True))
+    with rank.stdin:
+        assert report_in(tmp_path)["first"]["kind"] == "killed"
+
+
+def test_a_monitor_that_starts_late_hears_all_ranks_before_it_blames_one(name, tmp_path):
+    errors = ["ConnectionError('rank 1 is gone: closed by peer')", "ValueError('the cause')"]
+    with channel.listen(channel.address_of(name)) as listener:
+        for rank, error in enumerate(errors):
+            start_rank(RAISES, name, tmp_path, rank, 2, error=error).communicate()
+        run_monitor(listener, MonitorOptions(is_foreign=True))
+    report = report_in(tmp_path)
+    assert (report["first"]["rank"], report["first"]["message"]) == (1, "the cause")
+    assert [other["rank"] for other in report["consequences"]] == [0]
+
+
+def test_a_rank_in_a_container_of_its_own_is_alive_as_long_as_it_is_connected(name, tmp_path):
+    if subprocess.run(["unshare", "--pid", "--fork", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs root, for a PID namespace of its own")
+    with channel.listen(channel.address_of(name)) as listener:
+        rank = start_rank(WAITS, name, tmp_path, 0, 1, "unshare", "--pid", "--fork")
+        run_monitor(listener, MonitorOptions(is_foreign=True))
+    time.sleep(2)
+    assert not (tmp_path / "failure.json").exists()
+    rank.communicate()
+    assert report_in(tmp_path)["first"]["kind"] == "killed"
+
+
+# Its forked rank has a copy of all that is open in the launcher, and does not end by SIGTERM.
+LAUNCHER = """
+import os, signal, time
+from lockstep.monitor import rank
+from lockstep.monitor.start import MonitorLink
+link = MonitorLink(None, recovers=False)
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank.connect(link.name, 0, 1, local_rank=0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_forked_ranks_end_after_a_killed_launcher():
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], cwd=ROOT / "src", stdout=subprocess.PIPE, text=True)
+    with launcher.stdout:
+        rank = Path("/proc", launcher.stdout.readline().strip())
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not rank.exists(), "end of the rank", 20)
+
+
+def test_a_connection_that_is_closed_in_the_same_round_is_left_out():
+    here, there = socket.socketpair()
+    gone, other = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, here, there, other:
+        monitor = Monitor(listener, MonitorOptions(is_foreign=True))
+
+        def close_the_other() -> None:
+            monitor.selector.unregister(gone)
+            gone.close()
+            monitor.is_over = True
+
+        monitor.selector.register(here, 1, close_the_other)
+        monitor.selector.register(gone, 1, lambda: pytest.fail("it is closed"))
+        there.send(b".")
+        other.send(b".")
+        monitor.run()
