@@ -204,8 +204,8 @@ class Monitor:
     def _report_of_foreign_ranks(self) -> None:
         """Once all ranks have said how they end, or have had the time for it."""
         self._hear_all()
-        first_failure = min(rank.failed_at for rank in self.ranks if rank.has_failed)
-        if time.monotonic() > first_failure + END_SECONDS or all(rank.end_is_known for rank in self.ranks):
+        is_late = any(rank.has_failed and time.monotonic() > rank.failed_at + END_SECONDS for rank in self.ranks)
+        if is_late or all(rank.end_is_known for rank in self.ranks):
             self._compose()
             if not self.options.agent:
                 self._print()  # srun ends this process when the last rank has ended
