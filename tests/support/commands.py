@@ -36,7 +36,6 @@ class Command:
             env=clean | {key: str(value) for key, value in env.items()},
             text=True,
             stdout=subprocess.PIPE,
-            pipesize=2**20,  # a long run must not wait in print until `finish` reads
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )

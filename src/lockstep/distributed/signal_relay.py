@@ -27,7 +27,7 @@ class Relay:
         """The ranks have started. A signal that came before is sent now to those of them that have not got it."""
         new, self.pids = [pid for pid in pids if pid not in self.pids], pids
         if self.first is not None:
-            _send(self.first, new)
+            send_to(self.first, new)
 
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -43,10 +43,13 @@ class Relay:
             self.first, self.first_at = number, time.monotonic()
         elif self.second is None and is_repeated(self.first_at, number):
             self.second, self.second_at = number, time.monotonic()
-        _send(number, self.pids)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        send_to(number, self.pids)
 
 
-def _send(number: int, pids: list[int]) -> None:
+def send_to(number: int, pids: list[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
