@@ -48,11 +48,14 @@ class Counting(nn.Module):
         if self.training:
             self.seen = self.seen + 1
             self.calls += 1
-            dies = self.calls == FATAL_CALL and self.deaths > 0 and comes("first")
-            dies = dies or (Path("first").exists() and self.deaths > 1 and comes("second"))
-            if dies and os.environ["RANK"] == "1":
+            if os.environ.get("RANK") == "1" and self._dies():
                 os.kill(os.getpid(), signal.SIGKILL)
         return x
+
+    def _dies(self) -> bool:
+        if self.deaths > 1 and Path("first").exists():
+            return comes("second")
+        return self.deaths > 0 and self.calls == FATAL_CALL and comes("first")
 
 
 def counting_mlp(
