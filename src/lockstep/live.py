@@ -132,7 +132,6 @@ class LiveRun:
             saved["scheduler"]["state"], rates = note.schedule
             for group, rate in zip(saved["optimizer"]["param_groups"], rates, strict=True):
                 group["lr"] = rate
-        resumed_from = self.snapshots.resumed_from
         package = {
             "position": list(note.position),
             "advance": None if note.advance is None else [note.advance.samples, note.advance.steps],
@@ -144,8 +143,9 @@ class LiveRun:
             "rank": state.strategy.world.rank,
             "log": self.record.content(),
             "start_step": self.snapshots.start_step,
-            "resumed_from": None if resumed_from is None else str(resumed_from),
+            "resumed_from": str(self.snapshots.resumed_from or ""),
             "is_due": self.snapshots.is_due,
+            "saved_at": self.snapshots.interval.last_time,
         }
         self.package, self.notes = plain_copy(package), None
 
@@ -204,8 +204,9 @@ class LiveRun:
         state.nan.skipped, state.nan.skipped_in_a_row = package["skipped"]
         meter.go_back(package["sums"], package["reported"])
         snapshots.start_step = package["start_step"]
-        snapshots.resumed_from = None if package["resumed_from"] is None else Path(package["resumed_from"])
+        snapshots.resumed_from = Path(package["resumed_from"]) if package["resumed_from"] else None
         snapshots.interval.last_step = step if state.unreported is None else step - state.unreported.steps
+        snapshots.interval.last_time = package["saved_at"]  # by the clock of the machine, which all these ranks share
         self.record.restore(package["log"])
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,29 @@ def test_a_sum_is_the_all_reduce_of_any_vector_with_the_same_bits_on_every_rank(
     first, *others = in_world(size, sums)
     assert all(other == first for other in others)
     assert max(distance for found in first.values() for _, distance in found) <= 1e-12
+
+
+def error_of_the_slow_rank() -> str:
+    """Rank 0 fails before rank 1 has opened the shared files, and removes them."""
+    from lockstep.distributed.shared_memory import SharedMemorySum
+
+    class FailsOrIsSlow(SharedMemorySum):
+        def _open_pipes(self, folder: Path) -> None:
+            if self.world.is_rank_zero:
+                raise RuntimeError("rank 0 fails")
+            while folder.exists():
+                time.sleep(0.01)
+            super()._open_pipes(folder)
+
+    with init_distributed("gloo", 60) as world, pytest.raises((RuntimeError, ConnectionError)) as raised:
+        FailsOrIsSlow(world, 100, torch.double)
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_a_rank_that_is_slow_to_open_the_shared_files_is_told_that_rank_0_is_gone() -> None:
+    fails, slow = in_world(2, error_of_the_slow_rank)
+    assert fails == "RuntimeError: rank 0 fails"
+    assert slow.startswith("ConnectionError: rank 0 is gone")
 
 
 def bytes_handed_over(name: str, length: int) -> int:

@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,8 @@ def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job])
 class StopWorkers(Relay):
     """Passes a signal on to the processes that the launcher has started, as SIGTERM: submitit's know no other one."""
 
-    def _send(self, number: int) -> None:
-        for pid in children(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+    def send(self, number: int, pids: list[int]) -> None:
+        super().send(signal.SIGTERM, children(os.getpid()))
 
 
 def ended(result: JobReturn) -> tuple[Outcome, float]:

@@ -1,12 +1,13 @@
 """Sums over the ranks of one machine through shared memory, faster there than through sockets."""
 
+import mmap
 import os
 import select
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -50,14 +51,11 @@ class SharedMemorySum:
         self.page = monitor.page()
         length = min(length, PIECE)
         values = (world.size + 1) * length
-        folder = self._agree_on_folder(values * dtype.itemsize)
-        try:
-            slots = torch.from_file(str(folder / "slots"), shared=True, size=values, dtype=dtype)
-            self.slots = slots.view(-1, length)  # one per rank, and the sum
+        with self._common_folder(values * dtype.itemsize) as folder:
+            with (folder / "slots").open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+            self.slots = torch.frombuffer(memory, dtype=dtype).view(-1, length)  # one per rank, and the sum
             self._open_pipes(folder)
-        finally:
-            if world.is_rank_zero:
-                shutil.rmtree(folder)  # only the names: open files stay until the last rank closes them or exits
 
     def __call__(self, vector: torch.Tensor, rank: int, size: int) -> None:
         """Sum `vector` (n,) over the ranks, in place.
@@ -76,25 +74,24 @@ class SharedMemorySum:
         if self.page is not None:
             self.page.collective_ends()
 
-    def _agree_on_folder(self, size: int) -> Path:
-        """The folder that rank 0 creates, with `size` bytes for the slots."""
+    @contextmanager
+    def _common_folder(self, size: int) -> Iterator[Path]:
+        """Inside the block: a folder that rank 0 creates, with `size` bytes for the slots."""
         world = self.world
         possible = sys.platform == "linux" and world.device.type == "cpu" and world.local_size >= world.size
         created, problem = _create_folder(world.size, size) if world.is_rank_zero and possible else ("", "")
         try:
             name, problem = world.broadcast_json([created, problem])
             usable = bool(name) and Path(name).exists()  # containers of one machine may each have their own /dev/shm
-            is_usable_by_all = all(world.all_gather_json(usable))
-        except BaseException:  # a rank died
+            if not all(world.all_gather_json(usable)):
+                reason = problem or "is for CPU ranks on one Linux machine"
+                raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
+            yield Path(name)
+        except FileNotFoundError as error:
+            raise ConnectionError(f"rank 0 is gone, and has removed {error.filename}") from None
+        finally:
             if created:
-                shutil.rmtree(created, ignore_errors=True)
-            raise
-        if not is_usable_by_all:
-            if created:
-                shutil.rmtree(created)
-            reason = problem or "is for CPU ranks on one Linux machine"
-            raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
-        return Path(name)
+                shutil.rmtree(created)  # only the names: open files stay until the last rank closes them or exits
 
     def _open_pipes(self, folder: Path) -> None:
         world = self.world

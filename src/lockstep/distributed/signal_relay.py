@@ -27,7 +27,7 @@ class Relay:
         """The ranks have started. A signal that came before is sent now to those of them that have not got it."""
         new, self.pids = [pid for pid in pids if pid not in self.pids], pids
         if self.first is not None:
-            send_to(self.first, new)
+            self.send(self.first, new)
 
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -43,13 +43,9 @@ class Relay:
             self.first, self.first_at = number, time.monotonic()
         elif self.second is None and is_repeated(self.first_at, number):
             self.second, self.second_at = number, time.monotonic()
-        self._send(number)
+        self.send(number, self.pids)
 
-    def _send(self, number: int) -> None:
-        send_to(number, self.pids)
-
-
-def send_to(number: int, pids: list[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    def send(self, number: int, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)

@@ -1,5 +1,6 @@
 """The plain state dicts that a run leaves at its end: model.pt, and model_best.pt if the best weights are others."""
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import explain, load_first_good, save_file
 from lockstep.strategies.stored_tensor import whole
+
+log = logging.getLogger(__name__)
 
 LAST, BEST = "model.pt", "model_best.pt"
 
@@ -31,15 +34,19 @@ def export_weights(run_dir: Path, last: dict[str, Tensor], best: dict[str, Any] 
     return None
 
 
-def weights_of_snapshot(path: Path, averaged: bool) -> dict[str, Any] | None:
-    """What a snapshot holds of the model. averaged: with the averaged weights if it has them. None if it is damaged or
-    not there."""
+def weights_of_snapshot(path: Path, averaged: bool, step: int) -> dict[str, Any] | None:
+    """What the snapshot of `step` holds of the model. averaged: with the averaged weights if it has them.
+
+    None if it is damaged, not there, or that of another step: the rank that was writing it may have died.
+    """
     if not path.exists():
         return None
     with suppress(ConfigError):  # a damaged one is in the log
         found = load_first_good([path])
         assert found is not None
-        return trained_weights(found[0], averaged)
+        if found[0]["progress"]["step"] == step:
+            return trained_weights(found[0], averaged)
+        log.warning("no %s: the snapshot of the best evaluation, after step %d, could not be written", BEST, step)
     return None
 
 

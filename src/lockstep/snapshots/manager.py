@@ -207,7 +207,8 @@ class SnapshotManager:
         """None, or why it could not be written."""
         progress, best = self.state.progress, None
         if progress.best_step not in (None, progress.step):
-            best = weights_of_snapshot(self.folder / "best.pt", averaged=self.state.ema is not None)
+            averaged = self.state.ema is not None
+            best = weights_of_snapshot(self.folder / "best.pt", averaged, progress.best_step)
         return export_weights(self.run_dir, weights, best)
 
     def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, tuple[str | None, str | None]]:
