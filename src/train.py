@@ -213,7 +213,7 @@ def fit(
         loggers.on_epoch_end(summary)
         snapshots.after_epoch()
         state.note(None)
-    tested = tested or evaluate(snapshots.stop)  # a finished run was started again
+    tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
     monitor.enter("export")
     snapshots.export()
     loggers.on_fit_end(Path(cfg.run_dir), tested)

@@ -49,6 +49,7 @@ def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tm
     assert "test loss" not in run.output
     again = start(*command, PYTHONPATH=PATH).finish()
     assert f"epoch {2 if 'max_steps' in limits[0] else 1}/" in again.output
+    assert "samples/s" not in again.output  # of an epoch in which this process has trained no step
     assert same_bits(tmp_path / "whole", tmp_path / "run")
     assert curves(tmp_path / "run") == curves(tmp_path / "whole")
     assert "finished:" in read_log(tmp_path / "run")

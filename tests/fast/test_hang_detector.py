@@ -56,6 +56,8 @@ def examined_after(watched, rules, seconds):
         ("snapshot", 5, 30.0, 238, False),
         ("snapshot", 5, 30.0, 242, True),  # 80 % of backend.timeout
         ("prepare", 0, 10.0, 290, False),
+        ("disk", 5, 10.0, 290, False),
+        ("disk", 5, 10.0, 302, True),
         ("meeting", 0, 10.0, 1000, False),
         ("end", 5, 10.0, 1000, False),
         ("train", 5, None, SHORTEST_SILENCE - 2, False),

@@ -67,6 +67,7 @@ def verdict(*ranks, world_size=None):
         (facts(1, USER), Kind.USER_CODE),
         (facts(1, IN_PROJECT, busy_worker=(7, USER.frames[0])), Kind.USER_CODE),
         (facts(1, IN_PROJECT), Kind.MISSING_CALL),
+        (replace(facts(1, IN_PROJECT), phase="disk"), Kind.DISK),
         (facts(1, IN_PROJECT, state="R"), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
         (facts(1, COMPILES, answers=False), Kind.SLOW),  # on a busy machine

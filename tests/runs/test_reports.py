@@ -102,11 +102,13 @@ def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: 
 def test_histograms_have_all_weights_and_gradients_whichever_rank_holds_them(tmp_path: Path, strategy: str) -> None:
     options = ["model=mlp", "model.width=16", "trainer.epochs=2", "logger=[tensorboard]", f"strategy={strategy}"]
     asked = ["logger.tensorboard.histograms=true", "logger.tensorboard.graph=true", "logger.tensorboard.images=0"]
-    in_world(2, train_all, [composed(*options, *asked, f"run_dir={tmp_path}")])
+    cfg = composed(*options, *asked, f"run_dir={tmp_path}")
+    in_world(2, train_all, [cfg, cfg])  # the second one starts a finished run again
     shown = read(tmp_path)
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert set(shown.Tags()["histograms"]) == {f"{kind}/{name}" for kind in ("weights", "gradients") for name in saved}
     for name, weights in saved.items():
+        assert [entry.step for entry in shown.Histograms(f"weights/{name}")] == [23, 46]
         newest, gradient = (shown.Histograms(f"{kind}/{name}")[-1] for kind in ("weights", "gradients"))
         assert (newest.step, newest.histogram_value.num) == (46, weights.numel())
         assert newest.histogram_value.sum == pytest.approx(weights.double().sum().item(), abs=1e-3)

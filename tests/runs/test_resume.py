@@ -48,6 +48,16 @@ def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken
     assert newest_snapshot(whole)["progress"] == newest_snapshot(paused)["progress"]
 
 
+def test_an_evaluation_at_max_steps_between_two_others_does_not_count(tmp_path):
+    plateau = ["scheduler=plateau", "scheduler.patience=0", "objective=test/loss", "optimizer.lr=0.4"]
+    plateau += ["evaluation.every=2", "evaluation.patience=3", "trainer.epochs=8"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    steps = [(whole, 48), (cut, 18), (cut, 48)]  # 18 steps are 3 epochs
+    in_world(1, train_all, [runs(folder, *plateau, f"trainer.max_steps={count}") for folder, count in steps])
+    assert newest_snapshot(whole)["progress"] == newest_snapshot(cut)["progress"]
+    assert same_bits(whole, cut)
+
+
 def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     constant = ["optimizer=adamw", "scheduler=constant"]

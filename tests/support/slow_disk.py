@@ -1,5 +1,6 @@
-"""A logger that makes torch.save slow, as a disk under load does."""
+"""Loggers that make torch.save and torch.load slow, as a disk under load does."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,20 @@ import torch
 
 from lockstep.loggers.base import Logger
 
-SECONDS = 3.0
-save = torch.save
+save, load = torch.save, torch.load
 
 
 class SlowFile:
-    """A file that takes SECONDS for its second write, and leaves the file `in-save` in the current folder then."""
+    """A file that takes `seconds` for its second write, and leaves the file `in-save` in the current folder then."""
 
-    def __init__(self, file: Any) -> None:
-        self.file, self.writes = file, 0
+    def __init__(self, file: Any, seconds: float) -> None:
+        self.file, self.seconds, self.writes = file, seconds, 0
 
     def write(self, data: Any) -> int:
         self.writes += 1
         if self.writes == 2:
             Path("in-save").touch()
-            time.sleep(SECONDS)
+            time.sleep(self.seconds)
         written: int = self.file.write(data)
         return written
 
@@ -33,5 +33,17 @@ class SlowFile:
 class SlowSaves(Logger):
     """Makes each torch.save of this rank slow."""
 
-    def __init__(self) -> None:
-        torch.save = lambda contents, file: save(contents, SlowFile(file))
+    def __init__(self, seconds: float = 3.0) -> None:
+        torch.save = lambda contents, file: save(contents, SlowFile(file, seconds))
+
+
+class SlowLoads(Logger):
+    """Makes each torch.load of rank 0 slow."""
+
+    def __init__(self, seconds: float) -> None:
+        def slow_load(*args: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return load(*args, **options)
+
+        if os.environ["RANK"] == "0":
+            torch.load = slow_load

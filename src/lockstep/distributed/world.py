@@ -23,7 +23,7 @@ from lockstep.monitor import rank as monitor
 
 log = logging.getLogger(__name__)
 
-PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
+WORK_TIMEOUT = timedelta(days=2)  # for a download, or for a slow disk, which may take longer than any collective
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,13 @@ class World:
         options.timeout = timeout or timedelta(seconds=self.timeout)
         self.control.barrier(options).wait()
 
+    @contextmanager
+    def disk_access(self) -> Iterator[None]:
+        """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is."""
+        with monitor.phase("disk"):
+            yield
+            self.barrier(WORK_TIMEOUT)
+
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
 
@@ -85,7 +92,7 @@ class World:
                 work()
             except ConfigError as error:
                 problem = str(error)
-        self.barrier(PREPARE_TIMEOUT)
+        self.barrier(WORK_TIMEOUT)
         problems = [text for text in self.all_gather_json(problem) if text is not None]
         if problems:
             raise ConfigError(problems[0])

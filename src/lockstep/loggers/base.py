@@ -66,22 +66,23 @@ class EpochSummary:
 
     epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
     mean over all samples; "test" is missing if the epoch had no evaluation. samples_per_second: of training, over all
-    ranks. best: {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one. best_step: its step.
-    counted_per_second: of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
+    ranks; None if this process has trained no step of the epoch. best: {"accuracy": 0.9}, the best evaluation of the
+    objective so far; empty without one. best_step: its step. counted_per_second: of what the task counts, such as
+    {"tokens": 8192.0}; empty if it counts samples.
     """
 
     epoch: int
     epochs: int
     step: int
     metrics: dict[str, dict[str, float]]
-    samples_per_second: float
+    samples_per_second: float | None
     best: dict[str, float] = field(default_factory=dict)
     best_step: int | None = None
     counted_per_second: dict[str, float] = field(default_factory=dict)
 
     def tagged_metrics(self) -> dict[str, float]:
         """{"speed/samples_per_s": ..., "train/loss": ..., "test/loss": ...}: all numbers, as `log_metrics` has them."""
-        tagged = {"speed/samples_per_s": self.samples_per_second}
+        tagged = {} if self.samples_per_second is None else {"speed/samples_per_s": self.samples_per_second}
         tagged |= {f"speed/{name}_per_s": speed for name, speed in self.counted_per_second.items()}
         groups = self.metrics | {"best": self.best} if "test" in self.metrics else self.metrics
         for group, means in groups.items():
@@ -159,12 +160,15 @@ class LoggerList(Logger):
 
     Calls that mark a start or a step go through the list in its order. Calls that mark an end go through it in reverse
     order: with `logger=[tensorboard,console,progress_bar]` the bar is gone before the console writes its line.
+
+    A rollback may go back behind an epoch's end. The same steps come again with the same numbers: no logger gets them.
     """
 
     def __init__(self, loggers: Sequence[Logger], before_writing: Callable[[], None] = lambda: None) -> None:
         """before_writing: called before loggers may write, every few steps. It makes a deleted run folder again."""
         self.loggers, self.before_writing = list(loggers), before_writing
         self._last_warning: dict[int, float] = {}  # index of a logger -> time.monotonic()
+        self._ended_step = 0  # the last step of the last epoch that has ended
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +193,7 @@ class LoggerList(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.before_writing()
-        if metrics:
+        if metrics and step > self._ended_step:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
 
     def log_text(self, tag: str, text: str, step: int) -> None:
@@ -199,17 +203,21 @@ class LoggerList(Logger):
         self._call_each(lambda logger: logger.log_image(tag, image, step))
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
-        self._call_each(lambda logger: logger.log_report(report, sample, classes, step))
+        if step > self._ended_step:
+            self._call_each(lambda logger: logger.log_report(report, sample, classes, step))
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
-        self._call_each(lambda logger: logger.log_histogram(tag, values, step))
+        if step > self._ended_step:
+            self._call_each(lambda logger: logger.log_histogram(tag, values, step))
 
     def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
         self._call_each(lambda logger: logger.log_graph(model, inputs))
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.before_writing()
-        self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
+        if summary.step > self._ended_step:
+            self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
+            self._ended_step = summary.step
 
     def flush(self) -> None:
         self.before_writing()

@@ -36,8 +36,9 @@ class ConsoleLogger(Logger):
         for group, means in summary.metrics.items():
             numbers = [f"{name} {value:.4f}" for name, value in means.items()]
             columns.append(" ".join([group, *numbers]))
-        speeds = {"samples": summary.samples_per_second} | summary.counted_per_second
-        columns += [f"{speed:.0f} {name}/s" for name, speed in speeds.items()]
+        if summary.samples_per_second is not None:
+            speeds = {"samples": summary.samples_per_second} | summary.counted_per_second
+            columns += [f"{speed:.0f} {name}/s" for name, speed in speeds.items()]
         log.info("%s", "   ".join(columns))
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:

@@ -84,7 +84,8 @@ class RunRecord(Logger):
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.run["steps"] = max(self.run["steps"], summary.step)
-        self.run["samples_per_second"] = round(summary.samples_per_second, 1)
+        if summary.samples_per_second is not None:
+            self.run["samples_per_second"] = round(summary.samples_per_second, 1)
         value = summary.tagged_metrics().get(self.objective)
         if value is not None:
             self._note_objective(summary.step, value)

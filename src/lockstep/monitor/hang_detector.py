@@ -1,5 +1,6 @@
 """When the ranks of a machine are examined, how long a silence must be to be a hang, and what is done about one."""
 
+import math
 import statistics
 import threading
 import time
@@ -21,7 +22,7 @@ MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 t
 BACKEND_SHARE = 0.8  # of backend.timeout: after it, the ranks' own errors hide the cause
 REMEMBERED_STEPS = 101
 # How many times longer other phases may be silent than training. "meeting" has a limit of its own.
-PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "meeting": float("inf"), "end": float("inf")}
+PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "disk": 30.0, "meeting": math.inf, "end": math.inf}
 OTHER_PATIENCE = 10.0
 FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
 LOOKS = 10  # at ranks that are slow, or wait for another machine, in the time of one such limit
@@ -125,7 +126,7 @@ class HangDetector:
         if not any(rank.page.get(STEPS_ENDED) for rank in ranks):  # a rank may serve others and end none itself
             patience = max(patience, FIRST_STEP_PATIENCE)
         limit = timeout * patience
-        if capped and patience <= OTHER_PATIENCE:  # ranks that prepare, meet or end are in no collective
+        if capped and patience <= OTHER_PATIENCE:  # in the other phases no rank waits in a collective that ends then
             most = max(BACKEND_SHARE * self.rules.backend_timeout, self.rules.timeout or 0.0)
             limit = min(limit, most)  # never less than the user has typed
         return limit

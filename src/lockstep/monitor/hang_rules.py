@@ -11,6 +11,7 @@ from lockstep.monitor.hang_verdict import Kind, Verdict, at, name_ranks
 SAME_CALLS = (
     "all ranks must make the same collective calls in the same order; look for a condition on the rank or its data"
 )
+CHECK_DISK = "check the disk or the network file system (dmesg, df)"
 YOUR_CODE = "see why that line does not end; type watch.timeout=<more seconds> if it is only slow"
 
 
@@ -65,7 +66,7 @@ def by_state(machine: MachineFacts) -> Verdict | None:
         if rank.state == "D":
             where = f" ({rank.kernel})" if rank.kernel else ""
             meaning = f"{who} waits in the kernel{where}, as for a disk that does not answer"
-            return Verdict(Kind.DISK, (rank.rank,), meaning, "check the disk or the network file system (dmesg, df)")
+            return Verdict(Kind.DISK, (rank.rank,), meaning, CHECK_DISK)
     return None
 
 
@@ -171,6 +172,15 @@ def other_sum(machine: MachineFacts) -> Verdict | None:
     return Verdict(Kind.OTHER_SHAPE, odd, meaning, SAME_CALLS)
 
 
+def slow_disk(machine: MachineFacts) -> Verdict | None:
+    """The others wait for a rank that reads or writes snapshots, or whose thread writes them."""
+    for rank in machine.free:
+        if rank.phase == "disk" and rank.state != "R" and machine.waiting:
+            meaning = f"rank {rank.rank} has not yet read or written its snapshots, {at(rank.stack.place)}"
+            return Verdict(Kind.DISK, (rank.rank,), meaning, CHECK_DISK)
+    return None
+
+
 def absent(machine: MachineFacts) -> Verdict | None:
     """Some ranks wait, and others are neither in a collective nor in the user's code."""
     if not machine.free:
@@ -201,5 +211,5 @@ def unknown(machine: MachineFacts) -> Verdict:
 
 RULES: tuple[Rule, ...] = (
     *(by_state, compiling_or_debugged, gil, store),
-    *(other_call, user_code, other_sum, absent, elsewhere, unknown),
+    *(other_call, user_code, other_sum, slow_disk, absent, elsewhere, unknown),
 )

@@ -215,7 +215,7 @@ class Monitor:
         """Kill ranks that do not end by themselves after another rank, or the launcher, has failed."""
         waited = time.monotonic() - first_failure
         for rank in self.ranks:
-            grace = GRACE_WHILE_SAVING if rank.page.phase == "snapshot" else GRACE_SECONDS
+            grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
             if rank.died_at is None and rank.is_alive and waited > grace:
                 rank.kill()
 

@@ -1,5 +1,6 @@
 """Saves a run's snapshots when they are due, and resumes a run from them."""
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +17,11 @@ from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
-from lockstep.snapshots.files import (
-    find_snapshots,
-    list_snapshots,
-    load_chosen,
-    load_first_good,
-    remove_leftovers,
-    step_of,
-)
+from lockstep.snapshots.files import find_snapshots, list_snapshots, load_first_good, remove_leftovers, step_of
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
 from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.loading import Found, load_on_all_ranks
 from lockstep.snapshots.saver import Saver
 from lockstep.snapshots.state_dict import model_state, plain_copy, restore_state
 from lockstep.snapshots.writer import BackgroundWriter
@@ -67,7 +62,8 @@ class SnapshotManager:
         self.vote = StopVote(world, flags=2)
         self.writer = BackgroundWriter(MAX_PENDING)
         self.saver = Saver(state, self.folder, self.writer, keep_last, form)
-        self.scheduler_as_built = plain_copy(state.scheduler.state_dict())
+        self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
+        self.scheduler_as_built = plain_copy(self.fresh_schedule)
         self.before_save: Callable[[], None] = lambda: None
         self.resumed_from: Path | None = None
         self.start_step = 0
@@ -82,6 +78,8 @@ class SnapshotManager:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.writer.pending:
+            monitor.enter("disk")  # the monitor gives it more time
         self.writer.close()
         if error is None:
             self.vote.close()
@@ -97,16 +95,15 @@ class SnapshotManager:
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
         monitor.enter("resume")
-        saved, answer = self._find(where) if self.world.is_rank_zero else (None, (None, None))
-        error, found = self.world.broadcast_json(answer)
-        if error is not None:
-            raise ConfigError(error)
+        with self.world.disk_access():  # after a rollback the newest one may not be written yet
+            self.writer.drain()
+        found = load_on_all_ranks(self.world, lambda: self._find(where))
         if found is None:
             return None
-        path = Path(found)
-        if saved is None:
-            saved = load_chosen(path)
-        restore_state(self.state, saved)
+        saved, path = found
+        self.state.scheduler.load_state_dict(copy.deepcopy(self.fresh_schedule))  # a rollback has moved on from it
+        with self.world.disk_access():  # parts are read from their files now
+            restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
@@ -167,11 +164,11 @@ class SnapshotManager:
             self.is_due = False
         if self.world.is_rank_zero:
             self.before_save()
-        if contents is None:
-            return
-        position = contents["progress"] | {"world_size": self.world.size}
-        contents |= {"fingerprint": self.fingerprint, "config": self.config}
-        self.saver.put(name or self._numbered(), contents, position)
+        with self.world.disk_access():  # earlier snapshots may not be written yet
+            if contents is not None:
+                position = contents["progress"] | {"world_size": self.world.size}
+                contents |= {"fingerprint": self.fingerprint, "config": self.config}
+                self.saver.put(name or self._numbered(), contents, position)
 
     def newest(self) -> Path | None:
         """The newest numbered snapshot, else the one that this run resumed from. Not a collective.
@@ -192,13 +189,15 @@ class SnapshotManager:
         state = self.state
         if self.is_due:  # the rank that wrote the last one has died
             self.save()
-        self.saver.finish()  # so that model.pt is the newest file
+        with self.world.disk_access():
+            self.saver.finish()  # so that model.pt is the newest file
         is_new = state.progress.step > self.start_step
         if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):
             return
         with state.ema_weights():
             weights = model_state(state.strategy)
-            message = self._export(weights) if self.world.is_rank_zero else None
+            with self.world.disk_access():
+                message = self._export(weights) if self.world.is_rank_zero else None
         message = self.world.broadcast_json(message)
         if message is not None:
             raise ConfigError(message)
@@ -211,20 +210,18 @@ class SnapshotManager:
             best = weights_of_snapshot(self.folder / "best.pt", averaged, progress.best_step)
         return export_weights(self.run_dir, weights, best)
 
-    def _find(self, where: str | Path | None) -> tuple[dict[str, Any] | None, tuple[str | None, str | None]]:
-        """On rank 0: (contents, (error, path)) of the snapshot to resume from. All ranks raise the error, if any."""
-        try:
-            found = load_first_good(find_snapshots(where, self.run_dir))
-            if found is None:
-                return None, (None, None)
+    def _find(self, where: str | Path | None) -> Found | None:
+        """(contents, path) of the snapshot to resume from."""
+        found = load_first_good(find_snapshots(where, self.run_dir))
+        if found is not None:
             saved, path = found
             check_fingerprint(path, saved["fingerprint"], self.fingerprint)
-            return saved, (None, str(path))
-        except ConfigError as error:
-            return None, (str(error), None)
+        return found
 
     def _stopped_early(self) -> StoppedEarly:
         """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""
+        with self.world.disk_access():
+            self.writer.drain()
         newest = self.world.broadcast_json(str(self.newest() or "") if self.world.is_rank_zero else "")
         reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
         self.world.barrier()

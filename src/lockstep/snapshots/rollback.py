@@ -27,7 +27,7 @@ class Rollback:
         self.last_bad_step = error.step
         if self.in_a_row > ROLLBACKS_IN_A_ROW:
             raise error
-        self.snapshots.writer.drain()
+        self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
         if self.snapshots.resume(self.snapshots.resumed_from) is None:
             raise error
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient

@@ -3,7 +3,6 @@
 import logging
 import secrets
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.object_collectives import gather_state
-from lockstep.distributed.world import World
+from lockstep.distributed.world import WORK_TIMEOUT, World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import explain, save_snapshot
 from lockstep.snapshots.parts import INFIX, blocks_of, described, write_part
@@ -23,7 +22,6 @@ from lockstep.training.state import TrainState
 log = logging.getLogger(__name__)
 
 SHARDED_ABOVE = 2**30  # bytes of weights, optimizer state and average, from which snapshot.format=auto saves parts
-WRITE_TIMEOUT = timedelta(days=2)  # a rank that dies is noticed at once; a slow disk is waited for
 
 
 def validate_format(form: str, strategy: Strategy) -> None:
@@ -69,7 +67,7 @@ class Saver:
         if self.form == "auto" and (self.world.size == 1 or sum(size for size, _ in of_ranks) < SHARDED_ABOVE):
             return None
         if self.group is None:
-            group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+            group = dist.new_group(backend="gloo", timeout=WORK_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
         return str(of_ranks[0][1])

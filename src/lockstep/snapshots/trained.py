@@ -5,8 +5,9 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.monitor import rank as monitor
-from lockstep.snapshots.files import find_snapshots, load_chosen, load_first_good
+from lockstep.snapshots.files import find_snapshots, load_first_good
 from lockstep.snapshots.fingerprint import require_same_model
+from lockstep.snapshots.loading import Found, load_on_all_ranks
 from lockstep.snapshots.state_dict import restore_weights
 from lockstep.training.state import TrainState
 
@@ -42,28 +43,17 @@ def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str
     net, and as `load_first_good` does.
     """
     monitor.enter("resume")
-    world = state.strategy.world
-    saved: dict[str, Any] | None = None
-    answer: tuple[str | None, str] = (None, "")
-    if world.is_rank_zero:
-        saved, answer = _load(paths, model_config)
-    error, found = world.broadcast_json(answer)
-    if error is not None:
-        raise ConfigError(error)
-    path = Path(found)
-    if saved is None:
-        saved = load_chosen(path)
-    restore_weights(state, saved)
+    found = load_on_all_ranks(state.strategy.world, lambda: _find(paths, model_config))
+    assert found is not None
+    saved, path = found
+    with state.strategy.world.disk_access():  # parts are read from their files now
+        restore_weights(state, saved)
     return path, saved
 
 
-def _load(paths: list[Path], model_config: dict[str, Any]) -> tuple[dict[str, Any] | None, tuple[str | None, str]]:
-    """(contents, (error, path))."""
-    try:
-        found = load_first_good(paths)
-        assert found is not None  # `snapshots_to_try` gave one at least
-        saved, path = found
-        require_same_model(path, saved["fingerprint"], model_config)
-        return saved, (None, str(path))
-    except ConfigError as error:
-        return None, (str(error), "")
+def _find(paths: list[Path], model_config: dict[str, Any]) -> Found:
+    found = load_first_good(paths)
+    assert found is not None  # `snapshots_to_try` gave one at least
+    saved, path = found
+    require_same_model(path, saved["fingerprint"], model_config)
+    return found

@@ -29,13 +29,13 @@ class EpochLogger(Protocol):
 class TrainedEpoch:
     """epoch: counted from 1. means: {metric: mean over the epoch's samples}.
 
-    samples_per_second: over all ranks, without the first step of this process. counted_per_second: the same of what the
-    task counts, such as {"tokens": 8192.0}; empty if it counts samples.
+    samples_per_second: over all ranks, without the first step of this process; None if it took no step of the epoch.
+    counted_per_second: the same of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
     """
 
     epoch: int
     means: dict[str, float]
-    samples_per_second: float
+    samples_per_second: float | None
     counted_per_second: dict[str, float]
 
 
@@ -91,6 +91,8 @@ class EpochTrainer:
             start, timed = self.first_step.ended, samples - self.first_step.samples
         samples_per_second = timed / (time.perf_counter() - start)
         self.logger.log_metrics(self.state.strategy.epoch_metrics(), progress.step)
+        if samples == 0:  # resumed after the epoch's last step, before its evaluation
+            return TrainedEpoch(epoch, means, None, {})
         name, meter = self.state.task.counts, self.state.meter
         counted = {name: samples_per_second * meter.counted / (samples_before + samples)} if name != "samples" else {}
         return TrainedEpoch(epoch, means, samples_per_second, counted)

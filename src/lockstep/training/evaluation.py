@@ -60,15 +60,20 @@ class Evaluator:
         if wanted.histograms:
             state.gradients = {}
 
-    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
+    def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
+        means = evaluate(self.state, self.loader, on_stop, report)
+        if not math.isfinite(means["loss"]):
+            raise self._diverged(means["loss"])
+        return means
+
+    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]:
+        """As `means`, and the logger gets what is wanted. A collective."""
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
         if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
             report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
-        means = evaluate(self.state, loader, on_stop, report)
-        if not math.isfinite(means["loss"]):
-            raise self._diverged(means["loss"])
+        means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
             self.logger.log_report(report, self._sample, class_names(loader.dataset), self.state.progress.step)

@@ -145,11 +145,12 @@ class TrainState:
     def update_best(self, value: float, mode: str) -> bool:
         """Record an evaluation, the same number on every rank. Returns True if it is the best so far.
 
-        mode: "min" or "max". In mid-epoch, where `max_steps` ends a run, and at a pause between two evaluations,
-        nothing is recorded: the same run with more steps would not have evaluated there.
+        mode: "min" or "max". Where `max_steps` or a pause ends a run in mid-epoch or between two evaluations, nothing
+        is recorded: the same run with more steps would not have evaluated there.
         """
         progress = self.progress
-        is_extra = self.reached_limit == "trainer.pause_after" and not self._evaluates_each_time
+        is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps")
+        is_extra = is_cut and not self._evaluates_each_time
         if progress.samples or is_extra or math.isnan(value):
             return False
         if isinstance(self.scheduler, Plateau):

@@ -1,0 +1,51 @@
+"""All ranks load the same snapshot."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.snapshots.files import load_chosen
+
+Found = tuple[dict[str, Any], Path]
+"""The contents of a snapshot, and its path."""
+
+
+def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found | None:
+    """Rank 0 finds a good snapshot, and all ranks load it. A collective. None if `find` returns it.
+
+    Raises a ConfigError of `find` on all ranks, and one if a rank cannot read the file.
+    """
+    found: Found | None = None
+    answer: tuple[str | None, str | None] = (None, None)
+    with world.disk_access():
+        if world.is_rank_zero:
+            found, answer = _answer(find)
+    error, name = world.broadcast_json(answer)
+    if error is not None:
+        raise ConfigError(error)
+    if name is None:
+        return None
+    path, problem = Path(name), None
+    with world.disk_access():
+        try:
+            found = found or (load_chosen(path), path)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    problems = [text for text in world.all_gather_json(problem) if text is not None]
+    if problems:
+        raise ConfigError(
+            f"{path} cannot be read by all ranks ({problems[0]}): a run that still trains may have replaced it; type "
+            f"the command again"
+        )
+    return found
+
+
+def _answer(find: Callable[[], Found | None]) -> tuple[Found | None, tuple[str | None, str | None]]:
+    """(what was found, (error, path))."""
+    try:
+        found = find()
+    except ConfigError as error:
+        return None, (str(error), None)
+    return found, (None, None if found is None else str(found[1]))
