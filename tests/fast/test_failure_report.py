@@ -18,12 +18,12 @@ from lockstep.monitor.failure_report import (
     FailureReport,
     build_report,
     compare_attempts,
-    resume_command,
     write_report,
 )
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
 from lockstep.monitor.watched_rank import WatchedRank
+from lockstep.monitor.way_on import resume_command
 
 LOST = "rank 1 is gone: closed by peer"
 
@@ -98,6 +98,19 @@ def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
     run = report_of(make_rank(0, at=1.0, exit_code=-9), folder=tmp_path).contents["run"]
     assert run["newest_snapshot"].endswith("step_00000010.pt")
     assert run["steps_lost"] == 7
+
+
+def test_a_snapshot_of_another_folder_counts_and_a_damaged_one_of_this_folder_does_not(make_rank, tmp_path):
+    rank = make_rank(0, at=1.0, exit_code=-9)  # after step 17
+    rank.note({"resumed": ["/runs/first/snapshots/step_00000014.pt", 14]})
+    run = report_of(rank, folder=tmp_path).contents["run"]
+    assert (run["newest_snapshot"], run["steps_lost"]) == ("/runs/first/snapshots/step_00000014.pt", 3)
+    (tmp_path / "snapshots").mkdir()
+    for step, newest, lost in ((18, "step_00000014.pt", 3), (16, "step_00000016.pt", 1)):
+        for suffix in (".pt", ".json"):
+            (tmp_path / f"snapshots/step_{step:08d}{suffix}").touch()
+        run = report_of(rank, folder=tmp_path).contents["run"]
+        assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == (newest, lost)
 
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_attempt():

@@ -22,7 +22,7 @@ from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.death_causes import tells_of_lost_rank
 from lockstep.monitor.exception_record import is_local, message_of
-from lockstep.monitor.failure_report import newest_snapshot
+from lockstep.monitor.way_on import newest_snapshot
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +14,7 @@ from lockstep.monitor.death_causes import explain_exception, explain_exit, is_co
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.report_screen import screen
 from lockstep.monitor.watched_rank import WatchedRank
+from lockstep.monitor.way_on import way_on
 
 SCHEMA = 1  # of failure.json
 OTHER_MACHINE_SECONDS = 2.0  # for the report of the machine on which a rank failed first
@@ -81,7 +80,7 @@ def build_report(ranks: Sequence[WatchedRank], run_dir: str | None, options: Mon
         "first": _first(first),
         "consequences": [_consequence(rank, first) for rank in ranks if rank is not first and rank.has_failed],
         "world_size": first.hello["world_size"],
-        "run": _run(folder, first, options),
+        "run": way_on(folder, first, options),
     }
     previous = None if folder is None else read_report(folder)
     contents["repeated"] = compare_attempts(previous, contents, options.attempt)
@@ -176,35 +175,6 @@ def _consequence(rank: WatchedRank, first: WatchedRank) -> dict[str, Any]:
     else:
         what = f"ended ({explain_exit(rank.exit_code, rank.out_of_memory, rank.page.phase)[0]})"
     return _identity(rank) | {"seconds_later": round(max(0.0, rank.failed_at - first.failed_at), 3), "what": what}
-
-
-def _run(folder: Path | None, first: WatchedRank, options: MonitorOptions) -> dict[str, Any]:
-    newest = None if folder is None else newest_snapshot(folder)
-    saved_step = 0 if newest is None else int(newest.stem.removeprefix("step_"))
-    return {
-        "folder": None if folder is None else str(folder),
-        "newest_snapshot": None if newest is None else str(newest),
-        "steps_lost": max(0, first.position()["step"] - saved_step),
-        "resume": resume_command(options.command, folder),
-        "time": time.time() - first.clock_ahead,
-    }
-
-
-def newest_snapshot(run_dir: Path) -> Path | None:
-    """The newest numbered snapshot that is written whole: its companion exists."""
-    numbered = [path for path in run_dir.glob("snapshots/step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
-    return max((path for path in numbered if path.with_suffix(".json").exists()), default=None)
-
-
-def resume_command(words: list[str], folder: Path | None) -> str:
-    """The command that goes on in the same run folder, or in the same folder of a sweep."""
-    if not words or folder is None:
-        return ""
-    script = next((index for index, word in enumerate(words) if word.endswith("train.py")), 0)
-    is_sweep = bool({"-m", "--multirun"} & set(words[script:]))
-    added = [f"hydra.sweep.dir={folder.parent}", "sweep.retry=failed"] if is_sweep else [f"hydra.run.dir={folder}"]
-    keys = tuple(f"{word.partition('=')[0]}=" for word in added)
-    return shlex.join([*(word for word in words if not word.startswith(keys)), *added])
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:

@@ -93,19 +93,13 @@ class Monitor:
 
     def _note(self, rank: WatchedRank, messages: Sequence[Message]) -> None:
         for message in messages:
+            rank.note(message)
             if "run_dir" in message:
-                self.run_dir, rank.log = message["run_dir"], message["log"]
-                rank.clock_ahead = message["clock_ahead"]
+                self.run_dir = message["run_dir"]
             elif "watch" in message:
                 self.detector = self.detector or HangDetector(HangRules(**message["watch"]))
-            elif "hello" in message:
-                rank.hello |= message["hello"]
-            elif "failed" in message and rank.failure is None:
-                rank.failure = message["failed"]
-            elif "ended" in message:
-                rank.ended = message["ended"]
-                if rank.ended == "finished" and rank.rank == 0 and self.run_dir is not None:
-                    remove_report(self.run_dir)
+            elif message.get("ended") == "finished" and rank.rank == 0 and self.run_dir is not None:
+                remove_report(self.run_dir)
 
     def _rank_crashes(self, rank: WatchedRank) -> None:
         assert rank.crash_pipe is not None

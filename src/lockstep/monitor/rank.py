@@ -101,6 +101,12 @@ def watch_for_hangs(timeout: float | None, on_hang: str, backend_timeout: float)
         _reporter.send({"watch": {"timeout": timeout, "on_hang": on_hang, "backend_timeout": backend_timeout}})
 
 
+def resumed(snapshot: str, step: int) -> None:
+    """This rank goes on from `snapshot`, in this run folder or in another one."""
+    if _reporter is not None:
+        _reporter.send({"resumed": [snapshot, step]})
+
+
 def enter(name: str) -> None:
     """From here on the rank is in the phase `name`, one of progress_page.PHASES, and computes no training batch yet."""
     if _reporter is not None:

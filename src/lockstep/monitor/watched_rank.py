@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.monitor.channel import Reader
+from lockstep.monitor.channel import Message, Reader
 from lockstep.monitor.death_causes import crash_in_stack, oom_counters, oom_kills
 from lockstep.monitor.exception_record import last_lines
 from lockstep.monitor.hang_stack import parse_stack
@@ -39,6 +39,8 @@ class WatchedRank:
     crash: str = ""
     log: str | None = None
     clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
+    resumed_from: str | None = None  # a snapshot
+    resumed_step: int = 0
     failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.monitor.exception_record
     ended: str | None = None  # "finished" or "stopped"
     connected: bool = True
@@ -96,6 +98,19 @@ class WatchedRank:
     def end_is_known(self) -> bool:
         """Whether it has reported how it ends, or has ended."""
         return self.failure is not None or self.ended is not None or self.died_at is not None
+
+    def note(self, message: Message) -> None:
+        """What the rank has sent, see `lockstep.monitor.rank`."""
+        if "run_dir" in message:
+            self.log, self.clock_ahead = message["log"], message["clock_ahead"]
+        elif "hello" in message:
+            self.hello |= message["hello"]
+        elif "resumed" in message:
+            self.resumed_from, self.resumed_step = message["resumed"]
+        elif "failed" in message and self.failure is None:
+            self.failure = message["failed"]
+        elif "ended" in message:
+            self.ended = message["ended"]
 
     def note_death(self) -> None:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it."""

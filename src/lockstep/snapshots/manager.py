@@ -109,6 +109,7 @@ class SnapshotManager:
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.state.progress.samples == self.epoch_samples
         self.resumed_from = path
+        monitor.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
         if self.state.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
