@@ -20,12 +20,13 @@ from omegaconf import DictConfig
 
 from lockstep import build, build_data
 from lockstep.distributed import regroup, signals
+from lockstep.distributed.backend import backend_environment, usual_interface
 from lockstep.distributed.generations import note_recovery
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.loss_pages import PAGES
 from lockstep.distributed.regroup import Member, is_lost_rank
-from lockstep.distributed.world import World, backend_environment, usual_interface
-from lockstep.errors import ConfigError, RankLost
+from lockstep.distributed.world import World
+from lockstep.errors import RankLost
 from lockstep.loggers.base import LoggerList
 from lockstep.loggers.recorded import LogRecord
 from lockstep.monitor import rank as monitor
@@ -33,27 +34,12 @@ from lockstep.monitor.code_hashes import module_hashes
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
-from lockstep.strategies.base import Advance, JobSpec, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.base import Advance
 from lockstep.training.recovery import PagedMeter, StepNotes, open_pages
 from lockstep.training.setup import set_determinism
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
-
-
-def validate_live(job: JobSpec, strategy: Strategy, gradient_sync: GradientSync) -> None:
-    """Raise ConfigError for what a new rank could not take over from the others."""
-    reasons = {
-        "needs ranks with the same weights; type strategy=ddp": not strategy.recovers_live,
-        "cannot go back behind a rollback; type watch.nan=stop": job.nan == "rollback",
-        "needs a gradient sync that remembers nothing; type gradient_sync=auto": not gradient_sync.recovers_live,
-        "needs the same running statistics on all ranks; type sync_bn=on": strategy.supports_sync_bn
-        and job.sync_bn == "off",
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(f"launch.recover=live {reason}, or launch.recover=restart")
 
 
 class LiveRun:

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from lockstep.config.arguments import check_arguments, leave_out_untaken
 from lockstep.config.instantiate import instantiate, instantiate_as
 from lockstep.data.partition import global_batch_size
+from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
-from lockstep.distributed.world import validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
@@ -80,9 +80,9 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     if launcher.recovers_live and job.device_type == "cuda":
         launcher.restart_instead("is for gloo")
     if launcher.recovers_live:
-        from lockstep.live import validate_live
+        from lockstep.training.recovery import validate_recovery
 
-        validate_live(job, strategy, gradient_sync)
+        validate_recovery(job, strategy, gradient_sync)
     if launcher.plans and strategy.follows_messages:
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.distributed.backend import choose_backend, validate_backend
 from lockstep.distributed.monitoring import clock_ahead
 from lockstep.distributed.same_input import require_same_config
 from lockstep.distributed.stop_vote import StopVote
-from lockstep.distributed.world import choose_backend, init_distributed, validate_backend
+from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from support.worlds import in_world
 

@@ -1,8 +1,6 @@
 """The world of ranks: join it, communicate in it, leave it. A world of one is a world, too."""
 
 import logging
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +11,15 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed import object_collectives, regroup
+from lockstep.distributed.backend import (
+    backend_environment,
+    choose_backend,
+    set_up_device,
+    usual_interface,
+    warn_of_unused_gpus,
+)
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
-from lockstep.distributed.host import cpu_count, keep_freed_memory
-from lockstep.distributed.listening import loopback_interface, on_one_machine
+from lockstep.distributed.listening import on_one_machine
 from lockstep.distributed.rendezvous import form_group
 from lockstep.distributed.time_waited import all_reduce_sum
 from lockstep.errors import ConfigError
@@ -98,47 +102,6 @@ class World:
             raise ConfigError(problems[0])
 
 
-def choose_backend(name: str, local_size: int = 1) -> str:
-    """Replace `auto` by nccl if there is a GPU for each of the `local_size` ranks of this machine, else by gloo.
-
-    Raises ConfigError for nccl without a GPU, for more ranks than GPUs, and for mpi if this torch lacks it.
-    """
-    gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
-    if name == "auto":
-        return "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
-    if name == "mpi" and not dist.is_mpi_available():
-        raise ConfigError(
-            "backend=mpi needs a torch built with MPI and this one is not; mpirun can start gloo ranks, too: "
-            "type backend=gloo"
-        )
-    if name == "nccl" and not gpus:
-        raise ConfigError("backend=nccl needs a GPU and this machine shows none; type backend=gloo")
-    if name == "nccl" and local_size > gpus:
-        raise ConfigError(
-            f"backend=nccl needs one GPU per rank: {local_size} ranks on this machine but {gpus} GPUs; "
-            f"type --nproc_per_node={gpus} or launch.nproc_per_node={gpus}, or backend=gloo"
-        )
-    return name
-
-
-def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> str:
-    """Check the options of `backend` before anything starts. Returns the backend that `auto` stands for.
-
-    socket_ifname: one network interface, or several with commas between them. Raises ConfigError for an interface that
-    this machine does not have, and as `choose_backend` does.
-    """
-    chosen = choose_backend(name, local_size)
-    if socket_ifname is not None:
-        present = [interface for _, interface in socket.if_nameindex()]
-        missing = [asked for asked in str(socket_ifname).split(",") if asked not in present]
-        if missing:
-            raise ConfigError(
-                f"backend.socket_ifname={socket_ifname} is no network interface of this machine, which has "
-                f"{', '.join(present)}; type backend.socket_ifname={present[-1]}"
-            )
-    return chosen
-
-
 @contextmanager
 def init_distributed(
     name: str = "auto",
@@ -158,10 +121,10 @@ def init_distributed(
     monitor.enter("meeting")
     info = read_rank_info()
     backend = choose_backend(name, info.local_world_size)
-    _warn_of_unused_gpus(name, backend, info.local_world_size)
+    warn_of_unused_gpus(name, backend, info.local_world_size)
     if info.world_size > 1:
         export_rank_info(info)
-    device = _set_up_device(backend, info)
+    device = set_up_device(backend, info)
     wait = timedelta(seconds=timeout)
     interface = socket_ifname or usual_interface(on_one_machine(info))
     with backend_environment(interface, debug, p2p_disable, ib_disable), ExitStack() as resources:
@@ -192,62 +155,3 @@ def _init_process_group(
 def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
-
-
-def _warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
-    gpus = torch.cuda.device_count()
-    if name == "auto" and backend == "gloo" and 0 < gpus < local_size:
-        log.warning(
-            "backend=auto trains on the CPU: %d ranks on this machine but %d GPUs; to train on GPUs type "
-            "--nproc_per_node=%d or launch.nproc_per_node=%d, to hide this warning type backend=gloo",
-            *(local_size, gpus, gpus, gpus),
-        )
-
-
-def usual_interface(is_one_machine: bool) -> str | None:
-    """The loopback interface if all ranks are on this machine. Without it gloo takes the address of the host's name."""
-    chosen_already = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(os.environ)
-    return loopback_interface() if is_one_machine and not chosen_already else None
-
-
-@contextmanager
-def backend_environment(
-    socket_ifname: str | None,
-    debug: str | None = None,
-    p2p_disable: bool | int | None = None,
-    ib_disable: bool | int | None = None,
-) -> Iterator[None]:
-    """Inside the block gloo and NCCL find these options in the environment. The next job of a sweep does not."""
-    options: dict[str, str | int | None] = {
-        "GLOO_SOCKET_IFNAME": socket_ifname,
-        "NCCL_SOCKET_IFNAME": socket_ifname,
-        "NCCL_DEBUG": debug,
-        "NCCL_P2P_DISABLE": None if p2p_disable is None else int(p2p_disable),
-        "NCCL_IB_DISABLE": None if ib_disable is None else int(ib_disable),
-    }
-    # A rank of gloo asks the store for all addresses at once. By itself it asks twice for each other rank, which for
-    # 1000 ranks are two million requests.
-    options["GLOO_ENABLE_STORE_V2_API"] = os.environ.get("GLOO_ENABLE_STORE_V2_API", "1")
-    variables = {key: str(value) for key, value in options.items() if value is not None}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _set_up_device(backend: str, info: RankInfo) -> torch.device:
-    """This rank's device. Also sets the number of threads: one per core of this rank's share of the machine."""
-    # Twice as many threads as cores halve the speed, and no launcher sets the right number for every number of ranks.
-    torch.set_num_threads(max(1, cpu_count() // info.local_world_size))
-    keep_freed_memory()
-    if backend != "nccl":
-        return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank)
-    torch.cuda.set_device(device)
-    return device

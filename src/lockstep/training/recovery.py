@@ -17,7 +17,8 @@ from torch import Tensor
 from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Advance
+from lockstep.strategies.base import Advance, JobSpec, Strategy
+from lockstep.strategies.gradient_sync.base import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.meter import Meter
 from lockstep.training.schedulers import Plateau
@@ -25,6 +26,20 @@ from lockstep.training.state import Progress, TrainState
 
 Position = tuple[int, int]
 """(optimizer steps done, 1 if what follows the last of them is done, too: its logging, the evaluation of its epoch)."""
+
+
+def validate_recovery(job: JobSpec, strategy: Strategy, gradient_sync: GradientSync) -> None:
+    """Raise ConfigError for what a new rank could not take over from the others."""
+    reasons = {
+        "needs ranks with the same weights; type strategy=ddp": not strategy.recovers_live,
+        "cannot go back behind a rollback; type watch.nan=stop": job.nan == "rollback",
+        "needs a gradient sync that remembers nothing; type gradient_sync=auto": not gradient_sync.recovers_live,
+        "needs the same running statistics on all ranks; type sync_bn=on": strategy.supports_sync_bn
+        and job.sync_bn == "off",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"launch.recover=live {reason}, or launch.recover=restart")
 
 
 class PagedMeter(Meter):
