@@ -83,7 +83,7 @@ class World:
         """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is."""
         with monitor.phase("disk"):
             yield
-            self.barrier(WORK_TIMEOUT)
+        self.barrier(WORK_TIMEOUT)  # in another phase: the monitor is only patient with a rank that uses its disk
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
