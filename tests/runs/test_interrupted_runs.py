@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.loggers.csv_logger import read_rows
+from lockstep.runs.digests import read_digests
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
 from support.event_files import scalars
 from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
@@ -120,7 +122,8 @@ def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path)
 
 @pytest.mark.parametrize("launch", ["env", "fork"])
 def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, train, tmp_path, launch):
-    options = ["snapshot.every=50epochs", "evaluation.every=50"]
+    options = ["snapshot.every=50epochs", "evaluation.every=50", "trainer.digest=on"]
+    options += ["logger=[tensorboard,csv,console]"]
     run = start(*LONG, *options, f"launch={launch}")
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
     wait_for(lambda: list((tmp_path / "run").glob("events*")), "TensorBoard's file")
@@ -132,12 +135,19 @@ def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, trai
     run.finish(75)
     warnings = [line for line in run.output.splitlines() if "cannot write" in line or "was deleted" in line]
     sentence = f"the run folder {tmp_path}/run was deleted or moved away. It is made again, without what it held"
-    # TensorBoard's thread may write in the moment between the move and the next look at the folder.
-    assert [line for line in warnings if "events.out" not in line] == [f"{sentence}; training goes on"]
+    # A logger may write in the moment between the move and the next look at the folder.
+    others = [line for line in warnings if not any(name in line for name in ("events.out", "digests.", "metrics."))]
+    assert others == [f"{sentence}; training goes on"]
     assert "Traceback" not in run.output
     last = stopped_at(tmp_path / "run")
     assert last == position(tmp_path / "run")[0]
     assert 0 <= last - scalars(tmp_path / "run")["train/running_loss"][-1][0] < 10  # logging.every
+    table, digests = read_rows(tmp_path / "run" / "metrics.csv"), read_digests(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.csv").read_text().startswith("step,tag,value\n")
+    assert digests is not None
+    assert 0 <= last - table[-1][0] < 10
+    assert 0 <= last - max(digests.rows) < 10
+    assert min(digests.rows) > 0
 
 
 def test_a_log_file_that_cannot_be_opened_again_does_not_end_the_run(start, tmp_path):

@@ -39,6 +39,8 @@ class CSVLogger(Logger):
         if self._start_step is not None:
             self._start_file(self._start_step)
             self._start_step = None
+        elif self._rows and not self.path.exists():  # the run folder was deleted or moved away
+            self._start_file(start_step=0)
         if self._rows:
             append(self.path, to_text(self._rows))
             self._rows = []

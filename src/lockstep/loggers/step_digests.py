@@ -30,6 +30,7 @@ class StepDigests(Logger):
         self.parameters = dict(model.named_parameters())
         self.weights: dict[str, Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self.names = ["loss", *(f"gradient of {name}" for name in self.parameters), *self.weights]
+        self.header = f"{json.dumps({'names': self.names})}\n".encode()
         self.before: list[Tensor] = []  # digests of the loss and the gradients of a step whose update is to come
         self.rows: list[tuple[int, Tensor]] = []  # (step, digests), not in the file yet
         self.last_step = 0  # in the file
@@ -37,10 +38,9 @@ class StepDigests(Logger):
 
     def on_fit_start(self, run: RunInfo) -> None:
         self.path = run.run_dir / NAME
-        header = f"{json.dumps({'names': self.names})}\n".encode()
         start = self.state.progress.step  # run.start_step may be earlier: other loggers get more
-        if start == 0 or not _starts_with(self.path, header):
-            self.path.write_bytes(header)
+        if start == 0 or not _starts_with(self.path, self.header):
+            self.path.write_bytes(self.header)
         self._drop_after(start)
 
     def before_update(self) -> None:
@@ -64,6 +64,8 @@ class StepDigests(Logger):
     def flush(self) -> None:
         if not self.rows:
             return
+        if not self.path.exists():  # the run folder was deleted or moved away
+            self.path.write_bytes(self.header)
         if self.rows[0][0] <= self.last_step:  # after a rollback
             self._drop_after(self.rows[0][0] - 1)
         table = torch.stack([row for _, row in self.rows]).cpu()
