@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.snapshots.exported import trained_weights
-from lockstep.snapshots.files import load_first_good
+from lockstep.snapshots.finding import load_first_good
 from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.training.setup import model_dtype, model_memory_format
 

@@ -19,7 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.snapshots.files import find_snapshots
+from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.saver import validate_format

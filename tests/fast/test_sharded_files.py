@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import list_snapshots, load_first_good, remove_leftovers, save_snapshot
+from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot
+from lockstep.snapshots.finding import load_first_good
 from lockstep.snapshots.parts import described, open_parts, parts_of, write_part
 from lockstep.snapshots.state_dict import CopyMemory
 from lockstep.strategies.stored_tensor import Block, StoredTensor, whole, whole_block

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import find_snapshots, list_snapshots, load_first_good, remove_leftovers, save_snapshot
+from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot
+from lockstep.snapshots.finding import find_snapshots, load_first_good
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.writer import BackgroundWriter
 from support.killed_disk import Disk

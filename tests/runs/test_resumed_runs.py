@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.snapshots.files import list_snapshots, load_first_good, save_snapshot
+from lockstep.snapshots.files import list_snapshots, save_snapshot
+from lockstep.snapshots.finding import load_first_good
 from support.commands import wait_for
 from support.event_files import scalars
 from support.run_folders import newest_snapshot

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import explain, load_first_good, save_file
+from lockstep.snapshots.files import explain, save_file
+from lockstep.snapshots.finding import load_first_good
 from lockstep.strategies.stored_tensor import whole
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import load_chosen
+from lockstep.snapshots.finding import load_chosen
 
 Found = tuple[dict[str, Any], Path]
 """The contents of a snapshot, and its path."""

@@ -17,7 +17,8 @@ from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
-from lockstep.snapshots.files import find_snapshots, list_snapshots, load_first_good, remove_leftovers, step_of
+from lockstep.snapshots.files import list_snapshots, remove_leftovers, step_of
+from lockstep.snapshots.finding import find_snapshots, load_first_good
 from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
 from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.monitor import rank as monitor
-from lockstep.snapshots.files import find_snapshots, load_first_good
+from lockstep.snapshots.finding import find_snapshots, load_first_good
 from lockstep.snapshots.fingerprint import require_same_model
 from lockstep.snapshots.loading import Found, load_on_all_ranks
 from lockstep.snapshots.state_dict import restore_weights
