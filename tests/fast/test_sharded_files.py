@@ -135,6 +135,19 @@ def test_old_parts_are_deleted_with_their_snapshot(tmp_path: Path) -> None:
     assert loaded([tmp_path / "best.pt"])[0] == 3
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_parts_stay_while_their_companion_cannot_be_read(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, "step_00000001", 1)
+    path = tmp_path / "step_00000001.pt"
+    companion = path.with_suffix(".json").read_bytes()
+    path.with_suffix(".json").unlink()
+    if damage == "cut off":
+        path.with_suffix(".json").write_bytes(companion[:-5])
+    remove_leftovers(tmp_path)
+    path.with_suffix(".json").write_bytes(companion)
+    assert loaded([path]) == (1, path)
+
+
 @pytest.mark.parametrize("name", ["best", "step_{:08d}"], ids=["best", "numbered"])
 def test_killed_at_any_moment_a_whole_snapshot_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str

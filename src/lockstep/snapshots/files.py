@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lockstep.snapshots.parts import parts_of, remove_unused_parts, sha256, sync_folder
+from lockstep.snapshots.parts import parts_of, read_companion, remove_unused_parts, sha256, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,5 @@ def _is_numbered(path: Path) -> bool:
 
 def accepted_checksums(path: Path) -> list[str]:
     """The checksums that the companion of `path` accepts; none if the companion is missing or damaged."""
-    try:
-        companion = json.loads(path.with_suffix(".json").read_text())
-        return [companion["sha256"], *companion.get("replaces", [])]
-    except (OSError, ValueError, KeyError):
-        return []
+    companion = read_companion(path) or {}
+    return [companion["sha256"], *companion.get("replaces", [])] if "sha256" in companion else []

@@ -124,18 +124,27 @@ def sha256(path: Path) -> str:
 
 def parts_of(path: Path) -> list[Path]:
     """The folders that hold the parts of the snapshot `path`, as its companion names them. Empty without any."""
+    companion = read_companion(path) or {}
+    names = [companion.get("parts"), *companion.get("replaced_parts", [])]
+    return [path.with_name(_plain_name(name)) for name in names if name]
+
+
+def read_companion(path: Path) -> dict[str, Any] | None:
+    """The companion of the snapshot `path`. None if it is missing or damaged."""
     with suppress(OSError, ValueError):
-        companion = json.loads(path.with_suffix(".json").read_text())
-        names = [companion.get("parts"), *companion.get("replaced_parts", [])]
-        return [path.with_name(_plain_name(name)) for name in names if name]
-    return []
+        companion: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+        return companion
+    return None
 
 
 def remove_unused_parts(folder: Path) -> None:
-    """Delete the parts in `folder` that no snapshot names: a killed process was writing or deleting them."""
+    """Delete the parts in `folder` that no snapshot names: a killed process was writing or deleting them.
+
+    A snapshot whose companion is missing or damaged keeps its parts: they are whole, and the companion may come back.
+    """
     for parts in folder.glob(f"*{INFIX}*"):
         snapshot = folder / f"{parts.name.partition(INFIX)[0]}.pt"
-        is_named = parts in parts_of(snapshot) or not snapshot.with_suffix(".json").exists()
+        is_named = parts in parts_of(snapshot) or read_companion(snapshot) is None
         if not (snapshot.exists() and is_named):
             shutil.rmtree(parts, ignore_errors=True)
 
