@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot
+from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
 from lockstep.snapshots.finding import find_snapshots, load_first_good
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.writer import BackgroundWriter
@@ -77,6 +77,30 @@ def test_damaged_snapshots_are_passed_over(tmp_path, caplog):
     fourth.write_bytes(b"")
     with pytest.raises(ConfigError, match="none of the 4 snapshots .* type resume=<another snapshot>"):
         load_first_good(list_snapshots(tmp_path))
+
+
+def test_an_older_snapshot_that_cannot_be_removed_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "step_00000001.pt").mkdir()  # which unlink refuses
+    for step in range(2, 6):
+        save(tmp_path, f"step_{step:08d}", step)
+    assert [step_of(path) for path in list_snapshots(tmp_path)] == [5, 4, 1]
+    assert value_of(tmp_path / "step_00000005.pt") == 5
+    *_, warning = caplog.messages
+    said = f"{tmp_path}/step_00000005.pt is saved, but not all older ones are removed: "
+    assert warning.startswith(said)
+    assert warning.endswith(f"check {tmp_path}; training goes on")
+
+
+def test_leftovers_that_cannot_be_removed_cost_a_warning(tmp_path, caplog):
+    (tmp_path / "best.pt.tmp").mkdir()
+    left = [tmp_path / name for name in ("step_00000001.pt.tmp", "step_00000001.json.tmp", "step_00000001.json")]
+    for path in left:
+        path.write_bytes(b"half")
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "best.pt.tmp"]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path}/best.pt.tmp is of no snapshot and cannot be removed (")
+    assert warning.endswith("); move it away")
 
 
 class Evil:

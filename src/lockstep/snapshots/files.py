@@ -27,7 +27,8 @@ def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: 
     """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
 
     position: what the companion also contains, for people who read it. Of the numbered snapshots, the `keep_last`
-    newest up to this one are kept. Raises OSError, for example on a full disk; the older snapshots are untouched then.
+    newest up to this one are kept. Raises OSError, for example on a full disk; the older snapshots, and one of this
+    name, are untouched then. What only fails to remove older ones is a warning.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"
@@ -39,14 +40,19 @@ def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: 
         # Two files cannot be replaced at once. Until both are, the companion fits the old file and the new one.
         both = {"replaces": replaced, "replaced_parts": [parts.name for parts in replaced_parts]}
         _write_companion(path, companion | both)
-        _replace(temporary, path)
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if replaced:
-        _write_companion(path, companion)
-    _remove_folders(replaced_parts)
-    _remove_older(path, keep_last)
+    try:
+        sync_folder(folder)  # before the older ones go
+        if replaced:
+            _write_companion(path, companion)
+        _remove_folders(replaced_parts)
+        _remove_older(path, keep_last)
+    except OSError as error:
+        reason = explain(error, folder)
+        log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
     return path
 
 
@@ -57,13 +63,13 @@ def save_file(path: Path, contents: Any) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed process left in `folder`: unfinished files, companions and parts without a snapshot."""
-    for unfinished in folder.glob("*.pt.tmp"):
-        unfinished.unlink()
-    for unfinished in folder.glob("*.json.tmp"):
-        unfinished.unlink()
-    for companion in folder.glob("step_*.json"):
-        if not companion.with_suffix(".pt").exists():
-            companion.unlink()
+    unfinished = [*folder.glob("*.pt.tmp"), *folder.glob("*.json.tmp")]
+    lone = [path for path in folder.glob("step_*.json") if not path.with_suffix(".pt").exists()]
+    for path in [*unfinished, *lone]:
+        try:
+            path.unlink()
+        except OSError as error:
+            log.warning("%s is of no snapshot and cannot be removed (%s); move it away", path, error)
     remove_unused_parts(folder)
 
 
