@@ -53,6 +53,17 @@ def test_a_large_state_is_saved_in_parts_and_read_by_all(tmp_path: Path) -> None
     assert same_bits(run, again)
 
 
+def test_the_parts_of_a_snapshot_that_could_not_be_written_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "step_00000012.pt.tmp").mkdir(parents=True)  # where a file should be written
+    cfg = composed(f"run_dir={tmp_path}", *SMALL, "strategy=fsdp", "snapshot.format=sharded", "snapshot.keep_last=9")
+    in_world(2, train, cfg)
+    snapshots = tmp_path / "snapshots"
+    assert [path.stem for path in list_snapshots(snapshots)] == ["step_00000018", "step_00000006"]
+    assert not list(snapshots.glob("step_00000012.parts.*"))
+    assert len(list(snapshots.glob("step_*.parts.*"))) == 2
+    assert "no snapshot at step 12: " in (tmp_path / "train.log").read_text()
+
+
 def test_a_small_state_is_saved_in_one_file(tmp_path: Path) -> None:
     cfg = composed(f"run_dir={tmp_path}", *SMALL, "strategy=fsdp", "trainer.epochs=1")
     in_world(2, train_with_limit, cfg, 10_000_000)

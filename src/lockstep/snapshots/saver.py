@@ -90,6 +90,8 @@ class Saver:
         try:
             save_snapshot(self.folder, name, contents, self.keep_last, **position)
         except OSError as error:
+            if "parts" in position:  # the largest files, on a disk that may be full
+                shutil.rmtree(self.folder / position["parts"], ignore_errors=True)
             self._warn(position["step"], explain(error, self.folder))
 
     def _write_in_parts(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
