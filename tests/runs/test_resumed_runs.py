@@ -81,6 +81,15 @@ def test_how_often_a_run_saves_and_logs_and_how_much_it_keeps(train, tmp_path):
     assert steps_of_snapshots(tmp_path / "two") == [45, 46]
 
 
+def test_a_damaged_snapshot_takes_no_place_of_a_good_one(train, tmp_path):
+    run = ["model=mlp", "hydra.run.dir=run", "snapshot.keep_last=2"]
+    train(*run, "snapshot.every=10steps", "trainer.max_steps=20")
+    (tmp_path / "run/snapshots/step_00000020.pt").write_bytes(b"damaged")
+    resumed = train(*run, "snapshot.every=15steps", "trainer.max_steps=30")
+    assert "step_00000020.pt is damaged" in resumed.output
+    assert steps_of_snapshots(tmp_path / "run") == [15, 30]
+
+
 def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
     run = train("experiment=toy_regression")
     assert steps_of_snapshots(run.folder) == [320, 640]

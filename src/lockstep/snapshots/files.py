@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +23,15 @@ log = logging.getLogger(__name__)
 FORMAT = 2  # of the snapshots that this version writes and reads, beside FORMAT_IN_PARTS
 
 
-def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: int, **position: Any) -> Path:
+def save_snapshot(
+    folder: Path, name: str, contents: dict[str, Any], keep_last: int, damaged: Collection[Path] = (), **position: Any
+) -> Path:
     """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
 
     position: what the companion also contains, for people who read it. Of the numbered snapshots, the `keep_last`
-    newest up to this one are kept. Raises OSError, for example on a full disk; the older snapshots, and one of this
-    name, are untouched then. What only fails to remove older ones is a warning.
+    newest up to this one are kept; those that were found `damaged` count as the oldest. Raises OSError, for example on
+    a full disk; the older snapshots, and one of this name, are untouched then. What only fails to remove older ones is
+    a warning.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.pt"
@@ -49,7 +52,7 @@ def save_snapshot(folder: Path, name: str, contents: dict[str, Any], keep_last: 
         if replaced:
             _write_companion(path, companion)
         _remove_folders(replaced_parts)
-        _remove_older(path, keep_last)
+        _remove_older(path, keep_last, damaged)
     except OSError as error:
         reason = explain(error, folder)
         log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
@@ -122,11 +125,12 @@ def _write_json(file: BinaryIO, value: dict[str, Any]) -> None:
     file.write(json.dumps(value).encode())
 
 
-def _remove_older(path: Path, keep_last: int) -> None:
+def _remove_older(path: Path, keep_last: int, damaged: Collection[Path]) -> None:
     """Keep `path` and the `keep_last` - 1 numbered ones before it. Later ones stay: they were passed over, damaged."""
     if not _is_numbered(path):
         return
     older = [other for other in list_snapshots(path.parent) if step_of(other) < step_of(path)]
+    older.sort(key=lambda other: other in damaged)  # stable: the good ones first, newest first
     for old in older[max(keep_last, 1) - 1 :]:
         parts = parts_of(old)
         old.unlink()

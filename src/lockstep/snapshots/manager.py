@@ -214,9 +214,11 @@ class SnapshotManager:
 
     def _find(self, where: str | Path | None) -> Found | None:
         """(contents, path) of the snapshot to resume from."""
-        found = load_first_good(find_snapshots(where, self.run_dir))
+        paths = find_snapshots(where, self.run_dir)
+        found = load_first_good(paths)
         if found is not None:
             saved, path = found
+            self.saver.damaged = set(paths[: paths.index(path)])
             check_fingerprint(path, saved["fingerprint"], self.fingerprint)
         return found
 

@@ -36,12 +36,14 @@ def validate_format(form: str, strategy: Strategy) -> None:
 class Saver:
     """Saves `state` to `folder`. Every rank calls every method.
 
-    form: `snapshot.format`. keep_last: how many numbered snapshots stay.
+    form: `snapshot.format`. keep_last: how many numbered snapshots stay. damaged: those that were passed over when the
+    run was resumed, on rank 0: they do not push out good ones.
     """
 
     def __init__(self, state: TrainState, folder: Path, writer: BackgroundWriter, keep_last: int, form: str) -> None:
         self.state, self.folder, self.writer = state, folder, writer
         self.keep_last, self.form = keep_last, form
+        self.damaged: set[Path] = set()
         self.part_memory = CopyMemory()
         self.group: dist.ProcessGroup | None = None  # of the writing threads, while the others use their own groups
 
@@ -88,7 +90,8 @@ class Saver:
     def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
         """In the writer's thread. A full disk costs a warning, not the training."""
         try:
-            save_snapshot(self.folder, name, contents, self.keep_last, **position)
+            path = save_snapshot(self.folder, name, contents, self.keep_last, self.damaged, **position)
+            self.damaged.discard(path)
         except OSError as error:
             if "parts" in position:  # the largest files, on a disk that may be full
                 shutil.rmtree(self.folder / position["parts"], ignore_errors=True)
