@@ -114,7 +114,7 @@ def test_a_snapshot_with_a_damaged_part_is_passed_over(tmp_path: Path, caplog: p
     for said in ("rank_3.bin is cut off", "rank_1.bin does not match", "rank_2.bin is missing"):
         assert said in caplog.text
     fourth.write_bytes(b"")
-    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type resume=<another snapshot>"):
+    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type that and resume=<another snapshot>"):
         load_first_good(list_snapshots(tmp_path))
 
 

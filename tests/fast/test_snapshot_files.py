@@ -75,8 +75,16 @@ def test_damaged_snapshots_are_passed_over(tmp_path, caplog):
     assert (found[0]["step"], found[1]) == (2, fourth)
     assert caplog.text.count("and passed over") == 3
     fourth.write_bytes(b"")
-    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type resume=<another snapshot>"):
+    with pytest.raises(ConfigError, match="none of the 4 snapshots .* type that and resume=<another snapshot>"):
         load_first_good(list_snapshots(tmp_path))
+
+
+def test_a_damaged_snapshot_that_was_named_moves_no_good_ones(tmp_path):
+    save(tmp_path, "step_00000001", 1)
+    save(tmp_path, "best", 1)
+    (tmp_path / "best.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="can be read; type resume=<another snapshot>$"):
+        load_first_good(find_snapshots(tmp_path / "best.pt", tmp_path / "elsewhere"))
 
 
 def test_an_older_snapshot_that_cannot_be_removed_costs_a_warning(tmp_path, caplog):
@@ -116,9 +124,7 @@ def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog, monkeypa
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda value, file: save(value, file, _use_new_zipfile_serialization=zipped))
     save_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, keep_last=1)
-    with pytest.raises(
-        ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh move that folder"
-    ):
+    with pytest.raises(ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh type mv "):
         load_first_good([tmp_path / "step_00000001.pt"])
     assert "it holds more than tensors and plain values, and loading that could run code" in caplog.text
     assert "weights_only" not in caplog.text  # torch's advice is to switch the check off

@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_a_damaged_snapshot_takes_no_place_of_a_good_one(train, tmp_path):
     resumed = train(*run, "snapshot.every=15steps", "trainer.max_steps=30")
     assert "step_00000020.pt is damaged" in resumed.output
     assert steps_of_snapshots(tmp_path / "run") == [15, 30]
+
+
+def test_what_is_advised_when_all_snapshots_are_damaged_works(train, tmp_path):
+    run = ["model=mlp", "hydra.run.dir=run", "trainer.epochs=2"]
+    train(*run, "snapshot.every=10steps", "trainer.max_steps=30")
+    snapshots = tmp_path / "run" / "snapshots"
+    for path in list_snapshots(snapshots):
+        path.write_bytes(b"damaged")
+    sentence = train(*run, code=2).sentence
+    advice = f"to go on from best.pt, which can be read, type that and resume={snapshots}.damaged/best.pt"
+    assert f"to start afresh type mv {snapshots} {snapshots}.damaged and the command again; {advice}" in sentence
+    subprocess.run(re.search(r"mv \S+ \S+", sentence)[0].split(), check=True)
+    resumed = train(*run, re.search(r"resume=\S+", sentence)[0])
+    assert f"resumed from {snapshots}.damaged/best.pt" in resumed.output
+    assert steps_of_snapshots(tmp_path / "run")[-1] == 46
 
 
 def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):

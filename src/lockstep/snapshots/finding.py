@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,21 @@ def load_first_good(paths: list[Path]) -> tuple[dict[str, Any], Path] | None:
         _require_format(path, contents)
         return contents, path
     if paths:
-        raise ConfigError(
-            f"none of the {len(paths)} snapshots in {paths[0].parent} can be read; "
-            f"to start afresh move that folder away, to resume type resume=<another snapshot>"
-        )
+        raise ConfigError(f"none of the {len(paths)} snapshots in {paths[0].parent} can be read; {_way_out(paths)}")
     return None
+
+
+def _way_out(damaged: list[Path]) -> str:
+    """What to type if none of `damaged` can be read. Those of a folder are tried again as long as they are there."""
+    folder = damaged[0].parent
+    if damaged != list_snapshots(folder):  # one was named
+        return "type resume=<another snapshot>"
+    best, moved = folder / "best.pt", f"{folder}.damaged"
+    start = f"to start afresh type mv {folder} {moved} and the command again"
+    with suppress(Exception):  # no best.pt, or a damaged one
+        _load_verified(best, check_parts=True)
+        return f"{start}; to go on from best.pt, which can be read, type that and resume={moved}/best.pt"
+    return f"{start}; to go on from elsewhere type that and resume=<another snapshot>"
 
 
 def load_chosen(path: Path) -> dict[str, Any]:
