@@ -58,6 +58,28 @@ def test_an_evaluation_at_max_steps_between_two_others_does_not_count(tmp_path):
     assert same_bits(whole, cut)
 
 
+def resume_unseen(cfg: Any, elsewhere: Path) -> str:
+    """What this rank says of a snapshot that rank 0 alone sees, as if it was deleted when rank 0 had read it."""
+    if os.environ["RANK"] == "1":
+        os.chdir(elsewhere)
+    try:
+        train(cfg)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_snapshot_that_is_gone_before_all_ranks_have_read_it_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    in_world(1, train, runs(tmp_path / "first", "trainer.epochs=1"))
+    (tmp_path / "elsewhere").mkdir()
+    second = runs(tmp_path / "second", "resume=first")
+    one, other = in_world(2, resume_unseen, second, tmp_path / "elsewhere")
+    assert one == other
+    assert one.startswith("ConfigError: rank 1 cannot read first/snapshots/step_00000006.pt (")
+    assert "a run that still trains may have deleted or replaced it; type the command again" in one
+
+
 def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     constant = ["optimizer=adamw", "scheduler=constant"]

@@ -33,12 +33,12 @@ def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found |
             found = found or (load_chosen(path), path)
         except (OSError, ValueError) as error:
             problem = str(error)
-    problems = [text for text in world.all_gather_json(problem) if text is not None]
-    if problems:
-        raise ConfigError(
-            f"{path} cannot be read by all ranks ({problems[0]}): a run that still trains may have replaced it; type "
-            f"the command again"
-        )
+    for rank, text in enumerate(world.all_gather_json(problem)):
+        if text is not None:
+            raise ConfigError(
+                f"rank {rank} cannot read {path} ({text}), which rank 0 has read: a run that still trains may have "
+                f"deleted or replaced it; type the command again, or on several machines resume=<a folder that all see>"
+            )
     return found
 
 
