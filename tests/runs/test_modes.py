@@ -190,6 +190,19 @@ def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: st
     assert sentence in start(*PYTHON_TRAIN, *filled).finish(2).sentence
 
 
+def test_the_best_evaluation_of_an_earlier_folder_is_said_to_be_there(start: Start, tmp_path: Path) -> None:
+    """An optimizer that makes the loss larger: the best evaluation is the first one."""
+    worse = [*PYTHON_TRAIN, "model=linear", "optimizer=adamw", "optimizer.fused=false", "+optimizer.maximize=true"]
+    worse += ["objective=test/loss", "logger=[]"]
+    start(*worse, "trainer.epochs=1", "hydra.run.dir=first").finish()
+    start(*worse, "trainer.epochs=2", "hydra.run.dir=second", "resume=first").finish()
+    best = [*PYTHON_TRAIN, "mode=evaluate", "mode.snapshot=best"]
+    sentence = start(*best, "resume=second").finish(2).sentence
+    expected = "the best evaluation, at step 23, is of an earlier folder; type resume=first, or mode.snapshot=last"
+    assert f"resume=second has no snapshots/best.pt: {expected}" in sentence
+    start(*best, "resume=first").finish()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is not None, reason="these packages are installed")
 def test_a_format_whose_packages_are_missing_is_refused(run: Path, start: Start) -> None:
     command = start(*PYTHON_TRAIN, "mode=export", f'resume="{run}"', "mode.format=onnx").finish(2)

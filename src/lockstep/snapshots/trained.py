@@ -33,7 +33,19 @@ def snapshots_to_try(resume: str | None, which: str, mode: str) -> list[Path]:
     for path in (folder / "snapshots" / "best.pt", folder / "best.pt"):
         if path.is_file():
             return find_snapshots(path, Path())
-    raise ConfigError(f"resume={resume} has no snapshots/best.pt: no epoch was evaluated; type mode.snapshot=last")
+    raise ConfigError(f"resume={resume} has no snapshots/best.pt: {_where_best_is(resume)}")
+
+
+def _where_best_is(resume: str) -> str:
+    """Why a run has no best.pt, and what to type. Reads its newest snapshot."""
+    found = load_first_good(find_snapshots(resume, Path()))
+    assert found is not None  # `find_snapshots` gave one at least
+    saved, _ = found
+    step = saved["progress"]["best_step"]
+    if step is None:
+        return "no epoch was evaluated; type mode.snapshot=last"
+    earlier = saved["config"].get("resume") or "<the run that this one was resumed from>"
+    return f"the best evaluation, at step {step}, is of an earlier folder; type resume={earlier}, or mode.snapshot=last"
 
 
 def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
