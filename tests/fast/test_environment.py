@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from lockstep.distributed.environment import first_host, node_rank_info, read_rank_info
+from lockstep.distributed.environment import node_rank_info, read_rank_info
+from lockstep.distributed.slurm_lists import first_host
 from lockstep.errors import ConfigError
 from support.commands import ROOT
 
@@ -78,6 +79,8 @@ def test_slurm_ranks_meet_at_the_first_host_and_at_a_port_of_their_own_step():
 def test_the_first_host_of_a_slurm_node_list():
     lists = ("n1", "n[3,5-7]", "a1,b2", "gpu-[001-004],cpu1", "")
     assert [first_host(nodes) for nodes in lists] == ["n1", "n3", "a1", "gpu-001", "127.0.0.1"]
+    assert first_host("rack[0-1]_blade[0-3],cpu1") == "rack0_blade0"
+    assert first_host("node[1-3]-ib,node[7]-ib") == "node1-ib"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """This process's rank, world size and local rank, read from the environment. No torch here."""
 
 import os
-import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from lockstep.distributed.slurm_lists import first_host, tasks_per_node
 from lockstep.errors import ConfigError
 
 Environment = Mapping[str, str]
@@ -92,15 +92,6 @@ def free_port() -> int:
         return port
 
 
-def first_host(nodelist: str) -> str:
-    """The first name in a Slurm node list: "gpu[07-09,12],cpu1" -> "gpu07". An empty list is this machine."""
-    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?", nodelist)
-    name, numbers = match.groups() if match else ("", None)
-    if numbers:
-        return str(name) + re.split(r"[-,]", numbers)[0]
-    return name or "127.0.0.1"
-
-
 def _from_torchrun(env: Environment) -> RankInfo:
     present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     numbers = _Numbers(env, unset=" ".join(present), starter="torchrun")
@@ -133,7 +124,7 @@ def _from_torchrun(env: Environment) -> RankInfo:
 def _check_one_torchrun_per_node(env: Environment) -> None:
     if "TORCHELASTIC_RUN_ID" not in env:
         return
-    agents = max(_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
     if agents > 1:
         raise ConfigError(
             f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
@@ -143,7 +134,7 @@ def _check_one_torchrun_per_node(env: Environment) -> None:
 
 def _from_slurm(env: Environment) -> RankInfo:
     numbers = _Numbers(env, unset="SLURM_STEP_NUM_TASKS", starter="srun")
-    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
+    tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
     node = numbers["SLURM_NODEID"]
     if not 0 <= node < len(tasks):
         raise ConfigError(
@@ -161,20 +152,6 @@ def _from_slurm(env: Environment) -> RankInfo:
         master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
         master_port=numbers.get("MASTER_PORT", _port_of_job(step)),
     )
-
-
-def _tasks_per_node(counts: str) -> list[int]:
-    """Slurm's "2(x2),1" -> [2, 2, 1]."""
-    tasks: list[int] = []
-    for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
-                f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
 
 
 @dataclass(frozen=True)
