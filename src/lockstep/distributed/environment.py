@@ -37,19 +37,37 @@ class RankInfo:
 
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
-    """Read torchrun's variables, else Slurm's, else MPI's; a world of one if there are none.
+    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
 
     Raises ConfigError for variables that are malformed, contradict each other, or leave out where the store listens.
     """
-    env = os.environ if env is None else env
-    if "RANK" in env or "WORLD_SIZE" in env:
+    info = _read(os.environ if env is None else env)
+    lowest = 1 if info.world_size > 1 else 0
+    if not lowest <= info.master_port <= 65535:
+        raise ConfigError(
+            f"MASTER_PORT={info.master_port} in the environment is no port at which ranks can meet: ports are 1 to "
+            f"65535; type MASTER_PORT=29500 before the command"
+        )
+    if info.local_world_size < 1:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={info.local_world_size} in the environment leaves out this rank; "
+            f"type `unset LOCAL_WORLD_SIZE` if all ranks are on this machine, or start with torchrun"
+        )
+    return info
+
+
+def _read(env: Environment) -> RankInfo:
+    if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
-    if "SLURM_STEP_NUM_TASKS" in env:  # set for the tasks of an srun step, not in the batch script around it
-        return _from_slurm(env)
-    if "OMPI_COMM_WORLD_SIZE" in env:
+    if "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm's: mpirun starts its ranks inside one srun step or several
         return _from_mpi(env, OPEN_MPI)
-    if "PMI_SIZE" in env:
+    tasks = env.get("SLURM_STEP_NUM_TASKS")  # set for the tasks of an srun step, not in the batch script around it
+    if env.get("PMI_SIZE", tasks) != tasks:  # srun sets both alike
         return _from_mpi(env, MPICH)
+    if tasks is not None:
+        return _from_slurm(env)
+    if "RANK" in env or "WORLD_SIZE" in env:  # a script may export one of them for what srun or mpirun starts
+        return _from_torchrun(env)
     return RankInfo()
 
 
@@ -156,13 +174,13 @@ def _from_slurm(env: Environment) -> RankInfo:
 
 @dataclass(frozen=True)
 class _MpiNames:
-    """The names of one MPI's variables. job: a value that all ranks of a job share and other jobs do not."""
+    """The names of one MPI's variables. jobs: of values that all ranks of a job share and other jobs do not."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    job: str
+    jobs: tuple[str, ...]
 
 
 OPEN_MPI = _MpiNames(
@@ -170,15 +188,16 @@ OPEN_MPI = _MpiNames(
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    job="OMPI_MCA_ess_base_jobid",
+    jobs=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),  # Open MPI 5 has only the second
 )
-MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="HYDI_CONTROL_FD")  # and Intel MPI
+MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", jobs=("HYDI_CONTROL_FD",))  # and Intel MPI
 
 
 def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
     numbers = _Numbers(env, unset=names.world_size, starter="mpirun")
     rank, world_size = numbers[names.rank], numbers[names.world_size]
     local_world_size = numbers.get(names.local_world_size, world_size)
+    job = next((env[name] for name in names.jobs if env.get(name)), str(os.getppid()))
     if local_world_size < world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
@@ -191,7 +210,7 @@ def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
         local_world_size=local_world_size,
         started_by="mpirun",
         master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
-        master_port=numbers.get("MASTER_PORT", _port_of_job(env.get(names.job) or str(os.getppid()))),
+        master_port=numbers.get("MASTER_PORT", _port_of_job(job)),
     )
 
 
