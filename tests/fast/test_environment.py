@@ -8,6 +8,7 @@ import pytest
 from lockstep.distributed.environment import node_rank_info, read_rank_info
 from lockstep.distributed.slurm_lists import first_host
 from lockstep.errors import ConfigError
+from lockstep.launchers.base import refuse_nesting
 from support.commands import ROOT
 
 TORCHRUN = {
@@ -85,6 +86,16 @@ def test_slurm_ranks_meet_at_the_first_host_and_at_a_port_of_their_own_step():
     assert info.master_port == read_rank_info(SRUN | {"SLURM_PROCID": "0"}).master_port
     assert info.master_port != read_rank_info(SRUN | {"SLURM_JOB_ID": "10"}).master_port
     assert read_rank_info(SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}).master_port == 7
+
+
+def test_runs_in_a_shell_of_srun_share_no_port_and_may_start_ranks(monkeypatch):
+    assert read_rank_info(ONE_TASK).master_port == 0
+    for name, value in ONE_TASK.items():
+        monkeypatch.setenv(name, value)
+    refuse_nesting("torchrun")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match="launch=torchrun inside srun .* type launch=env"):
+        refuse_nesting("torchrun")
 
 
 def test_mpi_ranks_behind_a_script_meet_at_a_port_of_their_job():

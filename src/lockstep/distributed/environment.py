@@ -35,6 +35,11 @@ class RankInfo:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
+    @property
+    def may_start_ranks(self) -> bool:
+        """Whether no other program has started this process as one of several ranks. srun --pty bash has one task."""
+        return self.started_by == "python" or (self.started_by == "srun" and self.world_size == 1)
+
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
     """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
@@ -161,14 +166,17 @@ def _from_slurm(env: Environment) -> RankInfo:
         )
     step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
     nodelist = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    world_size = numbers["SLURM_STEP_NUM_TASKS"]
+    # Several runs may be in one step of one task, so such a run takes no port.
+    port = numbers.get("MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0
     return RankInfo(
         rank=numbers["SLURM_PROCID"],
-        world_size=numbers["SLURM_STEP_NUM_TASKS"],
+        world_size=world_size,
         local_rank=numbers["SLURM_LOCALID"],
         local_world_size=tasks[node],
         started_by="srun",
         master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
-        master_port=numbers.get("MASTER_PORT", _port_of_job(step)),
+        master_port=port,
     )
 
 
