@@ -40,6 +40,7 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.launchers.base import RankFailed
+from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.processes import flush_output
 from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
 from lockstep.monitor.exception_record import is_local, message_of
@@ -196,6 +197,7 @@ def _run(main: Callable[[], Any]) -> int:
     sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
     sys.argv = prepare_arguments(sys.argv)
     info = read_rank_info()
+    end_with_starter()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
     if asks_for_text(sys.argv):
         if not info.is_rank_zero:

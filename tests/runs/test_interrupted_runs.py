@@ -8,6 +8,7 @@ import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
 from support.event_files import scalars
+from support.ports import free_port
 from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
 from support.worlds import same_bits
 
@@ -55,6 +56,25 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
+
+
+def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(30)\n")
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "model._target_=slow.Net"]
+    run = start(*torchrun, PYTHONPATH=tmp_path)
+    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
+    ranks = ranks_of_torchrun(run.process.pid)
+    assert len(ranks) == 2
+    run.process.kill()
+    wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
+
+
+def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
+    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=100", "hydra.run.dir=run"])
+    shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
+    run = start("bash", "-c", shell)
+    run.finish()  # its output ends with the rank
+    assert "finished: test loss" in read_log(tmp_path / "run")
 
 
 def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tmp_path):
