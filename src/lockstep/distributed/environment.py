@@ -198,7 +198,8 @@ OPEN_MPI = _MpiNames(
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     jobs=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),  # Open MPI 5 has only the second
 )
-MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", jobs=("HYDI_CONTROL_FD",))  # and Intel MPI
+# Intel MPI has the names of MPICH.
+MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", jobs=("HYDI_CONTROL_FD",))
 
 
 def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:

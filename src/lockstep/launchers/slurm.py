@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
+from lockstep.launchers.processes import print_line
 
 SCRIPT = """\
 #!/bin/bash
@@ -100,9 +101,10 @@ class SlurmLauncher(Launcher):
             )
         job = answer.stdout.split(";")[0].strip()
         (self.folder / JOB_FILE).write_text(f"{job}\n")
-        print(
+        print_line(
             f"submitted Slurm job {job}: squeue -j {job} shows its state, "
-            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}"
+            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
+            sys.stdout,
         )
 
     def script(self) -> str:

@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import STOP_SIGNALS, ended_at_once, unanswered_stop
 from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.launchers.processes import print_line
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
@@ -60,5 +61,5 @@ def stopped_early(codes: Sequence[int], relay: Relay) -> StoppedEarly | None:
 
 
 def _printed(stopped: StoppedEarly) -> StoppedEarly:
-    print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
+    print_line(f"lockstep: {stopped}", sys.stderr)
     return stopped
