@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,35 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
     step = position(tmp_path / "run")[0]
     assert f"stopped early at step {step}; go on there with hydra.run.dir={tmp_path}/run" in run.output
     assert not alive(ranks)
+
+
+SLOW_IMPORT = """
+import pathlib, sys, time
+
+from lockstep.models.mlp import mlp
+
+if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not one that they are forked from
+    pathlib.Path("importing").touch()
+    time.sleep(1)
+"""
+
+
+def test_slurms_warning_before_the_ranks_start_stops_them_after_their_first_step(start, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    run = start(*LONG, "launch=torchrun", "model._target_=slow.mlp", PYTHONPATH=tmp_path)
+    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
+    run.send(signal.SIGUSR1)
+    run.finish(75)
+    assert re.search("stopped early at step [12];", run.output)  # the ranks agree at the next step
+
+
+def test_ctrl_c_ends_a_later_node_that_waits_for_the_first_one(start, tmp_path):
+    nodes = ["launch=spawn", "launch.nproc_per_node=1", "launch.nnodes=2", f"launch.master_port={free_port()}"]
+    run = start(*LONG, *nodes, "launch.node_rank=1")
+    wait_for(lambda: ranks_under(run.process.pid), "rank")
+    time.sleep(2)  # it imports torch
+    run.send(signal.SIGINT)
+    run.finish(130, limit=10)
 
 
 @pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])

@@ -101,6 +101,11 @@ def stop_requested() -> bool:
     return _process.requested_at is not None
 
 
+def first_request() -> tuple[int, float] | None:
+    """The number of the first signal and when it came, by the monotonic clock; None if there was none."""
+    return None if _process.requested_at is None else (_process.requested_by, _process.requested_at)
+
+
 @contextmanager
 def blocked() -> Iterator[None]:
     """Inside the block no signal arrives. Processes that start there get it when they listen: Python's own handler
