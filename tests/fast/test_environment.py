@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lockstep.distributed.agent_watchdog import start_agent_watchdog
 from lockstep.distributed.environment import node_rank_info, read_rank_info
 from lockstep.distributed.slurm_lists import first_host
 from lockstep.errors import ConfigError
@@ -146,6 +147,11 @@ def test_nodes_of_a_spawned_world_need_a_port_and_a_number_each():
     ):
         node_rank_info(2, 2, "127.0.0.1", 29500)
     assert node_rank_info(1, 0, "127.0.0.1", 0).master_port > 0
+
+
+def test_a_variable_that_torchrun_has_left_behind_starts_no_watchdog():
+    start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x"})
+    start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"})
 
 
 def test_a_rank_is_not_forked_at_the_limit_of_processes():
