@@ -3,8 +3,6 @@
 import gc
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +18,7 @@ from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_hydra import accept_lazy_help, copy_config_store_once, leave_errors_to_us
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
+from lockstep.cli_report import exit_code, show_error
 from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
@@ -30,19 +29,13 @@ from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import (
     EXIT_CONFIG,
-    EXIT_DIVERGED,
-    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     ConfigError,
-    RanksDiffer,
     StoppedEarly,
-    TrainingDiverged,
 )
-from lockstep.launchers.base import RankFailed
+from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.processes import flush_output
-from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
-from lockstep.monitor.exception_record import is_local, message_of
 from lockstep.sweeps.ending import end_sweep
 
 
@@ -157,7 +150,8 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
     try:
         return run() or EXIT_FINISHED, None
     except SystemExit as error:
-        return _exit_code(error), None
+        show_error(error)
+        return exit_code(error), None
     except StoppedEarly as stopped:
         return stopped.code, None
     except KeyboardInterrupt:
@@ -166,7 +160,8 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
         if isinstance(error, BrokenPipeError) and asks_for_text(sys.argv):  # `--help | head`
             return EXIT_FINISHED, None
         shown = as_config_error(error, sys.argv[1:]) or error
-        return _report(shown), shown
+        show_error(shown)
+        return exit_code(shown), shown
 
 
 def _replace_closed_streams() -> None:
@@ -182,13 +177,6 @@ def _replace_closed_streams() -> None:
                 os.set_inheritable(number, True)
 
 
-def _exit_code(error: SystemExit) -> int:
-    if isinstance(error.code, str):
-        print(error.code, file=sys.stderr)
-        return EXIT_FAILED
-    return error.code or EXIT_FINISHED
-
-
 def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
     from lockstep.distributed.store import forget_start
@@ -196,6 +184,7 @@ def _run(main: Callable[[], Any]) -> int:
     sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
     sys.argv = prepare_arguments(sys.argv)
     info = read_rank_info()
+    end_with_starter()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
     if asks_for_text(sys.argv):
         if not info.is_rank_zero:
@@ -220,27 +209,3 @@ def _prepare_environment() -> None:
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if source not in folders:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, *folders]))
-
-
-def _report(error: Exception) -> int:
-    """Print the error, a ConfigError as a sentence. Returns the exit code."""
-    if isinstance(error, ConfigError):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
-            time.sleep(1)
-        print(f"lockstep: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    code = EXIT_FAILED
-    if isinstance(error, RankFailed):
-        code = error.code
-        if str(error):  # else the monitor prints the report when all ranks have ended
-            print(error, file=sys.stderr)
-    elif isinstance(error, TrainingDiverged | RanksDiffer):
-        code = EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
-        print(f"lockstep: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-        message = message_of(error)
-        if tells_of_lost_rank(message) and not is_local(error):
-            print(f"lockstep: {'; '.join(explain_lost_rank(message))}", file=sys.stderr)
-    return code

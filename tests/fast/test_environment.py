@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
-from lockstep.distributed.environment import first_host, node_rank_info, read_rank_info
+from lockstep.distributed.agent_watchdog import start_agent_watchdog
+from lockstep.distributed.environment import node_rank_info, read_rank_info
+from lockstep.distributed.slurm_lists import first_host
 from lockstep.errors import ConfigError
+from lockstep.launchers.base import refuse_nesting
 from support.commands import ROOT
 
 TORCHRUN = {
@@ -33,6 +36,12 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+ONE_TASK = SRUN | {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
 TWO_TORCHRUNS_A_NODE = TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,2"}
 
 
@@ -49,6 +58,11 @@ TWO_TORCHRUNS_A_NODE = TORCHRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,2"}
         ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "python", (0, 1, 0, 1)),  # a batch script
         (MPIRUN, "mpirun", (1, 2, 1, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpirun", (1, 2, 1, 2)),
+        (ONE_TASK | MPIRUN, "mpirun", (1, 2, 1, 2)),  # mpirun in an srun step
+        (ONE_TASK | {"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpirun", (1, 2, 1, 2)),
+        (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "3"}, "srun", (2, 3, 0, 1)),  # srun --mpi=pmi2
+        (SRUN | {"WORLD_SIZE": "3"}, "srun", (2, 3, 0, 1)),  # exported by the batch script
+        (MPIRUN | {"RANK": "0"}, "mpirun", (1, 2, 1, 2)),
     ],
 )
 def test_each_starter_is_recognised(env, started_by, place):
@@ -75,9 +89,31 @@ def test_slurm_ranks_meet_at_the_first_host_and_at_a_port_of_their_own_step():
     assert read_rank_info(SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "7"}).master_port == 7
 
 
+def test_runs_in_a_shell_of_srun_share_no_port_and_may_start_ranks(monkeypatch):
+    assert read_rank_info(ONE_TASK).master_port == 0
+    for name, value in ONE_TASK.items():
+        monkeypatch.setenv(name, value)
+    refuse_nesting("torchrun")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match="launch=torchrun inside srun .* type launch=env"):
+        refuse_nesting("torchrun")
+
+
+def test_mpi_ranks_behind_a_script_meet_at_a_port_of_their_job():
+    ports = {
+        read_rank_info(MPIRUN | {name: job}).master_port
+        for name in ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
+        for job in ("job-1", "job-2")
+    }
+    assert len(ports) == 2
+    assert read_rank_info(MPIRUN).master_port not in ports  # of the parent process, which the script would be
+
+
 def test_the_first_host_of_a_slurm_node_list():
     lists = ("n1", "n[3,5-7]", "a1,b2", "gpu-[001-004],cpu1", "")
     assert [first_host(nodes) for nodes in lists] == ["n1", "n3", "a1", "gpu-001", "127.0.0.1"]
+    assert first_host("rack[0-1]_blade[0-3],cpu1") == "rack0_blade0"
+    assert first_host("node[1-3]-ib,node[7]-ib") == "node1-ib"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +127,10 @@ def test_the_first_host_of_a_slurm_node_list():
         (SRUN | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2 does not fit"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE=two .* is not a list"),
         (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "-x MASTER_ADDR="),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0 .* is no port .*; type MASTER_PORT=29500 before the command"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 .* is no port"),
+        (SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT=-1 .* is no port"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 .* leaves out this rank; type `unset LOCAL_WORLD"),
         (TWO_TORCHRUNS_A_NODE, "srun started 2 torchruns .* type srun --ntasks-per-node=1 torchrun"),
     ],
 )
@@ -107,6 +147,11 @@ def test_nodes_of_a_spawned_world_need_a_port_and_a_number_each():
     ):
         node_rank_info(2, 2, "127.0.0.1", 29500)
     assert node_rank_info(1, 0, "127.0.0.1", 0).master_port > 0
+
+
+def test_a_variable_that_torchrun_has_left_behind_starts_no_watchdog():
+    start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x"})
+    start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"})
 
 
 def test_a_rank_is_not_forked_at_the_limit_of_processes():

@@ -115,6 +115,43 @@ def test_forked_ranks_end_after_a_killed_launcher():
         wait_for(lambda: not rank.exists(), "end of the rank", 20)
 
 
+SHOWS_COMMAND = "from lockstep.monitor.start import whole_command as whole; print(ascii(whole('python')))"
+
+
+def whole_command_under(name: str, *words: str) -> str:
+    """What `whole_command` finds in a process whose parent is called `name` and has these words."""
+    script = f'{sys.executable} -c "{SHOWS_COMMAND}"; true'
+    parent = [name, "-c", script, *words]
+    return subprocess.run(
+        parent, executable="/bin/bash", cwd=ROOT / "src", capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_a_value_that_mpirun_hands_to_its_ranks_is_in_no_report():
+    shown = whole_command_under("mpirun", "-x", "WANDB_API_KEY=hunter2", "-x", "MASTER_ADDR=node0", "lr=0.1")
+    assert shown.endswith("'-x', 'WANDB_API_KEY', '-x', 'MASTER_ADDR=node0', 'lr=0.1']\n")
+    assert "hunter2" not in shown
+
+
+def test_a_parent_whose_words_are_no_text_ends_no_run():
+    assert "folder-\\ufffd" in whole_command_under("mpirun", "folder-\udcff")
+
+
+def test_a_monitor_that_cannot_be_started_ends_no_run():
+    script = (
+        "import os, resource\n"
+        "from lockstep.monitor.options import MonitorOptions\n"
+        "from lockstep.monitor.start import start_monitor\n"
+        "if os.geteuid() == 0:\n"
+        "    os.setuid(65534)  # the limit does not hold for root\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
+        f"start_monitor('{uuid.uuid4().hex}', MonitorOptions())\n"
+        "print('goes on')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src")
+    assert found.stdout == "goes on\n", found.stderr
+
+
 def test_a_connection_that_is_closed_in_the_same_round_is_left_out():
     here, there = socket.socketpair()
     gone, other = socket.socketpair()

@@ -96,6 +96,15 @@ def test_the_flags_that_choose_the_config_reach_the_ranks(script, flag):
     assert f"{TRAIN} '--config-dir=/my conf' --config-name=other model=mine launch=env " in text
 
 
+def test_what_hydra_itself_was_told_reaches_the_ranks_too(script):
+    kept = ["hydra.searchpath=[file:///my/conf]", "hydra/job_logging=none", "+hydra.verbose=true"]
+    dropped = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    dropped += ["hydra/sweeper=lockstep", "hydra.mode=RUN"]
+    text = script("optimizer=mine", *kept, *dropped, overrides=["optimizer=mine"])
+    words = "'hydra.searchpath=[file:///my/conf]' hydra/job_logging=none +hydra.verbose=true optimizer=mine"
+    assert f"{TRAIN} {words} launch=env 'hydra.run.dir=" in text
+
+
 def test_a_submission_that_cannot_work_is_refused(tmp_path, monkeypatch):
     launcher = SlurmLauncher(run_dir=str(tmp_path), **(NOTHING_SET | {"dry_run": False}))
     monkeypatch.setenv("PATH", "/nowhere")

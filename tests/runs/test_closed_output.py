@@ -20,6 +20,33 @@ def test_a_run_whose_output_is_closed_finishes_without_a_word(start, tmp_path, l
     assert (tmp_path / "run/model.pt").exists()
 
 
+DIES_ONCE = """
+import os
+
+from lockstep.models.mlp import mlp
+
+
+def net(**options):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("once")
+    return mlp(**options)
+"""
+
+
+def test_a_run_whose_output_is_closed_restarts_as_others_do(start, tmp_path):
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    launch = "launch=torchrun launch.max_restarts=1 model=mlp model._target_=dies.net hydra.run.dir=run"
+    words = f"{sys.executable} {TRAIN} {launch} trainer.max_steps=12"
+    start("bash", "-o", "pipefail", "-c", f"{words} | true", PYTHONPATH=tmp_path).finish(0)
+    assert "finished: test loss" in (tmp_path / "run/train.log").read_text()
+
+
+@pytest.mark.parametrize(("word", "code"), [("nope=1", 2), ("optimizer.lr=1e10", 3), ("model._target_=no.net", 2)])
+def test_a_failure_whose_output_is_closed_has_the_exit_code_of_others(start, word, code):
+    words = f"{sys.executable} {TRAIN} model=mlp trainer.epochs=1 {word}"
+    start("bash", "-o", "pipefail", "-c", f"{words} |& true").finish(code)
+
+
 @pytest.mark.parametrize(
     "starter",
     [

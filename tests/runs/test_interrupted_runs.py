@@ -1,15 +1,30 @@
 """Signals and kills: every rank saves and exits, nothing is left behind, and the run goes on where it stopped."""
 
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
+from lockstep.monitor.watched_rank import has_ended
 from lockstep.runs.digests import read_digests
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, ranks_under, wait_for
+from support.commands import (
+    PYTHON_TRAIN,
+    ROOT,
+    TORCHRUN,
+    TRAIN,
+    Command,
+    children,
+    command_line,
+    ranks_of_torchrun,
+    ranks_under,
+    wait_for,
+)
 from support.event_files import scalars
+from support.ports import free_port
 from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
 from support.worlds import same_bits
 
@@ -45,6 +60,35 @@ def test_after_a_signal_all_ranks_save_the_same_step_and_exit_with_75(start, tmp
     assert not alive(ranks)
 
 
+SLOW_IMPORT = """
+import pathlib, sys, time
+
+from lockstep.models.mlp import mlp
+
+if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not one that they are forked from
+    pathlib.Path("importing").touch()
+    time.sleep(1)
+"""
+
+
+def test_slurms_warning_before_the_ranks_start_stops_them_after_their_first_step(start, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    run = start(*LONG, "launch=torchrun", "model._target_=slow.mlp", PYTHONPATH=tmp_path)
+    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
+    run.send(signal.SIGUSR1)
+    run.finish(75)
+    assert re.search("stopped early at step [12];", run.output)  # the ranks agree at the next step
+
+
+def test_ctrl_c_ends_a_later_node_that_waits_for_the_first_one(start, tmp_path):
+    nodes = ["launch=spawn", "launch.nproc_per_node=1", "launch.nnodes=2", f"launch.master_port={free_port()}"]
+    run = start(*LONG, *nodes, "launch.node_rank=1")
+    wait_for(lambda: ranks_under(run.process.pid), "rank")
+    time.sleep(2)  # it imports torch
+    run.send(signal.SIGINT)
+    run.finish(130, limit=10)
+
+
 @pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
 def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_path, launch, short_folder):
     temporary = short_folder
@@ -57,6 +101,43 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(0, 5), (1, 0)])
+def test_ranks_save_when_their_fork_server_is_killed_and_the_launcher_says_so(start, tmp_path, restarts, code):
+    training = [*SLOW, "trainer.epochs=6", "hydra.run.dir=run"]
+    run = start(*PYTHON_TRAIN, *training, "launch=torchrun", f"launch.max_restarts={restarts}")
+    wait_for_snapshot(tmp_path / "run")
+    ranks = ranks_under(run.process.pid)
+    (server,) = [pid for pid in children(run.process.pid) if b"forkserver" in command_line(pid)]
+    os.kill(server, signal.SIGKILL)
+    run.finish(code)
+    said = run.output[run.output.index("lockstep: the helper process that the ranks are forked from was killed") :]
+    assert "exit()" not in run.output
+    assert "Traceback" not in run.output
+    wait_for(lambda: all(map(has_ended, ranks)), "end of the ranks", limit=3)
+    step = int(re.findall(r"stopped early at step (\d+)", read_log(tmp_path / "run"))[0])
+    assert f"the last good snapshot is {tmp_path}/run/snapshots/step_{step:08d}.pt" in said
+    assert count_resumptions(tmp_path / "run") == restarts
+
+
+def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(30)\n")
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "model._target_=slow.Net"]
+    run = start(*torchrun, PYTHONPATH=tmp_path)
+    wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
+    ranks = ranks_of_torchrun(run.process.pid)
+    assert len(ranks) == 2
+    run.process.kill()
+    wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
+
+
+def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
+    words = " ".join([*PYTHON_TRAIN, "model=mlp", "trainer.epochs=100", "hydra.run.dir=run"])
+    shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
+    run = start("bash", "-c", shell)
+    run.finish()  # its output ends with the rank
+    assert "finished: test loss" in read_log(tmp_path / "run")
 
 
 def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tmp_path):

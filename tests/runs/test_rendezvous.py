@@ -156,11 +156,30 @@ def test_a_requeued_slurm_step_keeps_its_start_time_until_it_has_finished(tmp_pa
     assert first_start(step | {"SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}) > began
     assert first_start(step) > began  # another job of the same number, years later
     assert datetime.now() - first_start({}) < timedelta(seconds=1)
+    (tmp_path / "outputs/.started/slurm-8.0").write_text("")  # left by a machine that failed
+    assert first_start(step | {"SLURM_RESTART_COUNT": "1"}) > began
     monkeypatch.setattr("os.environ", step)
     forget_start(RankInfo(rank=1, world_size=2))
     assert (tmp_path / "outputs/.started/slurm-8.0").exists()
     forget_start(RankInfo())
     assert not (tmp_path / "outputs/.started/slurm-8.0").exists()
+
+
+def test_a_requeued_step_of_one_task_keeps_its_start_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"})
+    one_task = RankInfo(started_by="srun")
+    began = run_started_at.__wrapped__(one_task)
+    assert run_started_at.__wrapped__(one_task) == began
+    assert run_started_at.__wrapped__(RankInfo()) > began
+
+
+def test_an_old_claim_that_another_run_removes_first_hides_no_claim(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moment = datetime(2026, 11, 22, 12)
+    assert store_module._claim_second(moment) == moment
+    (tmp_path / "outputs/.started/second-gone").symlink_to("removed")  # listed, and not there when it is looked at
+    assert store_module._claim_second(moment) == moment + timedelta(seconds=1)
 
 
 def test_runs_that_start_in_the_same_second_get_seconds_of_their_own(tmp_path, monkeypatch):

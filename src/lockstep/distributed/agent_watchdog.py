@@ -20,8 +20,8 @@ LOST_RESENDS = 6  # of the same bytes, each after twice the time of the one befo
 
 def start_agent_watchdog(env: Mapping[str, str]) -> None:
     """Start a watchdog for the torchrun agent that is the parent of this process, if the world has several machines."""
-    in_torchrun = "TORCHELASTIC_RUN_ID" in env
-    if in_torchrun and env["LOCAL_RANK"] == "0" and env["LOCAL_WORLD_SIZE"] != env["WORLD_SIZE"]:
+    in_torchrun = {"TORCHELASTIC_RUN_ID", "RANK", "LOCAL_WORLD_SIZE"} <= env.keys()  # one alone is left by a script
+    if in_torchrun and env.get("LOCAL_RANK") == "0" and env["LOCAL_WORLD_SIZE"] != env.get("WORLD_SIZE"):
         command = [sys.executable, __file__, str(os.getppid())]
         subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 

@@ -35,7 +35,8 @@ def choose_backend(name: str, local_size: int = 1) -> str:
     if name == "nccl" and local_size > gpus:
         raise ConfigError(
             f"backend=nccl needs one GPU per rank: {local_size} ranks on this machine but {gpus} GPUs; "
-            f"type --nproc_per_node={gpus} or launch.nproc_per_node={gpus}, or backend=gloo"
+            f"type --nproc_per_node={gpus}, launch.nproc_per_node={gpus} or srun --gpus-per-node={local_size}, "
+            f"or backend=gloo"
         )
     return name
 

@@ -1,12 +1,12 @@
 """This process's rank, world size and local rank, read from the environment. No torch here."""
 
 import os
-import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from lockstep.distributed.slurm_lists import first_host, tasks_per_node
 from lockstep.errors import ConfigError
 
 Environment = Mapping[str, str]
@@ -35,21 +35,44 @@ class RankInfo:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
+    @property
+    def may_start_ranks(self) -> bool:
+        """Whether no other program has started this process as one of several ranks. srun --pty bash has one task."""
+        return self.started_by == "python" or (self.started_by == "srun" and self.world_size == 1)
+
 
 def read_rank_info(env: Environment | None = None) -> RankInfo:
-    """Read torchrun's variables, else Slurm's, else MPI's; a world of one if there are none.
+    """Read torchrun's variables, else MPI's, else Slurm's; a world of one if there are none.
 
     Raises ConfigError for variables that are malformed, contradict each other, or leave out where the store listens.
     """
-    env = os.environ if env is None else env
-    if "RANK" in env or "WORLD_SIZE" in env:
+    info = _read(os.environ if env is None else env)
+    lowest = 1 if info.world_size > 1 else 0
+    if not lowest <= info.master_port <= 65535:
+        raise ConfigError(
+            f"MASTER_PORT={info.master_port} in the environment is no port at which ranks can meet: ports are 1 to "
+            f"65535; type MASTER_PORT=29500 before the command"
+        )
+    if info.local_world_size < 1:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={info.local_world_size} in the environment leaves out this rank; "
+            f"type `unset LOCAL_WORLD_SIZE` if all ranks are on this machine, or start with torchrun"
+        )
+    return info
+
+
+def _read(env: Environment) -> RankInfo:
+    if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
-    if "SLURM_STEP_NUM_TASKS" in env:  # set for the tasks of an srun step, not in the batch script around it
-        return _from_slurm(env)
-    if "OMPI_COMM_WORLD_SIZE" in env:
+    if "OMPI_COMM_WORLD_SIZE" in env:  # before Slurm's: mpirun starts its ranks inside one srun step or several
         return _from_mpi(env, OPEN_MPI)
-    if "PMI_SIZE" in env:
+    tasks = env.get("SLURM_STEP_NUM_TASKS")  # set for the tasks of an srun step, not in the batch script around it
+    if env.get("PMI_SIZE", tasks) != tasks:  # srun sets both alike
         return _from_mpi(env, MPICH)
+    if tasks is not None:
+        return _from_slurm(env)
+    if "RANK" in env or "WORLD_SIZE" in env:  # a script may export one of them for what srun or mpirun starts
+        return _from_torchrun(env)
     return RankInfo()
 
 
@@ -92,15 +115,6 @@ def free_port() -> int:
         return port
 
 
-def first_host(nodelist: str) -> str:
-    """The first name in a Slurm node list: "gpu[07-09,12],cpu1" -> "gpu07". An empty list is this machine."""
-    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?", nodelist)
-    name, numbers = match.groups() if match else ("", None)
-    if numbers:
-        return str(name) + re.split(r"[-,]", numbers)[0]
-    return name or "127.0.0.1"
-
-
 def _from_torchrun(env: Environment) -> RankInfo:
     present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     numbers = _Numbers(env, unset=" ".join(present), starter="torchrun")
@@ -133,7 +147,7 @@ def _from_torchrun(env: Environment) -> RankInfo:
 def _check_one_torchrun_per_node(env: Environment) -> None:
     if "TORCHELASTIC_RUN_ID" not in env:
         return
-    agents = max(_tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
     if agents > 1:
         raise ConfigError(
             f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
@@ -143,7 +157,7 @@ def _check_one_torchrun_per_node(env: Environment) -> None:
 
 def _from_slurm(env: Environment) -> RankInfo:
     numbers = _Numbers(env, unset="SLURM_STEP_NUM_TASKS", starter="srun")
-    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
+    tasks = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
     node = numbers["SLURM_NODEID"]
     if not 0 <= node < len(tasks):
         raise ConfigError(
@@ -152,40 +166,29 @@ def _from_slurm(env: Environment) -> RankInfo:
         )
     step = f"{env.get('SLURM_JOB_ID', '0')}.{env.get('SLURM_STEP_ID', '0')}"
     nodelist = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+    world_size = numbers["SLURM_STEP_NUM_TASKS"]
+    # Several runs may be in one step of one task, so such a run takes no port.
+    port = numbers.get("MASTER_PORT", _port_of_job(step)) if world_size > 1 else 0
     return RankInfo(
         rank=numbers["SLURM_PROCID"],
-        world_size=numbers["SLURM_STEP_NUM_TASKS"],
+        world_size=world_size,
         local_rank=numbers["SLURM_LOCALID"],
         local_world_size=tasks[node],
         started_by="srun",
         master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
-        master_port=numbers.get("MASTER_PORT", _port_of_job(step)),
+        master_port=port,
     )
-
-
-def _tasks_per_node(counts: str) -> list[int]:
-    """Slurm's "2(x2),1" -> [2, 2, 1]."""
-    tasks: list[int] = []
-    for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
-                f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
-            )
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
 
 
 @dataclass(frozen=True)
 class _MpiNames:
-    """The names of one MPI's variables. job: a value that all ranks of a job share and other jobs do not."""
+    """The names of one MPI's variables. jobs: of values that all ranks of a job share and other jobs do not."""
 
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    job: str
+    jobs: tuple[str, ...]
 
 
 OPEN_MPI = _MpiNames(
@@ -193,15 +196,17 @@ OPEN_MPI = _MpiNames(
     world_size="OMPI_COMM_WORLD_SIZE",
     local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
     local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    job="OMPI_MCA_ess_base_jobid",
+    jobs=("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),  # Open MPI 5 has only the second
 )
-MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job="HYDI_CONTROL_FD")  # and Intel MPI
+# Intel MPI has the names of MPICH.
+MPICH = _MpiNames("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", jobs=("HYDI_CONTROL_FD",))
 
 
 def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
     numbers = _Numbers(env, unset=names.world_size, starter="mpirun")
     rank, world_size = numbers[names.rank], numbers[names.world_size]
     local_world_size = numbers.get(names.local_world_size, world_size)
+    job = next((env[name] for name in names.jobs if env.get(name)), str(os.getppid()))
     if local_world_size < world_size and not env.get("MASTER_ADDR"):
         raise ConfigError(
             "mpirun started ranks on several hosts and MPI does not say where their store listens; "
@@ -214,7 +219,7 @@ def _from_mpi(env: Environment, names: _MpiNames) -> RankInfo:
         local_world_size=local_world_size,
         started_by="mpirun",
         master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
-        master_port=numbers.get("MASTER_PORT", _port_of_job(env.get(names.job) or str(os.getppid()))),
+        master_port=numbers.get("MASTER_PORT", _port_of_job(job)),
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Self
 
-from lockstep.distributed.signals import STOP_SIGNALS, handle_signals, is_repeated
+from lockstep.distributed.signals import STOP_SIGNALS, first_request, handle_signals, is_repeated
 
 
 class Relay:
@@ -32,6 +32,9 @@ class Relay:
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
+        request = first_request()
+        if request is not None:  # SIGUSR1, which Slurm sends, ends no process before the training
+            self.first, self.first_at = request
         return self
 
     def __exit__(self, *exception: object) -> None:

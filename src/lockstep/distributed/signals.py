@@ -101,6 +101,11 @@ def stop_requested() -> bool:
     return _process.requested_at is not None
 
 
+def first_request() -> tuple[int, float] | None:
+    """The number of the first signal and when it came, by the monotonic clock; None if there was none."""
+    return None if _process.requested_at is None else (_process.requested_by, _process.requested_at)
+
+
 @contextmanager
 def blocked() -> Iterator[None]:
     """Inside the block no signal arrives. Processes that start there get it when they listen: Python's own handler
@@ -130,11 +135,11 @@ def stop_after_saving() -> Iterator[None]:
 def unanswered_stop() -> StoppedEarly:
     """The error for a stop that a rank did not take part in: it hangs or is gone."""
     reason = "asked to stop, but not every rank answered"
-    return StoppedEarly(_without_snapshot(reason), EXIT_STOPPED_WITHOUT_SNAPSHOT)
+    return StoppedEarly(with_newest_snapshot(reason), EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
-def _without_snapshot(reason: str) -> str:
-    """The sentence for a run whose last step is in no snapshot. reason: its first words."""
+def with_newest_snapshot(reason: str) -> str:
+    """The sentence for a run whose last step may be in no snapshot. reason: its first words."""
     folder = Path(_process.run_dir or ".")
     newest = newest_snapshot(folder)
     if newest is None:
@@ -149,7 +154,7 @@ def ended_at_once(number: int, in_training: bool) -> StoppedEarly:
         return StoppedEarly(f"ended by {name}; there is nothing to save", 128 + number)
     code = 128 + number if number == signal.SIGINT else EXIT_STOPPED_WITHOUT_SNAPSHOT
     what = f"ended at once by a second {name}" if in_training else f"ended by {name} before its first step"
-    return StoppedEarly(_without_snapshot(what), code)
+    return StoppedEarly(with_newest_snapshot(what), code)
 
 
 def is_repeated(first: float, number: int) -> bool:

@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -89,6 +90,8 @@ def run_started_at(info: RankInfo, claim: bool = True, timeout: timedelta = STOR
     a run that starts in the second of another one gets the next free second, and so a folder of its own.
     timeout: for rank 0 to come. Raises RankMissing.
     """
+    if not info.master_port and info.started_by == "srun" and claim:
+        return _first_start(os.environ)  # Slurm may have requeued it
     if not info.master_port:
         return _claim_second(datetime.now()) if claim else datetime.now()
     store = shared_store(info, timeout)
@@ -103,8 +106,9 @@ def _claim_second(moment: datetime) -> datetime:
     try:
         NOTES.mkdir(parents=True, exist_ok=True)
         for claim in NOTES.glob("second-*"):
-            if time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
-                claim.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another run that starts now has removed it
+                if time.time() - claim.stat().st_mtime > CLAIM_SECONDS:
+                    claim.unlink()
         while not _is_first(NOTES / f"second-{moment:%Y-%m-%dT%H-%M-%S}"):
             moment += timedelta(seconds=1)
     except OSError:  # then the run folder cannot be created either, and that has a message of its own
@@ -130,8 +134,9 @@ def forget_start(info: RankInfo) -> None:
 def _first_start(env: Mapping[str, str]) -> datetime:
     """Now; or, in a restarted job, the moment at which it started first, which is noted in a file."""
     note, may_be_restart = _start_note(env)
-    if note is not None and may_be_restart and note.exists():
-        return datetime.fromisoformat(note.read_text())
+    noted = note.read_text() if note is not None and may_be_restart and note.exists() else ""
+    if noted:  # a machine that fails can leave an empty file
+        return datetime.fromisoformat(noted)
     now = _claim_second(datetime.now())
     if note is None:
         return now

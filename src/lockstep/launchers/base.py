@@ -92,9 +92,9 @@ class RankFailed(Exception):
 
 def refuse_nesting(name: str) -> None:
     """Raise ConfigError if another launcher has started this process as a rank already."""
-    started_by = read_rank_info().started_by
-    if started_by != "python":
+    info = read_rank_info()
+    if not info.may_start_ranks:
         raise ConfigError(
-            f"launch={name} inside {started_by} would start every rank several times; "
-            f"type launch=env, or leave {started_by} out"
+            f"launch={name} inside {info.started_by} would start every rank several times; "
+            f"type launch=env, or leave {info.started_by} out"
         )

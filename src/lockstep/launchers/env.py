@@ -14,6 +14,7 @@ from lockstep.launchers.base import Launcher, RankFailed, Worker
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.exception_record import message_of
 
+STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
@@ -43,8 +44,7 @@ class EnvLauncher(Launcher):
         return info.world_size, info.local_world_size
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        if read_rank_info().started_by != "python":
-            end_with_parent()
+        end_with_starter()  # again: Hydra's launchers start jobs that do not begin in the command line
         with monitor.started_by_rank():
             try:
                 value = worker(*args)
@@ -59,6 +59,15 @@ class EnvLauncher(Launcher):
                 raise failure from error
             monitor.ended("finished")
             return value
+
+
+def end_with_starter() -> None:
+    """Make this rank end with torchrun, srun or mpirun.
+
+    A rank that was started by hand must not end with its parent: that is a shell, which may end under nohup.
+    """
+    if read_rank_info().started_by in STARTERS:
+        end_with_parent()
 
 
 def _with_report(error: BaseException) -> BaseException:

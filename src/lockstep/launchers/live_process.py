@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def require_room_for_process() -> None:
 
     The helper process that ranks are forked from would end if it could not fork, and all ranks with it.
     """
-    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
+    program = "/bin/true" if os.path.exists("/bin/true") else sys.executable  # some images have only Python
+    os.waitpid(os.posix_spawn(program, [program, "-c", ""], {}), 0)
 
 
 @contextmanager

@@ -11,11 +11,10 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
@@ -105,7 +104,7 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
                 multiprocessing.forkserver.ensure_running()
         except OSError as error:  # the system's limit for the path of a Unix socket is about 100 characters
-            folder = tempfile.gettempdir()
+            folder = os.environ.get("TMPDIR", "/tmp")  # tempfile has no answer if no folder can be used
             raise ConfigError(
                 f"the helper process of the ranks cannot listen in {folder} ({error}); "
                 f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
@@ -174,6 +173,12 @@ def failure_of(report: dict[str, Any]) -> Exception:
     if first["kind"] == "config":
         return ConfigError(first["message"])
     return RankFailed(report["screen"], report["contents"])
+
+
+def print_line(text: object, stream: TextIO) -> None:
+    """Print a line at once. A stream whose reader has gone, as in `| head`, costs the line and not the run."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
 
 
 def flush_output() -> None:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
+from lockstep.launchers.processes import print_line
 
 SCRIPT = """\
 #!/bin/bash
@@ -100,9 +101,10 @@ class SlurmLauncher(Launcher):
             )
         job = answer.stdout.split(";")[0].strip()
         (self.folder / JOB_FILE).write_text(f"{job}\n")
-        print(
+        print_line(
             f"submitted Slurm job {job}: squeue -j {job} shows its state, "
-            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}"
+            f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
+            sys.stdout,
         )
 
     def script(self) -> str:
@@ -140,7 +142,17 @@ class SlurmLauncher(Launcher):
         script = str(Path(sys.argv[0]).resolve())
         folder = f'hydra.run.dir="{self.folder}"'
         launch = ["launch=env", *(["launch.recover=live"] if self.recover == "live" else [])]  # the job's log says more
-        return [sys.executable, script, *config_flags(sys.argv[1:]), *overrides, *launch, folder]
+        typed = [*config_flags(sys.argv[1:]), *hydra_overrides(sys.argv[1:])]
+        return [sys.executable, script, *typed, *overrides, *launch, folder]
+
+
+def hydra_overrides(arguments: list[str]) -> list[str]:
+    """The overrides of Hydra's own config that hold for the ranks, too, such as hydra.searchpath=[...].
+
+    The run folder is fixed, and what starts this job or a sweep of such jobs is done.
+    """
+    words = [word for word in arguments if re.match(r"[+~]*hydra[./]", word)]
+    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|launcher|mode)\b", word)]
 
 
 def config_flags(arguments: list[str]) -> list[str]:

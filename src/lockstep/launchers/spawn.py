@@ -70,7 +70,9 @@ class SpawnLauncher(Launcher):
         world_size, ranks_here = self.num_ranks()
         env = rank_environment(node, world_size, ranks_here, self.name) | {"GROUP_RANK": str(self.node_rank)}
         first_rank = self.node_rank * ranks_here
-        supervisor = Supervisor(self.start_method, ranks_here, first_rank, env, 0, lambda: shared_store(node))
+        # Elsewhere only the ranks need the store: this process would wait for node 0 and hear no signal meanwhile.
+        host_store = (lambda: shared_store(node)) if self.node_rank == 0 else (lambda: None)
+        supervisor = Supervisor(self.start_method, ranks_here, first_rank, env, 0, host_store)
         try:
             return supervisor.run(worker, *args)
         finally:

@@ -3,6 +3,7 @@
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,8 +15,8 @@ from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.distributed.temporary_folder import temporary_folder
 from lockstep.launchers.base import RankFailed, Worker
-from lockstep.launchers.processes import failure_of, run_rank
-from lockstep.launchers.stopping import stopped_early, wait_for_ranks
+from lockstep.launchers.processes import failure_of, print_line, run_rank
+from lockstep.launchers.stopping import lost_helper, stopped_early, wait_for_ranks
 from lockstep.monitor.start import MonitorLink
 
 
@@ -58,10 +59,10 @@ class Supervisor:
                 if failure.is_raised_by_all:
                     raise failure
                 if failure.will_fail_again:
-                    print("lockstep: no restart: the same failure came again at the same step", flush=True)
+                    print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
                     raise failure
                 attempt += 1
-                print(f"{failure.headline}\nlockstep: restart {attempt} of {self.max_restarts}", flush=True)
+                print_line(f"{failure.headline}\nlockstep: restart {attempt} of {self.max_restarts}", sys.stdout)
                 monitor.next_attempt(attempt)
 
     def _attempt(
@@ -95,6 +96,9 @@ class Supervisor:
     def _failure(
         self, monitor: MonitorLink, relay: Relay, codes: list[int], processes: list[BaseProcess]
     ) -> BaseException | None:
+        lost = lost_helper(codes, [process.pid or 0 for process in processes])
+        if lost is not None:
+            return lost
         stopped = stopped_early(codes, relay)
         if stopped is not None:
             return stopped

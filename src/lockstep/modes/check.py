@@ -24,10 +24,10 @@ class Check(Mode):
     name, checks = "check", True
 
     def validate(self, job: "JobSpec") -> None:
-        started_by = read_rank_info().started_by
-        if started_by != "python":
+        info = read_rank_info()
+        if not info.may_start_ranks:
             raise ConfigError(
-                f"mode=check starts its two ranks itself, and {started_by} has started this process as one; "
+                f"mode=check starts its two ranks itself, and {info.started_by} has started this process as one; "
                 f"type python src/train.py mode=check"
             )
 

@@ -8,6 +8,7 @@ import sys
 import uuid
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,12 +40,15 @@ def start_monitor(name: str, options: MonitorOptions) -> None:
 def run_monitor(listener: socket.socket, options: MonitorOptions) -> None:
     """Start the process that takes the connections of `listener`."""
     program = PROGRAM.format(source=str(Path(__file__).parents[2]))
-    monitor = subprocess.Popen(
-        [sys.executable, "-S", "-E", "-c", program, str(listener.fileno())],
-        pass_fds=[listener.fileno()],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+    try:
+        monitor = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", program, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError:  # no process or no memory is left for it
+        return
     assert monitor.stdin is not None
     # Options are not in its command line: `pkill -f train.py` must not end the monitor.
     with suppress(OSError), monitor.stdin as options_file:
@@ -137,14 +141,24 @@ def whole_command(started_by: str) -> list[str]:
     if started_by == "srun":
         return ["srun", *typed_command()]
     parent = _command_of(os.getppid())
-    is_known = "TORCHELASTIC_RUN_ID" in os.environ or parent[0] in MPI_LAUNCHERS
-    return parent if is_known else typed_command()
+    if parent[0] in MPI_LAUNCHERS:
+        return _without_values(parent)
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ else typed_command()
+
+
+def _without_values(mpirun: list[str]) -> list[str]:
+    """The words with `-x NAME` for `-x NAME=VALUE`, which may be a secret. Where the ranks meet is none."""
+    shown = mpirun[:1]
+    for before, word in pairwise(mpirun):
+        is_value = before == "-x" and not word.startswith("MASTER_")
+        shown.append(word.partition("=")[0] if is_value else word)
+    return shown
 
 
 def _command_of(pid: int) -> list[str]:
     """The words that started another process; this one's where the system does not tell."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return typed_command()
     return [os.path.basename(words[0]), *words[1:]]

@@ -214,6 +214,11 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, whether its parent knows it or not."""
+    return is_gone(pid) or zombie_exit_code(pid) is not None
+
+
 def zombie_exit_code(pid: int) -> int | None:
     """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
     try:

@@ -1,0 +1,58 @@
+"""How the error that ends a command is shown, and the exit code that it gives."""
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+from lockstep.errors import (
+    EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    ConfigError,
+    RanksDiffer,
+    TrainingDiverged,
+)
+from lockstep.launchers.base import RankFailed
+from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
+from lockstep.monitor.exception_record import is_local, message_of
+
+
+def exit_code(error: BaseException) -> int:
+    """The code of `lockstep.errors` for an error that ends the command."""
+    if isinstance(error, SystemExit):
+        return EXIT_FAILED if isinstance(error.code, str) else error.code or EXIT_FINISHED
+    if isinstance(error, RankFailed):
+        return error.code
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
+
+
+def show_error(error: BaseException) -> None:
+    """Print the error on stderr, a ConfigError as a sentence. If nobody reads stderr any more, the exit code tells."""
+    with suppress(OSError, ValueError):
+        _print_error(error)
+
+
+def _print_error(error: BaseException) -> None:
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif isinstance(error, ConfigError):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
+            time.sleep(1)
+        print(f"lockstep: {error}", file=sys.stderr)
+    elif isinstance(error, RankFailed):
+        if str(error):  # else the monitor prints the report when all ranks have ended
+            print(error, file=sys.stderr)
+    elif isinstance(error, TrainingDiverged | RanksDiffer):
+        print(f"lockstep: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        message = message_of(error)
+        if tells_of_lost_rank(message) and not is_local(error):
+            print(f"lockstep: {'; '.join(explain_lost_rank(message))}", file=sys.stderr)
