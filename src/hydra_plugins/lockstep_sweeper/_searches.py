@@ -62,7 +62,7 @@ def make_plan(
     if trials is None:
         _refuse_intervals(overrides)
         return _without_refused(list_all(), fixed, allows)
-    space = read_space(overrides)
+    space = read_space(overrides, fixed)
 
     def allows_values(values: Mapping[str, str]) -> bool:
         return allows([*fixed, *words(values)])
@@ -86,11 +86,20 @@ def _without_refused(
     return Plan(allowed, fixed, left_out=len(lists) - len(allowed))
 
 
-def read_space(overrides: list[Override]) -> Space:
-    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies."""
-    space = {override.get_key_element(): _values(override) for override in overrides if override.is_sweep_override()}
-    if not space:
+def read_space(overrides: list[Override], fixed: Sequence[str]) -> Space:
+    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies.
+
+    A plain word that is not in `fixed` is of a key that earlier jobs of this sweep vary: here it has one value.
+    """
+    if not any(override.is_sweep_override() for override in overrides):
         raise ConfigError("nothing varies in this sweep; type optimizer.lr=tag(log,interval(0.001,0.1))")
+    space: dict[str, Numbers | Choices] = {}
+    for override in overrides:
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            space[key] = _values(override)
+        elif f"{key}={override.get_value_element_as_str()}" not in fixed:
+            space[key] = Choices((override.get_value_element_as_str(),))
     return space
 
 
