@@ -63,6 +63,18 @@ def test_a_signal_stops_the_jobs_of_a_launcher_of_hydra(start, launcher):
     wait_for(lambda: not processes_of(run.process.pid), "end of joblib's helper process", 5)
 
 
+@pytest.mark.parametrize("launcher", [JOBLIB, ONE, SUBMITIT])
+def test_a_killed_sweep_with_a_launcher_of_hydra_ends_its_jobs_which_then_go_on(start, launcher):
+    jobs = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=80", "snapshot.every=5steps", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *jobs, *launcher)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    run.send(signal.SIGKILL)
+    run.process.wait()
+    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", *launcher).finish()
+    assert states(run.cwd / "s") == ["finished"] * 2
+    assert "resumed from" in (run.cwd / "s" / "0_seed=1" / "train.log").read_text()
+
+
 def test_a_launcher_whose_worker_is_killed_leaves_the_rows_as_their_runs_are(start):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install hydra-joblib-launcher")
     jobs = ["-m", "trainer.epochs=1,400,401", "model=mlp", "hydra.sweep.dir=s", "hydra/launcher=joblib"]

@@ -9,8 +9,7 @@ from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
-from lockstep.runs.record import is_locked
-from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
+from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job, wait_for_lock
 from lockstep.sweeps.output import show
 from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
@@ -18,7 +17,6 @@ from lockstep.sweeps.slots import Slot
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SweepTable
 
 POLL_SECONDS = 0.005
-LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 
 
 class SweepRunner:
@@ -88,10 +86,7 @@ class SweepRunner:
 
     def _start(self, process: JobProcess, relay: Relay) -> None:
         row = self.table.rows[process.job.number]
-        folder = self.table.folder / row.folder
-        deadline = time.monotonic() + LOCK_SECONDS
-        while is_locked(folder) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_lock(self.table.folder / row.folder)
         self.table.update(process.job.number, state=RUNNING, cause="")
         if process.output is None:
             show(f"sweep: {process.job.describe(row.overrides)}")
