@@ -1,7 +1,7 @@
 """What a second command does in the folder of a sweep: the values it adds, and the jobs of the commands before it."""
 
 from support.commands import PYTHON_TRAIN
-from support.sweep_tables import rows_of
+from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
 
@@ -15,3 +15,16 @@ def test_a_search_that_goes_on_with_one_value_of_a_key_trains_with_it(start):
     for row in added:
         assert row["overrides"].endswith(" trainer.batch_size=32")
         assert "batch_size: 32\n" in (run.cwd / "s" / row["folder"] / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_resumed_sweep_also_runs_what_earlier_commands_have_left(start):
+    """A job of the first command waits; the second one lists other values, and names what goes on with all of them."""
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s"]
+    table = start(*command, "optimizer.lr=0.1,0.2").finish().cwd / "s" / "sweep.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
+    assert "-m sweep.resume=s\n" in start(*command, "seed=1,2").finish(75).output
+    assert column(table.parent, "state") == ["finished", "waiting", "finished", "finished"]
+    more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s").finish()
+    assert "sweep: job 1, optimizer.lr=0.2\n" in more.output
+    assert column(table.parent, "state") == ["finished"] * 4

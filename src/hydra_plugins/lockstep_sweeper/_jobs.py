@@ -16,7 +16,14 @@ from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, pref
 from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
 from hydra_plugins.lockstep_sweeper._launchers import run_by_launcher
 from hydra_plugins.lockstep_sweeper._outcomes import outcome_of
-from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
+from hydra_plugins.lockstep_sweeper._searches import (
+    Plan,
+    build_search,
+    check_search,
+    make_plan,
+    refuse_search,
+    with_earlier_jobs,
+)
 from lockstep.cli_record import words_of_folders
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
@@ -95,11 +102,14 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     overrides = parser.parse_overrides(words)
     ((fixed,),) = sweeper.split_arguments([word for word in overrides if not word.is_sweep_override()], None)
-    varied = varied_keys(read_rows(sweep_folder(sweeper.config)))  # also if this command has one value of a key
+    rows = read_rows(sweep_folder(sweeper.config))
+    varied = varied_keys(rows)  # also if this command has one value of a key
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
     jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
     allows = constrained(jobs)
     plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0], allows)
+    if jobs.base.sweep.resume is not None:
+        plan = with_earlier_jobs(plan, rows, jobs.base.sweep.retry == "failed")
     checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)

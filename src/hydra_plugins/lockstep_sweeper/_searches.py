@@ -1,7 +1,8 @@
 """Which search a sweep uses, and its jobs or its space. The scan for plugins leaves this file out."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -11,9 +12,10 @@ from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.sweeps.halving import PAUSE, Halving
 from lockstep.sweeps.output import show
-from lockstep.sweeps.search import Job, JobList, Search, add_jobs, to_run
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, to_run
 from lockstep.sweeps.space import Allows, Choices, Numbers, Space, allow_all, draw, interval, limits_of, words
 from lockstep.sweeps.sweep import OpenSweep
+from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, Row
 from lockstep.sweeps.tpe import Tpe, require_optuna
 
 LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
@@ -75,6 +77,19 @@ def make_plan(
         return Plan(corners, fixed, space, allows_values)
     drawn = [[*fixed, *words(draw(space, seed, number, allows_values))] for number in range(trials)]
     return Plan(drawn, fixed, are_drawn=True)
+
+
+def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Plan:
+    """The plan with the jobs of earlier commands that are not over, and that this command does not list.
+
+    TPE finds its own in the table.
+    """
+    if plan.space is not None:
+        return plan
+    over = {FINISHED, PRUNED} | (set() if retry_failed else {FAILED})
+    listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
+    earlier = [row.overrides for row in rows if row.state not in over and row.overrides not in listed]
+    return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
 
 
 def _without_refused(
