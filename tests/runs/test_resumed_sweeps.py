@@ -28,3 +28,17 @@ def test_a_resumed_sweep_also_runs_what_earlier_commands_have_left(start):
     more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s").finish()
     assert "sweep: job 1, optimizer.lr=0.2\n" in more.output
     assert column(table.parent, "state") == ["finished"] * 4
+
+
+def test_a_refused_command_does_not_change_what_the_sweep_is(start):
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s"]
+    start(*command, "seed=1,2", "sweep.slots=1000").finish(2)
+    folder = start(*command, "seed=1,2", "optimizer.lr=0.2").finish().cwd / "s"  # nothing was trained with another lr
+    record = (folder / "sweep.json").read_text()
+    refused = start(*command, "seed=1,2,3", "optimizer.lr=0.2", "sweep.slots=1000").finish(2)
+    assert "sweep.slots=1000 is more than the" in refused.sentence
+    assert (folder / "sweep.json").read_text() == record
+    killed = folder.with_name("t")  # before it had rows
+    killed.mkdir()
+    (killed / "sweep.json").write_text(record)
+    start(*command, "seed=1,2", "optimizer.lr=0.1", "hydra.sweep.dir=t").finish()

@@ -128,9 +128,9 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
     if info.started_by != "python":
         run_in_world(info, open_search, jobs.run)
         return
+    slots = slots_of(jobs, plan.lists)  # before `open_sweep`: a refused command leaves the folder as it is
     sweep = open_sweep(jobs)
     if isinstance(launcher, LockstepLauncher):
-        slots = slots_of(jobs, plan.lists)
         run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
     else:
         added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
@@ -188,12 +188,13 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
     jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function, fixed)
+    slots = slots_of(jobs, lists)
     if launcher.opened is None:
         refuse_search(jobs.base)
         launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs, lists))
+    run_here(jobs, launcher.opened, JobList(chosen), slots)
     if launcher.opened.stop_code is not None:
         raise StoppedEarly("the sweep stopped early", end_sweep())
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
