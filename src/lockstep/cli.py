@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +44,7 @@ from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import flush_output
 from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
 from lockstep.monitor.exception_record import is_local, message_of
-from lockstep.sweeps.ending import end_sweep
+from lockstep.sweeps.ending import JobFailed, end_sweep
 
 
 def register_resolvers() -> None:
@@ -207,7 +208,8 @@ def _run(main: Callable[[], Any]) -> int:
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)
-    main()
+    with suppress(JobFailed):
+        main()
     signals.stop_listening()  # the run has finished
     forget_start(info)
     return end_sweep()

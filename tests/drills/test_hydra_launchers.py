@@ -92,7 +92,12 @@ def test_a_launcher_whose_worker_is_killed_leaves_the_rows_as_their_runs_are(sta
 SWEEPER = os.environ.get("LOCKSTEP_OPTUNA_SWEEPER")  # its folder: it wants an Optuna before 3, which the others do not
 
 
-@pytest.mark.skipif(SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper")
+needs_sweeper = pytest.mark.skipif(
+    SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper"
+)
+
+
+@needs_sweeper
 def test_optuna_looks_for_the_best_accuracy(start):
     trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
     trials += ["hydra.sweeper.sampler.seed=1"]
@@ -105,3 +110,16 @@ def test_optuna_looks_for_the_best_accuracy(start):
     assert best is not None
     assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
     assert "sweep: 3 finished" in run.output
+
+
+@needs_sweeper
+def test_jobs_that_fail_end_a_sweep_of_optuna_with_its_summary(start):
+    """At the first one, or with hydra.sweeper.max_failure_rate=1 at the number that sweep.max_failures allows."""
+    words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
+    words += ["model=mlp", "trainer.epochs=1", "optimizer.lr=choice(1e10,2e10)"]
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    assert "sweep: 1 failed" in run.output
+    assert "Traceback" not in run.output
+    words += ["hydra.sweeper.max_failure_rate=1", "sweep.max_failures=2", "hydra.sweep.dir=t"]
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    assert states(run.cwd / "t") == ["failed"] * 2

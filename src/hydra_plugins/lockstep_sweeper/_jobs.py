@@ -30,7 +30,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import StoppedEarly
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
-from lockstep.sweeps.ending import at_end, end_sweep
+from lockstep.sweeps.ending import JobFailed, at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
@@ -168,8 +168,9 @@ def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[
     named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
     prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
     runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
+    runner.failures = sweep.failures
     runner.run()
-    sweep.stop_code = runner.stop_code
+    sweep.stop_code, sweep.failures = runner.stop_code, runner.failures
 
 
 def prepare_forks(modules: Sequence[str]) -> None:
@@ -183,7 +184,7 @@ def prepare_forks(modules: Sequence[str]) -> None:
 def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
     """Run jobs for a sweeper of Hydra's, which may launch several times. Returns what they returned.
 
-    Raises StoppedEarly after a signal: the sweeper must not go on.
+    Raises StoppedEarly after a signal, and JobFailed after `sweep.max_failures`: the sweeper must not go on.
     """
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
@@ -197,11 +198,14 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
     run_here(jobs, launcher.opened, JobList(chosen), slots)
     if launcher.opened.stop_code is not None:
         raise StoppedEarly("the sweep stopped early", end_sweep())
+    limit = launcher.opened.settings.max_failures
+    if limit is not None and launcher.opened.failures >= limit:
+        raise JobFailed(f"sweep.max_failures={limit}")
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
 
 
 def _as_return(job: Job, row: Row) -> JobReturn:
     is_finished = row.state == FINISHED
-    value = row.objective if is_finished else RuntimeError(row.cause)
+    value = row.objective if is_finished else JobFailed(row.cause)
     status = JobStatus.COMPLETED if is_finished else JobStatus.FAILED
     return JobReturn(overrides=job.overrides, status=status, _return_value=value)

@@ -62,6 +62,7 @@ class OpenSweep:
                 values = left_running(row, folder / row.folder) | self.table.read_best(row.number)
                 self.table.update(row.number, **values)
         self.stop_code: int | None = None
+        self.failures = 0  # jobs that have failed in this command
 
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""
