@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, processes_of, ranks_of_torchrun, wait_for
 from support.run_folders import read_log
 from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import column, rows_of, states
@@ -140,3 +140,22 @@ def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     again.send(signal.SIGTERM)
     again.finish(75)
     assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 30
+
+
+@pytest.mark.parametrize("launcher", [PYTHON_TRAIN, [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]])
+def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start, launcher):
+    """A folder stands where the table is written, while job 0 trains: that is refused as a full disk is."""
+    command = [*launcher, "-m", RATES, *JOBS]
+    run = start(*command)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    (run.cwd / "s" / "sweep.csv.tmp").mkdir()
+    run.finish(None)
+    assert run.process.returncode == (2 if launcher is PYTHON_TRAIN else 1)
+    assert "table.py" not in run.output  # no traceback of ours
+    sentence = "s/sweep.csv cannot be written (Is a directory); free some space there, then type -m sweep.resume=s\n"
+    assert f"lockstep: {sentence}" in run.output
+    assert not processes_of(run.process.pid)
+    assert len(list((run.cwd / "s").glob("[0-9]_*"))) == 1  # job 1 was ready, and leaves nothing
+    (run.cwd / "s" / "sweep.csv.tmp").rmdir()
+    start(*command).finish()
+    assert states(run.cwd / "s") == ["finished"] * 3

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo
@@ -37,7 +37,7 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
 
     store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
     if info.is_rank_zero:
-        _lead(store, open_sweep, work)
+        _lead(_Turns(store), open_sweep, work)
     else:
         _follow(store, work)
 
@@ -47,13 +47,29 @@ def restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+class _Turns:
+    """What rank 0 tells the other ranks, one message after the other."""
+
+    def __init__(self, store: "Store") -> None:
+        self.store, self.number = store, 0
+
+    def announce(self, **told: Any) -> None:
+        self.store.set(f"turn/{self.number}", json.dumps(told))
+        self.number += 1
+
+
+def _lead(turns: _Turns, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
     try:
         sweep, search = open_sweep()
-    except ConfigError as error:
-        store.set("turn/0", json.dumps({"problem": str(error)}))
+        _run_jobs(turns, sweep, search, work)
+    except ConfigError as error:  # also if the table cannot be written any more
+        turns.announce(problem=str(error))
         raise
-    table, turn, failures = sweep.table, 0, 0
+    turns.announce(end=True)
+
+
+def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> None:
+    table, failures = sweep.table, 0
     os.environ[SWEEP_FOLDER] = str(table.folder)
     while not signals.stop_requested() and failures != sweep.settings.max_failures:
         job = search.ask()
@@ -61,9 +77,7 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
             break
         row = table.update(job.number, state=RUNNING, cause="")
         show(f"sweep: {job.describe(row.overrides)}")
-        announced = {"number": job.number, "overrides": job.overrides, "folder": row.folder, "sweep": str(table.folder)}
-        store.set(f"turn/{turn}", json.dumps(announced))
-        turn += 1
+        turns.announce(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
         started = time.time()
         outcome = work(job, row)
         if outcome.state == FAILED:  # the report names the rank that failed first
@@ -76,7 +90,6 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
             break
     if signals.stop_requested():
         sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
-    store.set(f"turn/{turn}", json.dumps({"end": True}))
 
 
 def _follow(store: "Store", work: Work) -> None:

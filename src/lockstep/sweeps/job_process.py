@@ -98,6 +98,11 @@ class JobProcess:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
+    def stop(self) -> None:
+        """Let the job save and end, whatever becomes of it."""
+        os.kill(self.pid, signal.SIGTERM)
+        os.waitpid(self.pid, 0)
+
     def poll(self, run_dir: Path) -> Outcome | None:
         """How the job ended, None while it runs. run_dir: its run folder."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)

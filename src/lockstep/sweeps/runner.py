@@ -34,19 +34,34 @@ class SweepRunner:
         self.stop_code: int | None = None  # of the jobs that a signal has stopped
 
     def run(self) -> None:
-        """Run what the search asks for until it has nothing more, or a signal stops the jobs."""
+        """Run what the search asks for until it has nothing more, or a signal stops the jobs.
+
+        Raises ConfigError if the table cannot be written. No job is left then.
+        """
         with Relay() as relay:
-            while self._fill(relay) or self.running:
-                time.sleep(POLL_SECONDS)
-                for slot, process in list(self.running.items()):
-                    self.screen.forward(process)
-                    outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
-                    if outcome is not None:
-                        self.screen.forward(process, to_end=True)
-                        del self.running[slot]
-                        self._record(process, outcome, asked=relay.first is not None)
+            try:
+                while self._fill(relay) or self.running:
+                    time.sleep(POLL_SECONDS)
+                    self._poll(asked=relay.first is not None)
+            finally:
+                self._end_jobs()
             if relay.first is not None and self.stop_code is None:
                 self.stop_code = EXIT_RESUMABLE  # it came between two jobs
+
+    def _poll(self, asked: bool) -> None:
+        """Show what the jobs print, and record those that have ended. asked: a signal has asked them to."""
+        for slot, process in list(self.running.items()):
+            self.screen.forward(process)
+            outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
+            if outcome is not None:
+                self.screen.forward(process, to_end=True)
+                del self.running[slot]
+                self._record(process, outcome, asked)
+
+    def _end_jobs(self) -> None:
+        """End the job that is ready, and those that still run if the table cannot be written: they save first."""
+        for process in self.running.values():
+            process.stop()
         if self.ready is not None:
             self.ready.discard()
             with suppress(OSError):  # a job that goes on has files there
@@ -58,11 +73,11 @@ class SweepRunner:
         for number in range(len(self.slots)):
             if number in self.running or relay.first is not None or self._is_hopeless():
                 continue
-            process = self.ready or self._prepare(number)
-            if process is None:
+            self.ready = self.ready or self._prepare(number)
+            if self.ready is None:
                 break
+            self._start(self.ready, relay)
             self.ready = None
-            self._start(process, relay)
             started = True
         if started and len(self.slots) == 1:  # with more of them the cores have work already
             self.ready = self._prepare(0)
