@@ -42,3 +42,10 @@ def test_a_refused_command_does_not_change_what_the_sweep_is(start):
     killed.mkdir()
     (killed / "sweep.json").write_text(record)
     start(*command, "seed=1,2", "optimizer.lr=0.1", "hydra.sweep.dir=t").finish()
+
+
+def test_a_plot_that_cannot_be_written_does_not_fail_the_sweep(start, tmp_path):
+    (tmp_path / "s" / "sweep.png").mkdir(parents=True)
+    run = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.1,0.2").finish()
+    assert "s/sweep.png cannot be written (Is a directory); to draw it, type -m sweep.resume=s\n" in run.output
+    assert "curves: " in run.output
