@@ -132,8 +132,9 @@ def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     run = start(*PYTHON_TRAIN, *jobs)
     wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
     time.sleep(3)
-    run.send(signal.SIGKILL)
+    run.send(signal.SIGKILL, to="group")  # the job cannot note when it ended
     run.process.wait()
+    (run.cwd / "s" / "0_seed=1" / "link").symlink_to("moved away")
     again = start(*PYTHON_TRAIN, "-m", "sweep.resume=s")
     wait_for(lambda: "resumed from" in read_log(run.cwd / "s" / "0_seed=1"), "second life of job 0")
     wait_for(lambda: read_log(run.cwd / "s" / "0_seed=1").rpartition("resumed from")[2].count("epoch "), "its epoch")

@@ -1,5 +1,7 @@
 """What became of jobs that no sweep has waited for, by what they wrote to their run folders."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,16 @@ def _seconds(run: Run) -> float:
     for life in run["lives"]:
         ended = life["ended"]
         if ended is None and life is run["lives"][-1]:
-            ended = max(path.stat().st_mtime for path in Path(run["folder"]).rglob("*"))
+            ended = max(_changed_at(Path(run["folder"])), default=life["started"])
         total += max(0.0, ended - life["started"]) if ended is not None else 0.0
     return round(total, 2)
+
+
+def _changed_at(folder: Path) -> Iterator[float]:
+    """When the files of a run folder were written. Ranks that end at this moment may still remove some of them."""
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            yield path.lstat().st_mtime  # not of what a link names: the user may have moved it away
 
 
 def _read(folder: Path) -> Run | None:
