@@ -160,3 +160,15 @@ def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start,
     (run.cwd / "s" / "sweep.csv.tmp").rmdir()
     start(*command).finish()
     assert states(run.cwd / "s") == ["finished"] * 3
+
+
+def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
+    """The sweep is paused while its job ends, so that the signal is there when it sees the end."""
+    run = start(*PYTHON_TRAIN, "-m", "optimizer.lr=0.1,0.05", "model=linear", "trainer.epochs=2", "hydra.sweep.dir=s")
+    record = run.cwd / "s" / "1_optimizer.lr=0.05" / "run.json"
+    wait_for(record.exists, "last job")
+    run.send(signal.SIGSTOP)
+    wait_for(lambda: '"state": "finished"' in record.read_text(), "end of the last job")
+    run.send(signal.SIGTERM)
+    run.send(signal.SIGCONT)
+    assert "sweep: 2 finished" in run.finish().output

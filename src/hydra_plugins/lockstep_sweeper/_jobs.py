@@ -27,7 +27,7 @@ from hydra_plugins.lockstep_sweeper._searches import (
 from lockstep.cli_record import words_of_folders
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import StoppedEarly
+from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
 from lockstep.sweeps.ending import JobFailed, at_end, end_sweep
@@ -163,14 +163,18 @@ def slots_of(jobs: HydraJobs, lists: Sequence[Sequence[str]]) -> list[Slot]:
     return divide_machine(jobs.base.sweep.slots, named[0] if named else max(ranks))
 
 
-def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
-    """Run jobs in processes that are forked from this one, which imports what they need."""
+def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
+    """Run jobs in processes that are forked from this one, which imports what they need.
+
+    Returns whether a signal has asked for the end.
+    """
     named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
     prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
     runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
     runner.failures = sweep.failures
     runner.run()
     sweep.stop_code, sweep.failures = runner.stop_code, runner.failures
+    return runner.was_stopped
 
 
 def prepare_forks(modules: Sequence[str]) -> None:
@@ -195,8 +199,8 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
         launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots)
-    if launcher.opened.stop_code is not None:
+    if run_here(jobs, launcher.opened, JobList(chosen), slots):
+        launcher.opened.stop_code = launcher.opened.stop_code or EXIT_RESUMABLE  # the sweeper has more jobs
         raise StoppedEarly("the sweep stopped early", end_sweep())
     limit = launcher.opened.settings.max_failures
     if limit is not None and launcher.opened.failures >= limit:

@@ -16,8 +16,9 @@ from lockstep.sweeps.ending import at_end
 from lockstep.sweeps.job_process import Work, record_outcome, reported_cause
 from lockstep.sweeps.output import show
 from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.summary import exit_code
 from lockstep.sweeps.sweep import OpenSweep
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, Row
+from lockstep.sweeps.table import FAILED, RUNNING, STOPPED, Row
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -65,7 +66,7 @@ def _lead(turns: _Turns, open_sweep: Callable[[], tuple[OpenSweep, Search]], wor
     except ConfigError as error:  # also if the table cannot be written any more
         turns.announce(problem=str(error))
         raise
-    turns.announce(end=True)
+    turns.announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
 
 
 def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> None:
@@ -88,23 +89,23 @@ def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> No
         if outcome.state == STOPPED:
             sweep.stop_code = outcome.stop_code
             break
-    if signals.stop_requested():
+    if signals.stop_requested() and search.ask() is not None:
         sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
 
 
 def _follow(store: "Store", work: Work) -> None:
-    codes, turn = [0], 0
-    at_end(lambda: max(codes))
+    turn = 0
     while True:
         told = json.loads(_wait(store, f"turn/{turn}"))
         if "problem" in told:
             raise ConfigError(told["problem"])
-        if "end" in told:
+        if "exit_code" in told:
+            code: int = told["exit_code"]
+            at_end(lambda: code)
             return
         os.environ[SWEEP_FOLDER] = told["sweep"]
         job = Job(told["number"], tuple(told["overrides"]))
-        outcome = work(job, Row(job.number, "", told["folder"]))
-        codes.append(0 if outcome.state == FINISHED else outcome.code)
+        work(job, Row(job.number, "", told["folder"]))
         turn += 1
 
 
@@ -115,6 +116,6 @@ def _wait(store: "Store", key: str) -> str:
         if signals.stop_requested():
             asked = asked or time.monotonic()
             if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
-                return json.dumps({"end": True})
+                return json.dumps({"exit_code": EXIT_RESUMABLE})
         time.sleep(POLL_SECONDS)
     return store.get(key).decode()

@@ -31,7 +31,8 @@ class SweepRunner:
         self.screen = Screen()
         self.ready: JobProcess | None = None  # the next job, which waits for its turn
         self.failures = 0
-        self.stop_code: int | None = None  # of the jobs that a signal has stopped
+        self.was_stopped = False  # by a signal, which may have come when all jobs had ended
+        self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
 
     def run(self) -> None:
         """Run what the search asks for until it has nothing more, or a signal stops the jobs.
@@ -45,8 +46,10 @@ class SweepRunner:
                     self._poll(asked=relay.first is not None)
             finally:
                 self._end_jobs()
-            if relay.first is not None and self.stop_code is None:
-                self.stop_code = EXIT_RESUMABLE  # it came between two jobs
+            self.was_stopped = relay.first is not None
+            is_more_to_run = self.ready is not None or self.search.ask() is not None
+            if self.was_stopped and is_more_to_run and self.stop_code is None:
+                self.stop_code = EXIT_RESUMABLE  # the signal came between two jobs
 
     def _poll(self, asked: bool) -> None:
         """Show what the jobs print, and record those that have ended. asked: a signal has asked them to."""
