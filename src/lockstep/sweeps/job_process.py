@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
+from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -25,7 +26,7 @@ from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import RAISED_BY_ALL
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.search import Job
-from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, WAITING, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
@@ -145,10 +146,12 @@ def wait_for_lock(folder: Path) -> None:
 
 def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
     """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
+    row = table.rows[number]
     cause = f"{REFUSED}{outcome.cause}" if outcome.code == EXIT_CONFIG else outcome.cause
     if state == FINISHED and outcome.objective is None:
-        state, cause = RUNNING, SUBMITTED
-    seconds = round(table.rows[number].seconds + seconds, 2)
+        is_submitted = (table.folder / row.folder / JOB_FILE).exists()
+        state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
+    seconds = round(row.seconds + seconds, 2)
     values: dict[str, Any] = {"state": state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
     return table.update(number, seconds=seconds, **values, **table.read_best(number))
 
