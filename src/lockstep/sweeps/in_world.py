@@ -95,18 +95,14 @@ def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> No
 
 def _follow(store: "Store", work: Work) -> None:
     turn = 0
-    while True:
-        told = json.loads(_wait(store, f"turn/{turn}"))
+    while "exit_code" not in (told := json.loads(_wait(store, f"turn/{turn}"))):
         if "problem" in told:
             raise ConfigError(told["problem"])
-        if "exit_code" in told:
-            code: int = told["exit_code"]
-            at_end(lambda: code)
-            return
         os.environ[SWEEP_FOLDER] = told["sweep"]
         job = Job(told["number"], tuple(told["overrides"]))
         work(job, Row(job.number, "", told["folder"]))
         turn += 1
+    at_end(lambda: told["exit_code"])
 
 
 def _wait(store: "Store", key: str) -> str:

@@ -55,9 +55,7 @@ def _show_plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> 
         if plot_sweep(folder, rows, objective, best.number):
             show(f"plot:       {folder / PLOT}")
     except OSError as error:
-        show(
-            f"plot:       {folder / PLOT} cannot be written ({error.strerror}); to draw it, type -m sweep.resume={folder}"
-        )
+        show(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m sweep.resume={folder}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
