@@ -43,7 +43,7 @@ class SweepRunner:
             try:
                 while self._fill(relay) or self.running:
                     time.sleep(POLL_SECONDS)
-                    self._poll(asked=relay.first is not None)
+                    self._poll(relay)
             finally:
                 self._end_jobs()
             self.was_stopped = relay.first is not None
@@ -51,15 +51,16 @@ class SweepRunner:
             if self.was_stopped and is_more_to_run and self.stop_code is None:
                 self.stop_code = EXIT_RESUMABLE  # the signal came between two jobs
 
-    def _poll(self, asked: bool) -> None:
-        """Show what the jobs print, and record those that have ended. asked: a signal has asked them to."""
+    def _poll(self, relay: Relay) -> None:
+        """Show what the jobs print, and record those that have ended."""
         for slot, process in list(self.running.items()):
             self.screen.forward(process)
             outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
             if outcome is not None:
                 self.screen.forward(process, to_end=True)
                 del self.running[slot]
-                self._record(process, outcome, asked)
+                relay.pids = self._pids()  # another process may get the number of this one
+                self._record(process, outcome, asked=relay.first is not None)
 
     def _end_jobs(self) -> None:
         """End the job that is ready, and those that still run if the table cannot be written: they save first."""
@@ -111,10 +112,13 @@ class SweepRunner:
         with blocked():
             self.running[process.slot] = process
             if relay.first is None:
-                relay.pids = [running.pid for running in self.running.values()]
+                relay.pids = self._pids()
             else:
                 relay.start([process.pid])
         process.begin()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self.running.values()]
 
     def _record(self, process: JobProcess, outcome: Outcome, asked: bool) -> None:
         job, state = process.job, outcome.state
