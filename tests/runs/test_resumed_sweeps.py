@@ -1,5 +1,9 @@
 """What a second command does in the folder of a sweep: the values it adds, and the jobs of the commands before it."""
 
+import os
+
+import pytest
+
 from support.commands import PYTHON_TRAIN
 from support.sweep_tables import column, rows_of
 
@@ -47,5 +51,22 @@ def test_a_refused_command_does_not_change_what_the_sweep_is(start):
 def test_a_plot_that_cannot_be_written_does_not_fail_the_sweep(start, tmp_path):
     (tmp_path / "s" / "sweep.png").mkdir(parents=True)
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.1,0.2").finish()
-    assert "s/sweep.png cannot be written (Is a directory); to draw it, type -m sweep.resume=s\n" in run.output
+    assert "sweep.png cannot be written (Is a directory); to draw it, type -m sweep.resume=s\n" in run.output
     assert "curves: " in run.output
+
+
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_a_job_that_slurm_has_is_not_submitted_again(start, tmp_path, state):
+    """The sweep ended when sbatch had taken the job and the row did not say so yet."""
+    table = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "seed=1,2").finish().cwd / "s" / "sweep.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:2], lines[2].replace("finished", state)]))
+    (table.parent / "1_seed=2" / "slurm_job").write_text("17\n")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\necho 17\n")
+    squeue.chmod(0o755)
+    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", PATH=f"{squeue.parent}:{os.environ['PATH']}").finish()
+    assert "sweep: job" not in run.output
+    assert column(table.parent, "state") == ["finished", "running"]
+    assert column(table.parent, "cause") == ["", "submitted, and runs elsewhere"]

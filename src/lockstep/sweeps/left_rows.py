@@ -9,23 +9,22 @@ from lockstep.distributed.slurm_job import JOB_FILE, is_in_queue
 from lockstep.errors import ConfigError
 from lockstep.runs.record import Run, read_run, state_of
 from lockstep.sweeps.job_process import reported_cause
-from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, SUBMITTED, Row
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SUBMITTED, Row
 
 STATES = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # those of run.json; others are failures
 
 
-def left_running(row: Row, folder: Path) -> dict[str, Any]:
-    """New values for a row that an earlier command has left as running. folder: the job's run folder."""
+def left_by_earlier(row: Row, folder: Path) -> dict[str, Any]:
+    """New values for a row that an earlier command has left as running or stopped. folder: the job's run folder."""
+    job = _submitted_job(folder)
+    if job is not None and is_in_queue(job):  # also if the sweep ended before it could write so
+        return {"state": RUNNING, "cause": SUBMITTED}
+    if row.state == STOPPED:
+        return {}
     if row.cause != SUBMITTED:
         run = _read(folder)
         seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
         return {"state": STOPPED, "cause": "the sweep was killed", "seconds": max(row.seconds, seconds)}
-    try:
-        job = (folder / JOB_FILE).read_text().strip()
-    except OSError:
-        return {}
-    if is_in_queue(job):
-        return {}
     cause = f"Slurm job {job} has ended, see slurm-{job}.out"
     return by_record(folder, 0, cause) or {"state": FAILED, "cause": cause}
 
@@ -47,6 +46,14 @@ def by_record(folder: Path, since: float, cause: str) -> dict[str, Any]:
         "seconds": _seconds(run),
         "cause": cause if state == FAILED else "",
     }
+
+
+def _submitted_job(folder: Path) -> str | None:
+    """The number of the job that was submitted to Slurm in this run folder."""
+    try:
+        return (folder / JOB_FILE).read_text().strip()
+    except OSError:
+        return None
 
 
 def _seconds(run: Run) -> float:

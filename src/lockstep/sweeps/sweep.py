@@ -9,9 +9,9 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.monitor.start import whole_command
 from lockstep.sweeps.folder import check_record, lock_sweep, read_code, write_record
-from lockstep.sweeps.left_rows import left_running
+from lockstep.sweeps.left_rows import left_by_earlier
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, resume_words
-from lockstep.sweeps.table import RUNNING, SweepTable
+from lockstep.sweeps.table import RUNNING, STOPPED, SweepTable
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class OpenSweep:
         self.table = SweepTable(folder)
         write_record(folder, sys.argv[1:], dict(config), code)
         for row in self.table:
-            if row.state == RUNNING:
-                values = left_running(row, folder / row.folder) | self.table.read_best(row.number)
+            if row.state in (RUNNING, STOPPED):
+                values = left_by_earlier(row, folder / row.folder) | self.table.read_best(row.number)
                 self.table.update(row.number, **values)
         self.stop_code: int | None = None
         self.failures = 0  # jobs that have failed in this command
