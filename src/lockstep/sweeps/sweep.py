@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.signals import stop_listening
 from lockstep.monitor.start import whole_command
 from lockstep.sweeps.folder import check_record, lock_sweep, read_code, write_record
 from lockstep.sweeps.left_rows import left_by_earlier
@@ -66,6 +67,7 @@ class OpenSweep:
 
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""
+        stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = resume_words(script, self.table.folder)
