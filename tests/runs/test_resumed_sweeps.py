@@ -70,3 +70,18 @@ def test_a_job_that_slurm_has_is_not_submitted_again(start, tmp_path, state):
     assert "sweep: job" not in run.output
     assert column(table.parent, "state") == ["finished", "running"]
     assert column(table.parent, "cause") == ["", "submitted, and runs elsewhere"]
+
+
+@pytest.mark.parametrize("launch", ["env", "fork"])
+def test_a_job_whose_folder_cannot_be_written_is_not_refused_for_ever(start, tmp_path, launch):
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "seed=1,2", f"launch={launch}"]
+    logs = tmp_path / "s" / "1_seed=2" / "logs"
+    logs.parent.mkdir(parents=True)
+    logs.write_text("a file where a folder should be")
+    run = start(*command).finish(6)
+    assert column(tmp_path / "s", "cause")[1].startswith(
+        f"the run folder {logs.parent} cannot be written (File exists)"
+    )
+    assert "run what failed again: " in run.output
+    logs.unlink()
+    start(*command, "sweep.retry=failed").finish()

@@ -17,7 +17,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
-from hydra_plugins.lockstep_sweeper._outcomes import error_in_words, outcome_of
+from hydra_plugins.lockstep_sweeper._outcomes import error_in_words, is_refusal, outcome_of
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.run_folder import SWEEP_FOLDER
@@ -81,7 +81,7 @@ def ended(result: JobReturn) -> tuple[Outcome, float]:
     if result.status == JobStatus.COMPLETED:
         return value  # type: ignore[no-any-return]
     code = EXIT_CONFIG if isinstance(value, ConfigError) else EXIT_FAILED
-    return Outcome(code, cause=error_in_words(value)), 0.0
+    return Outcome(code, cause=error_in_words(value), refused=is_refusal(value)), 0.0
 
 
 def run_in_fork(sweep: int, cfg: DictConfig) -> tuple[Outcome, float]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
-    EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_HANG,
@@ -36,11 +35,15 @@ STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none."""
+    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none.
+
+    refused: its config is wrong, so it would fail again.
+    """
 
     code: int
     objective: float | None = None
     cause: str = ""
+    refused: bool = False
 
     @property
     def state(self) -> str:
@@ -115,7 +118,7 @@ class JobProcess:
         cause = outcome.cause
         if outcome.state == FAILED:
             cause = self._reported(run_dir, code) or cause or _end_in_words(code)
-        return Outcome(code, outcome.objective, " ".join(cause.split())[:LONGEST_CAUSE])
+        return replace(outcome, cause=" ".join(cause.split())[:LONGEST_CAUSE])
 
     @property
     def started_at(self) -> float:
@@ -133,7 +136,7 @@ class JobProcess:
 
     def _sent(self, code: int) -> Outcome:
         with suppress(BlockingIOError, ValueError):
-            return Outcome(code, **json.loads(os.read(self.results, 65536)))
+            return Outcome(**json.loads(os.read(self.results, 65536)) | {"code": code})
         return Outcome(code)
 
 
@@ -147,7 +150,7 @@ def wait_for_lock(folder: Path) -> None:
 def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
     """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
     row = table.rows[number]
-    cause = f"{REFUSED}{outcome.cause}" if outcome.code == EXIT_CONFIG else outcome.cause
+    cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
     if state == FINISHED and outcome.objective is None:
         is_submitted = (table.folder / row.folder / JOB_FILE).exists()
         state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
@@ -200,7 +203,7 @@ def _become(
             os.sched_setaffinity(0, cores)
         outcome = work()
         code = outcome.code
-        os.write(results, json.dumps({"objective": outcome.objective, "cause": outcome.cause[:LONGEST_CAUSE]}).encode())
+        os.write(results, json.dumps(asdict(replace(outcome, cause=outcome.cause[:LONGEST_CAUSE]))).encode())
     finally:
         for text in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
