@@ -106,11 +106,11 @@ def read_space(overrides: list[Override], fixed: Sequence[str]) -> Space:
 
     A plain word that is not in `fixed` is of a key that earlier jobs of this sweep vary: here it has one value.
     """
-    if not any(override.is_sweep_override() for override in overrides):
+    typed = {override.get_key_element(): override for override in overrides}  # of a key typed twice the last one
+    if not any(override.is_sweep_override() for override in typed.values()):
         raise ConfigError("nothing varies in this sweep; type optimizer.lr=tag(log,interval(0.001,0.1))")
     space: dict[str, Numbers | Choices] = {}
-    for override in overrides:
-        key = override.get_key_element()
+    for key, override in typed.items():
         if override.is_sweep_override():
             space[key] = _values(override)
         elif f"{key}={override.get_value_element_as_str()}" not in fixed:
