@@ -10,6 +10,7 @@ import time
 import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, processes_of, ranks_of_torchrun, wait_for
+from support.ports import free_port
 from support.run_folders import read_log
 from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import column, rows_of, states
@@ -172,3 +173,17 @@ def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
     run.send(signal.SIGTERM)
     run.send(signal.SIGCONT)
     assert "sweep: 2 finished" in run.finish().output
+
+
+def test_jobs_that_would_wait_for_a_dead_rank_are_left_for_later(start):
+    """Ranks started by hand, which nobody ends: only the first of the jobs after the death waits for rank 1."""
+    ranks = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=8", "backend.timeout=8"]
+    first, second = (start(*command, **ranks, RANK=rank, LOCAL_RANK=rank) for rank in (0, 1))
+    wait_for(lambda: list((first.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    second.send(signal.SIGKILL)
+    first.finish(75)
+    assert states(first.cwd / "s") == ["failed", "waiting", "waiting"]
+    assert "rank 1 did not join" in column(first.cwd / "s", "cause")[1]
+    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "sweep.retry=failed").finish()
+    assert states(first.cwd / "s") == ["finished"] * 3

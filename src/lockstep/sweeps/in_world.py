@@ -18,7 +18,7 @@ from lockstep.sweeps.output import show
 from lockstep.sweeps.search import Job, Search
 from lockstep.sweeps.summary import exit_code
 from lockstep.sweeps.sweep import OpenSweep
-from lockstep.sweeps.table import FAILED, RUNNING, STOPPED, Row
+from lockstep.sweeps.table import FAILED, RUNNING, STOPPED, WAITING, Row
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -84,9 +84,13 @@ def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> No
         if outcome.state == FAILED:  # the report names the rank that failed first
             failures += 1
             outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
-        record_outcome(table, job.number, outcome, outcome.state, time.time() - started)
+        state = WAITING if outcome.can_start_later else outcome.state
+        record_outcome(table, job.number, outcome, state, time.time() - started)
         search.tell(job.number, outcome.objective)
-        if outcome.state == STOPPED:
+        if state == WAITING:  # each job after it would wait for the same rank
+            sweep.stop_code = EXIT_RESUMABLE
+            break
+        if state == STOPPED:
             sweep.stop_code = outcome.stop_code
             break
     if signals.stop_requested() and search.ask() is not None:

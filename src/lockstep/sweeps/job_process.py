@@ -15,6 +15,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
+    EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_HANG,
@@ -50,6 +51,11 @@ class Outcome:
         if self.code == EXIT_FINISHED:
             return FINISHED
         return STOPPED if self.code in STOP_CODES else FAILED
+
+    @property
+    def can_start_later(self) -> bool:
+        """Whether the job has not trained, and its config is not the reason: a rank is missing, or a disk is full."""
+        return self.code == EXIT_CONFIG and not self.refused
 
     @property
     def stop_code(self) -> int:
