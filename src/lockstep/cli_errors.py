@@ -22,7 +22,7 @@ from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key, unknown_key
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import ConfigError
+from lockstep.errors import CannotStartNow, ConfigError
 
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
 PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
@@ -35,7 +35,8 @@ def as_config_error(error: BaseException, arguments: list[str]) -> ConfigError |
     if cause is not None:
         return cause
     sentence = _sentence(error, arguments)
-    return ConfigError(sentence) if sentence else None
+    kind = CannotStartNow if isinstance(error, OSError) else ConfigError
+    return kind(sentence) if sentence else None
 
 
 def find_cause(error: BaseException | None) -> ConfigError | None:

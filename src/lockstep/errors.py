@@ -26,7 +26,11 @@ class ConfigError(Exception):
         super().__init__(printable(sentence))
 
 
-class RankMissing(ConfigError, TimeoutError):
+class CannotStartNow(ConfigError):
+    """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
+
+
+class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 

@@ -47,9 +47,13 @@ def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
 
     words: the overrides of the job.
     """
-    check_arguments(cfg, ("launch",))
+    check_arguments(cfg, ("launch", "mode"))
+    launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
+    if launcher.plans or not mode.trains:
+        chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
+        raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
     leave_out_untaken(cfg, words)
-    check_model(cfg, *check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch")))
+    check_model(cfg, *check_options(cfg, launcher))
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:

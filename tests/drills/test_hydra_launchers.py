@@ -63,6 +63,18 @@ def test_a_signal_stops_the_jobs_of_a_launcher_of_hydra(start, launcher):
     wait_for(lambda: not processes_of(run.process.pid), "end of joblib's helper process", 5)
 
 
+@pytest.mark.parametrize("launcher", [JOBLIB, ONE, SUBMITIT])
+def test_a_killed_sweep_with_a_launcher_of_hydra_ends_its_jobs_which_then_go_on(start, launcher):
+    jobs = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=80", "snapshot.every=5steps", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *jobs, *launcher)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    run.send(signal.SIGKILL)
+    run.process.wait()
+    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", *launcher).finish()
+    assert states(run.cwd / "s") == ["finished"] * 2
+    assert "resumed from" in (run.cwd / "s" / "0_seed=1" / "train.log").read_text()
+
+
 def test_a_launcher_whose_worker_is_killed_leaves_the_rows_as_their_runs_are(start):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="pip install hydra-joblib-launcher")
     jobs = ["-m", "trainer.epochs=1,400,401", "model=mlp", "hydra.sweep.dir=s", "hydra/launcher=joblib"]
@@ -80,7 +92,12 @@ def test_a_launcher_whose_worker_is_killed_leaves_the_rows_as_their_runs_are(sta
 SWEEPER = os.environ.get("LOCKSTEP_OPTUNA_SWEEPER")  # its folder: it wants an Optuna before 3, which the others do not
 
 
-@pytest.mark.skipif(SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper")
+needs_sweeper = pytest.mark.skipif(
+    SWEEPER is None, reason="LOCKSTEP_OPTUNA_SWEEPER names no folder with hydra-optuna-sweeper"
+)
+
+
+@needs_sweeper
 def test_optuna_looks_for_the_best_accuracy(start):
     trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
     trials += ["hydra.sweeper.sampler.seed=1"]
@@ -93,3 +110,16 @@ def test_optuna_looks_for_the_best_accuracy(start):
     assert best is not None
     assert float(best[1]) == pytest.approx(max(accuracies), abs=1e-4)
     assert "sweep: 3 finished" in run.output
+
+
+@needs_sweeper
+def test_jobs_that_fail_end_a_sweep_of_optuna_with_its_summary(start):
+    """At the first one, or with hydra.sweeper.max_failure_rate=1 at the number that sweep.max_failures allows."""
+    words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
+    words += ["model=mlp", "trainer.epochs=1", "optimizer.lr=choice(1e10,2e10)"]
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    assert "sweep: 1 failed" in run.output
+    assert "Traceback" not in run.output
+    words += ["hydra.sweeper.max_failure_rate=1", "sweep.max_failures=2", "hydra.sweep.dir=t"]
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    assert states(run.cwd / "t") == ["failed"] * 2

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, processes_of, ranks_of_torchrun, wait_for
+from support.ports import free_port
 from support.run_folders import read_log
 from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import column, rows_of, states
@@ -132,11 +133,57 @@ def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     run = start(*PYTHON_TRAIN, *jobs)
     wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
     time.sleep(3)
-    run.send(signal.SIGKILL)
+    run.send(signal.SIGKILL, to="group")  # the job cannot note when it ended
     run.process.wait()
+    (run.cwd / "s" / "0_seed=1" / "link").symlink_to("moved away")
     again = start(*PYTHON_TRAIN, "-m", "sweep.resume=s")
     wait_for(lambda: "resumed from" in read_log(run.cwd / "s" / "0_seed=1"), "second life of job 0")
     wait_for(lambda: read_log(run.cwd / "s" / "0_seed=1").rpartition("resumed from")[2].count("epoch "), "its epoch")
     again.send(signal.SIGTERM)
     again.finish(75)
     assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 30
+
+
+@pytest.mark.parametrize("launcher", [PYTHON_TRAIN, [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]])
+def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start, launcher):
+    """A folder stands where the table is written, while job 0 trains: that is refused as a full disk is."""
+    command = [*launcher, "-m", RATES, *JOBS]
+    run = start(*command)
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    (run.cwd / "s" / "sweep.csv.tmp").mkdir()
+    run.finish(None)
+    assert run.process.returncode == (2 if launcher is PYTHON_TRAIN else 1)
+    assert "table.py" not in run.output  # no traceback of ours
+    sentence = "s/sweep.csv cannot be written (Is a directory); free some space there, then type -m sweep.resume=s\n"
+    assert f"lockstep: {sentence}" in run.output
+    assert not processes_of(run.process.pid)
+    assert len(list((run.cwd / "s").glob("[0-9]_*"))) == 1  # job 1 was ready, and leaves nothing
+    (run.cwd / "s" / "sweep.csv.tmp").rmdir()
+    start(*command).finish()
+    assert states(run.cwd / "s") == ["finished"] * 3
+
+
+def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
+    """The sweep is paused while its job ends, so that the signal is there when it sees the end."""
+    run = start(*PYTHON_TRAIN, "-m", "optimizer.lr=0.1,0.05", "model=linear", "trainer.epochs=2", "hydra.sweep.dir=s")
+    record = run.cwd / "s" / "1_optimizer.lr=0.05" / "run.json"
+    wait_for(record.exists, "last job")
+    run.send(signal.SIGSTOP)
+    wait_for(lambda: '"state": "finished"' in record.read_text(), "end of the last job")
+    run.send(signal.SIGTERM)
+    run.send(signal.SIGCONT)
+    assert "sweep: 2 finished" in run.finish().output
+
+
+def test_jobs_that_would_wait_for_a_dead_rank_are_left_for_later(start):
+    """Ranks started by hand, which nobody ends: only the first of the jobs after the death waits for rank 1."""
+    ranks = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=8", "backend.timeout=8"]
+    first, second = (start(*command, **ranks, RANK=rank, LOCAL_RANK=rank) for rank in (0, 1))
+    wait_for(lambda: list((first.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    second.send(signal.SIGKILL)
+    first.finish(75)
+    assert states(first.cwd / "s") == ["failed", "waiting", "waiting"]
+    assert "rank 1 did not join" in column(first.cwd / "s", "cause")[1]
+    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "sweep.retry=failed").finish()
+    assert states(first.cwd / "s") == ["finished"] * 3

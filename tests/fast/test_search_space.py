@@ -70,5 +70,7 @@ def test_tpe_draws_where_the_results_were_good():
     assert sum(values["model"] == "b" for values in drawn) >= 8
     assert sum(0.03 < float(values["lr"]) < 0.3 for values in drawn) >= 7
     assert suggest(SPACE, rows, 0, 30, "min") == drawn[0]
+    nan = Row(30, rows[0].overrides, "", objective=math.nan)  # counts for nothing
+    assert suggest(SPACE, [*rows, nan], 0, 30, "min") == drawn[0]
     worst = [suggest(SPACE, rows, 0, number, "max") for number in range(30, 40)]
     assert sum(values["model"] == "a" for values in worst) >= 8

@@ -38,13 +38,15 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
             "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
         ),
         (["model=mlp", "+model.depht=1,2"], "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; type"),
+        (["model=mlp", "mode=train,check"], "the job mode=check: mode=check is no training, and a sweep trains; leave"),
+        (["model=mlp", "launch=env,dry"], "the job launch=dry: launch=dry is no training, and a sweep trains; leave"),
     ],
-    ids=["model", "strategy", "argument"],
+    ids=["model", "strategy", "argument", "mode", "plan"],
 )
 def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
     run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
     assert said in run.sentence
-    assert " type " in run.sentence
+    assert "; type " in run.sentence or "; leave " in run.sentence
     assert "sweep: job" not in run.output
     assert not (run.cwd / "s").exists()
 

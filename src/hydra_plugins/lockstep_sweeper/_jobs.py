@@ -16,14 +16,21 @@ from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, pref
 from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
 from hydra_plugins.lockstep_sweeper._launchers import run_by_launcher
 from hydra_plugins.lockstep_sweeper._outcomes import outcome_of
-from hydra_plugins.lockstep_sweeper._searches import Plan, build_search, check_search, make_plan, refuse_search
+from hydra_plugins.lockstep_sweeper._searches import (
+    Plan,
+    build_search,
+    check_search,
+    make_plan,
+    refuse_search,
+    with_earlier_jobs,
+)
 from lockstep.cli_record import words_of_folders
 from lockstep.config.check import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import StoppedEarly
+from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
-from lockstep.sweeps.ending import at_end, end_sweep
+from lockstep.sweeps.ending import JobFailed, at_end, end_sweep
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
@@ -95,11 +102,14 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     overrides = parser.parse_overrides(words)
     ((fixed,),) = sweeper.split_arguments([word for word in overrides if not word.is_sweep_override()], None)
-    varied = varied_keys(read_rows(sweep_folder(sweeper.config)))  # also if this command has one value of a key
+    rows = read_rows(sweep_folder(sweeper.config))
+    varied = varied_keys(rows)  # also if this command has one value of a key
     fixed = [word for word in fixed if word.partition("=")[0] not in varied]
     jobs = HydraJobs(sweeper.hydra_context, sweeper.config, sweeper.task_function, fixed)
     allows = constrained(jobs)
     plan = make_plan(jobs.base, overrides, fixed, lambda: sweeper.split_arguments(overrides, None)[0], allows)
+    if jobs.base.sweep.resume is not None:
+        plan = with_earlier_jobs(plan, rows, jobs.base.sweep.retry == "failed")
     checked = check_jobs(jobs, plan.lists)
     is_own = isinstance(sweeper.launcher, LockstepLauncher)
     check_search(jobs.base, plan, is_own)
@@ -118,9 +128,9 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
     if info.started_by != "python":
         run_in_world(info, open_search, jobs.run)
         return
+    slots = slots_of(jobs, plan.lists)  # before `open_sweep`: a refused command leaves the folder as it is
     sweep = open_sweep(jobs)
     if isinstance(launcher, LockstepLauncher):
-        slots = slots_of(jobs, plan.lists)
         run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
     else:
         added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
@@ -153,13 +163,18 @@ def slots_of(jobs: HydraJobs, lists: Sequence[Sequence[str]]) -> list[Slot]:
     return divide_machine(jobs.base.sweep.slots, named[0] if named else max(ranks))
 
 
-def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> None:
-    """Run jobs in processes that are forked from this one, which imports what they need."""
+def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
+    """Run jobs in processes that are forked from this one, which imports what they need.
+
+    Returns whether a signal has asked for the end.
+    """
     named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
     prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
     runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
+    runner.failures = sweep.failures
     runner.run()
-    sweep.stop_code = runner.stop_code
+    sweep.stop_code, sweep.failures = runner.stop_code, runner.failures
+    return runner.was_stopped
 
 
 def prepare_forks(modules: Sequence[str]) -> None:
@@ -173,24 +188,28 @@ def prepare_forks(modules: Sequence[str]) -> None:
 def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> list[JobReturn]:
     """Run jobs for a sweeper of Hydra's, which may launch several times. Returns what they returned.
 
-    Raises StoppedEarly after a signal: the sweeper must not go on.
+    Raises StoppedEarly after a signal, and JobFailed after `sweep.max_failures`: the sweeper must not go on.
     """
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
     jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function, fixed)
+    slots = slots_of(jobs, lists)
     if launcher.opened is None:
         refuse_search(jobs.base)
         launcher.opened = open_sweep(jobs)
     numbered = add_jobs(launcher.opened.table, lists, set(fixed), jobs.name)
     chosen = to_run(launcher.opened.table, numbered, launcher.opened.settings.retry == "failed")
-    run_here(jobs, launcher.opened, JobList(chosen), slots_of(jobs, lists))
-    if launcher.opened.stop_code is not None:
+    if run_here(jobs, launcher.opened, JobList(chosen), slots):
+        launcher.opened.stop_code = launcher.opened.stop_code or EXIT_RESUMABLE  # the sweeper has more jobs
         raise StoppedEarly("the sweep stopped early", end_sweep())
+    limit = launcher.opened.settings.max_failures
+    if limit is not None and launcher.opened.failures >= limit:
+        raise JobFailed(f"sweep.max_failures={limit}")
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
 
 
 def _as_return(job: Job, row: Row) -> JobReturn:
     is_finished = row.state == FINISHED
-    value = row.objective if is_finished else RuntimeError(row.cause)
+    value = row.objective if is_finished else JobFailed(row.cause)
     status = JobStatus.COMPLETED if is_finished else JobStatus.FAILED
     return JobReturn(overrides=job.overrides, status=status, _return_value=value)

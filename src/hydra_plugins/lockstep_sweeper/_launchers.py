@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig
 
-from hydra_plugins.lockstep_sweeper._outcomes import error_in_words, outcome_of
+from hydra_plugins.lockstep_sweeper._outcomes import error_in_words, is_refusal, outcome_of
 from lockstep.distributed import signals
+from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.monitor.linux_processes import children
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job
+from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job, wait_for_lock
 from lockstep.sweeps.left_rows import by_record
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.sweep import OpenSweep
@@ -36,13 +38,15 @@ def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job])
     """Run jobs with a launcher of Hydra's, which returns when all of them have ended."""
     table, batch = sweep.table, []
     for job in chosen:
+        wait_for_lock(table.folder / table.rows[job.number].folder)
         row = table.update(job.number, state=RUNNING, cause="")
         # A worker composes the config again: without these words it would choose a folder of its own.
         folders = [f"hydra.sweep.dir='{table.folder.absolute()}'", f"hydra.sweep.subdir='{row.folder}'"]
         batch.append([*job.overrides, *folders])
     if not batch:
         return
-    launcher.task_function = run_in_fork  # type: ignore[attr-defined]  # each launcher has it since `setup`
+    # each launcher has this attribute since `setup`
+    launcher.task_function = partial(run_in_fork, os.getpid())  # type: ignore[attr-defined]
     started = time.time()
     try:
         with StopWorkers():
@@ -77,12 +81,13 @@ def ended(result: JobReturn) -> tuple[Outcome, float]:
     if result.status == JobStatus.COMPLETED:
         return value  # type: ignore[no-any-return]
     code = EXIT_CONFIG if isinstance(value, ConfigError) else EXIT_FAILED
-    return Outcome(code, cause=error_in_words(value)), 0.0
+    return Outcome(code, cause=error_in_words(value), refused=is_refusal(value)), 0.0
 
 
-def run_in_fork(cfg: DictConfig) -> tuple[Outcome, float]:
+def run_in_fork(sweep: int, cfg: DictConfig) -> tuple[Outcome, float]:
     """What a worker calls for a job: run it in a process of its own, whose end does not end the worker.
 
+    sweep: the sweep's process. When it is killed, the worker gets a SIGTERM, and the job saves and ends.
     Returns how it ended, and its seconds. A worker that was told to stop begins no other job.
     """
     if _stops:
@@ -90,6 +95,8 @@ def run_in_fork(cfg: DictConfig) -> tuple[Outcome, float]:
     hydra = HydraConfig.get()
     folder = Path(hydra.sweep.dir) / hydra.sweep.subdir
     with Relay() as relay:
+        if os.getpid() != sweep:  # joblib with n_jobs=1 has no worker
+            end_with_parent()
         with signals.blocked():
             process = start_job(Job(0, ()), lambda: _run(cfg), 0, {SWEEP_FOLDER: hydra.sweep.dir}, set(), False)
             relay.start([process.pid])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep import cli
-from lockstep.errors import ConfigError
+from lockstep.errors import CannotStartNow, ConfigError
 from lockstep.launchers.base import RankFailed
 from lockstep.sweeps.job_process import Outcome, cause_in_words
 
@@ -13,7 +13,12 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
     """Call it, which returns the objective, and print its errors."""
     values: list[Any] = []
     code, error = cli.end_of(lambda: values.append(call()))
-    return Outcome(code, values[0] if values else None, error_in_words(error))
+    return Outcome(code, values[0] if values else None, error_in_words(error), is_refusal(error))
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether the config of a job is wrong, so that it would fail again."""
+    return isinstance(error, ConfigError) and not isinstance(error, CannotStartNow)
 
 
 def error_in_words(error: BaseException | None) -> str:

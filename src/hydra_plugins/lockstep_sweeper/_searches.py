@@ -1,7 +1,8 @@
 """Which search a sweep uses, and its jobs or its space. The scan for plugins leaves this file out."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -11,9 +12,10 @@ from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.sweeps.halving import PAUSE, Halving
 from lockstep.sweeps.output import show
-from lockstep.sweeps.search import Job, JobList, Search, add_jobs, to_run
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, to_run
 from lockstep.sweeps.space import Allows, Choices, Numbers, Space, allow_all, draw, interval, limits_of, words
 from lockstep.sweeps.sweep import OpenSweep
+from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, Row
 from lockstep.sweeps.tpe import Tpe, require_optuna
 
 LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
@@ -62,7 +64,7 @@ def make_plan(
     if trials is None:
         _refuse_intervals(overrides)
         return _without_refused(list_all(), fixed, allows)
-    space = read_space(overrides)
+    space = read_space(overrides, fixed)
 
     def allows_values(values: Mapping[str, str]) -> bool:
         return allows([*fixed, *words(values)])
@@ -77,6 +79,19 @@ def make_plan(
     return Plan(drawn, fixed, are_drawn=True)
 
 
+def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Plan:
+    """The plan with the jobs of earlier commands that are not over, and that this command does not list.
+
+    TPE finds its own in the table.
+    """
+    if plan.space is not None:
+        return plan
+    over = {FINISHED, PRUNED} | (set() if retry_failed else {FAILED})
+    listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
+    earlier = [row.overrides for row in rows if row.state not in over and row.overrides not in listed]
+    return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
+
+
 def _without_refused(
     lists: Sequence[Sequence[str]], fixed: Sequence[str], allows: Callable[[Sequence[str]], bool]
 ) -> Plan:
@@ -86,11 +101,20 @@ def _without_refused(
     return Plan(allowed, fixed, left_out=len(lists) - len(allowed))
 
 
-def read_space(overrides: list[Override]) -> Space:
-    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies."""
-    space = {override.get_key_element(): _values(override) for override in overrides if override.is_sweep_override()}
-    if not space:
+def read_space(overrides: list[Override], fixed: Sequence[str]) -> Space:
+    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies.
+
+    A plain word that is not in `fixed` is of a key that earlier jobs of this sweep vary: here it has one value.
+    """
+    typed = {override.get_key_element(): override for override in overrides}  # of a key typed twice the last one
+    if not any(override.is_sweep_override() for override in typed.values()):
         raise ConfigError("nothing varies in this sweep; type optimizer.lr=tag(log,interval(0.001,0.1))")
+    space: dict[str, Numbers | Choices] = {}
+    for key, override in typed.items():
+        if override.is_sweep_override():
+            space[key] = _values(override)
+        elif f"{key}={override.get_value_element_as_str()}" not in fixed:
+            space[key] = Choices((override.get_value_element_as_str(),))
     return space
 
 

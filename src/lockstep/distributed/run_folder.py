@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CannotStartNow
 
 SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"  # the environment variable that tells the ranks of a job which sweep it is in
 BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
@@ -24,7 +24,7 @@ def check_run_folder(folder: str | Path) -> None:
         if space.f_blocks and space.f_bavail * space.f_frsize < LEAST_BYTES:
             raise OSError(errno.ENOSPC, "")
     except OSError as error:
-        raise ConfigError(unwritable(folder, error)) from None
+        raise CannotStartNow(unwritable(folder, error)) from None
 
 
 def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -> str:

@@ -11,7 +11,7 @@ from typing import IO
 
 from lockstep.distributed.run_folder import unwritable
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import CannotStartNow
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ class HeldFolder:
     def restore(self) -> None:
         """Make the folder again, and lock it, if it was deleted or moved away. Only for the rank that holds the lock.
 
-        Raises ConfigError if it cannot be made, or if another run holds a new one by now.
+        Raises CannotStartNow if it cannot be made, or if another run holds a new one by now.
         """
         if self.file is None or self._is_there(self.file):
             return
         _close(self.file)
         problem = self.lock()
         if problem is not None:
-            raise ConfigError(f"the run folder was deleted, and nothing can be saved any more: {problem}")
+            raise CannotStartNow(f"the run folder was deleted, and nothing can be saved any more: {problem}")
         with suppress(OSError):  # then the log lines are lost, and the training is not
             (self.folder / "logs").mkdir(exist_ok=True)
         log.warning(
@@ -59,7 +59,7 @@ class HeldFolder:
 def hold_run_folder(folder: str | Path, world: World) -> Iterator[HeldFolder]:
     """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
 
-    Raises ConfigError on every rank if another run holds the folder, or if it cannot be written to. The lock is a
+    Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to. The lock is a
     POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing any file
     object of `.lock` in this process releases it.
     """
@@ -68,7 +68,7 @@ def hold_run_folder(folder: str | Path, world: World) -> Iterator[HeldFolder]:
     try:
         problem = world.broadcast_json(problem)
         if problem is not None:
-            raise ConfigError(problem)
+            raise CannotStartNow(problem)
         yield held
     finally:
         if held.file is not None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, StoppedEarly
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, CannotStartNow, ConfigError, RankMissing, StoppedEarly
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.monitor import rank as monitor
 
@@ -171,7 +171,8 @@ def failure_of(report: dict[str, Any]) -> Exception:
     """The exception that a launcher raises for a failure report (see MonitorLink.report). A ConfigError stays one."""
     first = report["contents"]["first"]
     if first["kind"] == "config":
-        return ConfigError(first["message"])
+        can_start_later = first.get("type") in (CannotStartNow.__name__, RankMissing.__name__)
+        return (CannotStartNow if can_start_later else ConfigError)(first["message"])
     return RankFailed(report["screen"], report["contents"])
 
 

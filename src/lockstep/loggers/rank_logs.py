@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import ConfigError, RankLost, RanksDiffer, StoppedEarly, TrainingDiverged
+from lockstep.errors import CannotStartNow, ConfigError, RankLost, RanksDiffer, StoppedEarly, TrainingDiverged
 from lockstep.monitor import rank as monitor
 from lockstep.monitor.exception_record import message_of
 
@@ -79,7 +79,7 @@ def rank_logs() -> Iterator[RankLogs]:
 
 
 def open_files(folder: Path, rank: int) -> list[logging.Handler]:
-    """The log files of this rank. Raises ConfigError if they cannot be opened."""
+    """The log files of this rank. Raises CannotStartNow if they cannot be opened."""
     files: list[logging.Handler] = []
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def open_files(folder: Path, rank: int) -> list[logging.Handler]:
             files.append(QuietFileHandler(folder / "train.log"))
     except OSError as error:
         close_all(files)
-        raise ConfigError(unwritable(folder, error)) from error
+        raise CannotStartNow(unwritable(folder, error)) from error
     for file in files:
         file.setFormatter(logging.Formatter(FILE_FORMAT))
     return files

@@ -2,6 +2,11 @@
 
 from collections.abc import Callable
 
+
+class JobFailed(Exception):
+    """What a sweeper of Hydra's raises to end at a job that has failed. The row of the job has the cause."""
+
+
 _endings: list[Callable[[], int]] = []
 
 

@@ -12,7 +12,7 @@ from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
 from lockstep.monitor.code_hashes import source_hashes
 from lockstep.runs.record import write_whole
-from lockstep.sweeps.table import TABLE
+from lockstep.sweeps.table import read_rows
 
 RECORD = "sweep.json"
 SCHEMA = 2
@@ -73,14 +73,15 @@ def read_code(modules: dict[str, str]) -> Code:
 def check_record(folder: Path, config: dict[str, Any], code: Code, accept_changes: bool) -> None:
     """Raise ConfigError if the sweep in `folder` was begun with another base config or other code.
 
+    A sweep without rows has no job that could differ.
     config: the flat config of a job without what the sweep varies. A module of the user's that only one of the two
     commands imports is no difference: the jobs of a longer list may need it.
     """
+    if not read_rows(folder):
+        return
     record = read_record(folder)
     if record is None:
-        if (folder / TABLE).exists():
-            raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
-        return
+        raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
     config = json.loads(json.dumps(_compared(config), default=str))
     differences = _differences(record["config"], config) + _differences(record["code"], code.files, "the code of ")
     shared = record["modules"].keys() & code.modules.keys()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo
@@ -16,8 +16,9 @@ from lockstep.sweeps.ending import at_end
 from lockstep.sweeps.job_process import Work, record_outcome, reported_cause
 from lockstep.sweeps.output import show
 from lockstep.sweeps.search import Job, Search
+from lockstep.sweeps.summary import exit_code
 from lockstep.sweeps.sweep import OpenSweep
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, Row
+from lockstep.sweeps.table import FAILED, RUNNING, STOPPED, WAITING, Row
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,7 +38,7 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
 
     store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
     if info.is_rank_zero:
-        _lead(store, open_sweep, work)
+        _lead(_Turns(store), open_sweep, work)
     else:
         _follow(store, work)
 
@@ -47,13 +48,29 @@ def restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+class _Turns:
+    """What rank 0 tells the other ranks, one message after the other."""
+
+    def __init__(self, store: "Store") -> None:
+        self.store, self.number = store, 0
+
+    def announce(self, **told: Any) -> None:
+        self.store.set(f"turn/{self.number}", json.dumps(told))
+        self.number += 1
+
+
+def _lead(turns: _Turns, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
     try:
         sweep, search = open_sweep()
-    except ConfigError as error:
-        store.set("turn/0", json.dumps({"problem": str(error)}))
+        _run_jobs(turns, sweep, search, work)
+    except ConfigError as error:  # also if the table cannot be written any more
+        turns.announce(problem=str(error))
         raise
-    table, turn, failures = sweep.table, 0, 0
+    turns.announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
+
+
+def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> None:
+    table, failures = sweep.table, 0
     os.environ[SWEEP_FOLDER] = str(table.folder)
     while not signals.stop_requested() and failures != sweep.settings.max_failures:
         job = search.ask()
@@ -61,38 +78,35 @@ def _lead(store: "Store", open_sweep: Callable[[], tuple[OpenSweep, Search]], wo
             break
         row = table.update(job.number, state=RUNNING, cause="")
         show(f"sweep: {job.describe(row.overrides)}")
-        announced = {"number": job.number, "overrides": job.overrides, "folder": row.folder, "sweep": str(table.folder)}
-        store.set(f"turn/{turn}", json.dumps(announced))
-        turn += 1
+        turns.announce(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
         started = time.time()
         outcome = work(job, row)
         if outcome.state == FAILED:  # the report names the rank that failed first
             failures += 1
             outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
-        record_outcome(table, job.number, outcome, outcome.state, time.time() - started)
+        state = WAITING if outcome.can_start_later else outcome.state
+        record_outcome(table, job.number, outcome, state, time.time() - started)
         search.tell(job.number, outcome.objective)
-        if outcome.state == STOPPED:
+        if state == WAITING:  # each job after it would wait for the same rank
+            sweep.stop_code = EXIT_RESUMABLE
+            break
+        if state == STOPPED:
             sweep.stop_code = outcome.stop_code
             break
-    if signals.stop_requested():
+    if signals.stop_requested() and search.ask() is not None:
         sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
-    store.set(f"turn/{turn}", json.dumps({"end": True}))
 
 
 def _follow(store: "Store", work: Work) -> None:
-    codes, turn = [0], 0
-    at_end(lambda: max(codes))
-    while True:
-        told = json.loads(_wait(store, f"turn/{turn}"))
+    turn = 0
+    while "exit_code" not in (told := json.loads(_wait(store, f"turn/{turn}"))):
         if "problem" in told:
             raise ConfigError(told["problem"])
-        if "end" in told:
-            return
         os.environ[SWEEP_FOLDER] = told["sweep"]
         job = Job(told["number"], tuple(told["overrides"]))
-        outcome = work(job, Row(job.number, "", told["folder"]))
-        codes.append(0 if outcome.state == FINISHED else outcome.code)
+        work(job, Row(job.number, "", told["folder"]))
         turn += 1
+    at_end(lambda: told["exit_code"])
 
 
 def _wait(store: "Store", key: str) -> str:
@@ -102,6 +116,6 @@ def _wait(store: "Store", key: str) -> str:
         if signals.stop_requested():
             asked = asked or time.monotonic()
             if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
-                return json.dumps({"end": True})
+                return json.dumps({"exit_code": EXIT_RESUMABLE})
         time.sleep(POLL_SECONDS)
     return store.get(key).decode()

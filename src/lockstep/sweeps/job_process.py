@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
+from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -23,27 +24,38 @@ from lockstep.errors import (
 )
 from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import RAISED_BY_ALL
+from lockstep.runs.record import is_locked
 from lockstep.sweeps.search import Job
-from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, WAITING, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
+LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none."""
+    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none.
+
+    refused: its config is wrong, so it would fail again.
+    """
 
     code: int
     objective: float | None = None
     cause: str = ""
+    refused: bool = False
 
     @property
     def state(self) -> str:
         if self.code == EXIT_FINISHED:
             return FINISHED
         return STOPPED if self.code in STOP_CODES else FAILED
+
+    @property
+    def can_start_later(self) -> bool:
+        """Whether the job has not trained, and its config is not the reason: a rank is missing, or a disk is full."""
+        return self.code == EXIT_CONFIG and not self.refused
 
     @property
     def stop_code(self) -> int:
@@ -96,6 +108,11 @@ class JobProcess:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
+    def stop(self) -> None:
+        """Let the job save and end, whatever becomes of it."""
+        os.kill(self.pid, signal.SIGTERM)
+        os.waitpid(self.pid, 0)
+
     def poll(self, run_dir: Path) -> Outcome | None:
         """How the job ended, None while it runs. run_dir: its run folder."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -107,7 +124,7 @@ class JobProcess:
         cause = outcome.cause
         if outcome.state == FAILED:
             cause = self._reported(run_dir, code) or cause or _end_in_words(code)
-        return Outcome(code, outcome.objective, " ".join(cause.split())[:LONGEST_CAUSE])
+        return replace(outcome, cause=" ".join(cause.split())[:LONGEST_CAUSE])
 
     @property
     def started_at(self) -> float:
@@ -125,16 +142,25 @@ class JobProcess:
 
     def _sent(self, code: int) -> Outcome:
         with suppress(BlockingIOError, ValueError):
-            return Outcome(code, **json.loads(os.read(self.results, 65536)))
+            return Outcome(**json.loads(os.read(self.results, 65536)) | {"code": code})
         return Outcome(code)
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Wait until the ranks of a sweep that was killed have ended, and hold the lock of this run folder no more."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while is_locked(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
     """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
-    cause = f"{REFUSED}{outcome.cause}" if outcome.code == EXIT_CONFIG else outcome.cause
+    row = table.rows[number]
+    cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
     if state == FINISHED and outcome.objective is None:
-        state, cause = RUNNING, SUBMITTED
-    seconds = round(table.rows[number].seconds + seconds, 2)
+        is_submitted = (table.folder / row.folder / JOB_FILE).exists()
+        state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
+    seconds = round(row.seconds + seconds, 2)
     values: dict[str, Any] = {"state": state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
     return table.update(number, seconds=seconds, **values, **table.read_best(number))
 
@@ -183,7 +209,7 @@ def _become(
             os.sched_setaffinity(0, cores)
         outcome = work()
         code = outcome.code
-        os.write(results, json.dumps({"objective": outcome.objective, "cause": outcome.cause[:LONGEST_CAUSE]}).encode())
+        os.write(results, json.dumps(asdict(replace(outcome, cause=outcome.cause[:LONGEST_CAUSE]))).encode())
     finally:
         for text in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

@@ -4,6 +4,7 @@ Drawn with Pillow, which torchvision brings along, when the sweep ends.
 """
 
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
 
     Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
     Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
+    Raises OSError if it cannot be written.
     """
     from PIL import Image, ImageDraw
 
@@ -57,7 +59,8 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
                 panel.dot(axis.places[values[axis.key]], height, (PALE, DOT, BEST)[_layer(row, best)])
         if any(row.state != FINISHED for row, _ in points):
             panel.note("pale: not trained to the end")
-    image.save(folder / PLOT)
+    image.save(folder / f"{PLOT}.tmp", format="png")
+    os.replace(folder / f"{PLOT}.tmp", folder / PLOT)
     return True
 
 

@@ -9,8 +9,7 @@ from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
-from lockstep.runs.record import is_locked
-from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
+from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job, wait_for_lock
 from lockstep.sweeps.output import show
 from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
@@ -18,7 +17,6 @@ from lockstep.sweeps.slots import Slot
 from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SweepTable
 
 POLL_SECONDS = 0.005
-LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 
 
 class SweepRunner:
@@ -33,22 +31,41 @@ class SweepRunner:
         self.screen = Screen()
         self.ready: JobProcess | None = None  # the next job, which waits for its turn
         self.failures = 0
-        self.stop_code: int | None = None  # of the jobs that a signal has stopped
+        self.was_stopped = False  # by a signal, which may have come when all jobs had ended
+        self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
 
     def run(self) -> None:
-        """Run what the search asks for until it has nothing more, or a signal stops the jobs."""
+        """Run what the search asks for until it has nothing more, or a signal stops the jobs.
+
+        Raises ConfigError if the table cannot be written. No job is left then.
+        """
         with Relay() as relay:
-            while self._fill(relay) or self.running:
-                time.sleep(POLL_SECONDS)
-                for slot, process in list(self.running.items()):
-                    self.screen.forward(process)
-                    outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
-                    if outcome is not None:
-                        self.screen.forward(process, to_end=True)
-                        del self.running[slot]
-                        self._record(process, outcome, asked=relay.first is not None)
-            if relay.first is not None and self.stop_code is None:
-                self.stop_code = EXIT_RESUMABLE  # it came between two jobs
+            try:
+                while self._fill(relay) or self.running:
+                    time.sleep(POLL_SECONDS)
+                    self._poll(relay)
+            finally:
+                self._end_jobs()
+            self.was_stopped = relay.first is not None
+            is_more_to_run = self.ready is not None or self.search.ask() is not None
+            if self.was_stopped and is_more_to_run and self.stop_code is None:
+                self.stop_code = EXIT_RESUMABLE  # the signal came between two jobs
+
+    def _poll(self, relay: Relay) -> None:
+        """Show what the jobs print, and record those that have ended."""
+        for slot, process in list(self.running.items()):
+            self.screen.forward(process)
+            outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
+            if outcome is not None:
+                self.screen.forward(process, to_end=True)
+                del self.running[slot]
+                relay.pids = self._pids()  # another process may get the number of this one
+                self._record(process, outcome, asked=relay.first is not None)
+
+    def _end_jobs(self) -> None:
+        """End the job that is ready, and those that still run if the table cannot be written: they save first."""
+        for process in self.running.values():
+            process.stop()
         if self.ready is not None:
             self.ready.discard()
             with suppress(OSError):  # a job that goes on has files there
@@ -60,11 +77,11 @@ class SweepRunner:
         for number in range(len(self.slots)):
             if number in self.running or relay.first is not None or self._is_hopeless():
                 continue
-            process = self.ready or self._prepare(number)
-            if process is None:
+            self.ready = self.ready or self._prepare(number)
+            if self.ready is None:
                 break
+            self._start(self.ready, relay)
             self.ready = None
-            self._start(process, relay)
             started = True
         if started and len(self.slots) == 1:  # with more of them the cores have work already
             self.ready = self._prepare(0)
@@ -88,20 +105,20 @@ class SweepRunner:
 
     def _start(self, process: JobProcess, relay: Relay) -> None:
         row = self.table.rows[process.job.number]
-        folder = self.table.folder / row.folder
-        deadline = time.monotonic() + LOCK_SECONDS
-        while is_locked(folder) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for_lock(self.table.folder / row.folder)
         self.table.update(process.job.number, state=RUNNING, cause="")
         if process.output is None:
             show(f"sweep: {process.job.describe(row.overrides)}")
         with blocked():
             self.running[process.slot] = process
             if relay.first is None:
-                relay.pids = [running.pid for running in self.running.values()]
+                relay.pids = self._pids()
             else:
                 relay.start([process.pid])
         process.begin()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self.running.values()]
 
     def _record(self, process: JobProcess, outcome: Outcome, asked: bool) -> None:
         job, state = process.job, outcome.state

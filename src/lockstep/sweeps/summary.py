@@ -41,14 +41,21 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
     best = rows[0] if rows and rows[0].state == FINISHED else None
     if best is not None:
         show(f"best:       job {best.number}, {table.folder / best.folder}")
-        if plot_sweep(table.folder, rows, objective, best.number):
-            show(f"plot:       {table.folder / PLOT}")
+        _show_plot(table.folder, rows, objective, best)
         show(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, "pruned", FAILED) for row in rows):
         show(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
         show(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
     show(f"curves:     tensorboard --logdir {table.folder.absolute()}")
+
+
+def _show_plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> None:
+    try:
+        if plot_sweep(folder, rows, objective, best.number):
+            show(f"plot:       {folder / PLOT}")
+    except OSError as error:
+        show(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m sweep.resume={folder}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:

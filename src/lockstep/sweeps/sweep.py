@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.signals import stop_listening
 from lockstep.monitor.start import whole_command
 from lockstep.sweeps.folder import check_record, lock_sweep, read_code, write_record
-from lockstep.sweeps.left_rows import left_running
+from lockstep.sweeps.left_rows import left_by_earlier
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, resume_words
-from lockstep.sweeps.table import RUNNING, SweepTable
+from lockstep.sweeps.table import RUNNING, STOPPED, SweepTable
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,15 @@ class OpenSweep:
         self.table = SweepTable(folder)
         write_record(folder, sys.argv[1:], dict(config), code)
         for row in self.table:
-            if row.state == RUNNING:
-                values = left_running(row, folder / row.folder) | self.table.read_best(row.number)
+            if row.state in (RUNNING, STOPPED):
+                values = left_by_earlier(row, folder / row.folder) | self.table.read_best(row.number)
                 self.table.update(row.number, **values)
         self.stop_code: int | None = None
+        self.failures = 0  # jobs that have failed in this command
 
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""
+        stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = resume_words(script, self.table.folder)

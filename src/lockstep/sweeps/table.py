@@ -45,7 +45,10 @@ NUMBERS: dict[str, type] = {"number": int, "objective": float, "best": float, "b
 
 
 class SweepTable:
-    """The rows of a sweep, in the order of their numbers. Each change is on the disk before the method returns."""
+    """The rows of a sweep, in the order of their numbers. Each change is on the disk before the method returns.
+
+    The methods that change it raise ConfigError if it cannot be written, as on a full disk.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +85,14 @@ class SweepTable:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows([_cell(getattr(row, name)) for name in COLUMNS] for row in self)
-        write_whole(self.folder / TABLE, text.getvalue(), sync=True)
+        path = self.folder / TABLE
+        try:
+            write_whole(path, text.getvalue(), sync=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}); free some space there, then type "
+                f"-m sweep.resume={self.folder}"
+            ) from None
 
 
 def read_rows(folder: Path) -> list[Row]:

@@ -1,6 +1,7 @@
 """Search with Optuna's tree-structured Parzen estimator (Bergstra et al. 2011): ask and tell, one job at a time."""
 
 import importlib.util
+import math
 import random
 import shlex
 from collections.abc import Callable, Sequence
@@ -85,7 +86,8 @@ def suggest(
     study = optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler)
     for row in rows:
         parameters = read_values(row)
-        if row.objective is not None and _fits(parameters, space):
+        is_known = row.objective is not None and not math.isnan(row.objective)  # Optuna takes no NaN
+        if is_known and _fits(parameters, space):
             typed = {key: _value(space[key], word) for key, word in parameters.items()}
             trial = optuna.trial.create_trial(params=typed, distributions=distributions, value=row.objective)
             study.add_trial(trial)
