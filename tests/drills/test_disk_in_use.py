@@ -38,14 +38,14 @@ def test_a_stop_inside_torch_save_leaves_whole_snapshots(start, start_faulty, tm
 
 def test_a_disk_slower_than_backend_timeout_is_waited_for(start, tmp_path):
     """In training with more snapshots than may wait, at a stop, at a resume, and at the end."""
-    command = [*STARTERS["launch=fork"], *SLOW, "snapshot.every=10steps", "backend.timeout=4", "hydra.run.dir=run"]
-    slow = ["+logger.slow._target_=support.slow_disk.SlowSaves", "+logger.slow.seconds=5"]
+    command = [*STARTERS["launch=fork"], *SLOW, "snapshot.every=10steps", "backend.timeout=6", "hydra.run.dir=run"]
+    slow = ["+logger.slow._target_=support.slow_disk.SlowSaves", "+logger.slow.seconds=7"]
     run = start(*command, *slow, PYTHONPATH=TESTS)
     wait_for(lambda: len(list((tmp_path / "run").glob("snapshots/step_*.json"))) > 1, "the second snapshot")
     run.send(signal.SIGTERM)
     run.finish(75)
     assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
-    slow += ["+logger.loads._target_=support.slow_disk.SlowLoads", "+logger.loads.seconds=5"]
+    slow += ["+logger.loads._target_=support.slow_disk.SlowLoads", "+logger.loads.seconds=7"]
     run = start(*command, *slow, f"trainer.max_steps={stopped_at(tmp_path / 'run') + 5}", PYTHONPATH=TESTS)
     assert "finished:" in run.finish(0).output
 

@@ -156,19 +156,32 @@ def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start,
     assert "table.py" not in run.output  # no traceback of ours
     sentence = "s/sweep.csv cannot be written (Is a directory); free some space there, then type -m sweep.resume=s\n"
     assert f"lockstep: {sentence}" in run.output
-    assert not processes_of(run.process.pid)
+    wait_for(lambda: not processes_of(run.process.pid), "the end of all processes", 3)
     assert len(list((run.cwd / "s").glob("[0-9]_*"))) == 1  # job 1 was ready, and leaves nothing
     (run.cwd / "s" / "sweep.csv.tmp").rmdir()
     start(*command).finish()
     assert states(run.cwd / "s") == ["finished"] * 3
 
 
+def test_jobs_that_run_side_by_side_save_and_end_when_the_table_cannot_be_written(start):
+    """The first job ends, which cannot be written. The other one prints more than a pipe holds while it saves."""
+    jobs = ["-m", "trainer.epochs=2,4000", "model=mlp", "sweep.slots=2", "hydra.sweep.dir=s", "logger=[console]"]
+    run = start(*PYTHON_TRAIN, *jobs)
+    wait_for(lambda: "epoch 1/" in read_log(run.cwd / "s" / "1_trainer.epochs=4000"), "the second job")
+    (run.cwd / "s" / "sweep.csv.tmp").mkdir()
+    run.finish(2)
+    assert "stopped early at step" in run.output
+    assert not processes_of(run.process.pid)
+
+
 def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
     """The sweep is paused while its job ends, so that the signal is there when it sees the end."""
-    run = start(*PYTHON_TRAIN, "-m", "optimizer.lr=0.1,0.05", "model=linear", "trainer.epochs=2", "hydra.sweep.dir=s")
+    words = ["-m", "optimizer.lr=0.1,0.05", "model=linear", "trainer.epochs=100", "hydra.sweep.dir=s"]
+    run = start(*PYTHON_TRAIN, *words)
     record = run.cwd / "s" / "1_optimizer.lr=0.05" / "run.json"
     wait_for(record.exists, "last job")
     run.send(signal.SIGSTOP)
+    assert '"state": "finished"' not in record.read_text()
     wait_for(lambda: '"state": "finished"' in record.read_text(), "end of the last job")
     run.send(signal.SIGTERM)
     run.send(signal.SIGCONT)
@@ -178,7 +191,7 @@ def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
 def test_jobs_that_would_wait_for_a_dead_rank_are_left_for_later(start):
     """Ranks started by hand, which nobody ends: only the first of the jobs after the death waits for rank 1."""
     ranks = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=8", "backend.timeout=8"]
+    command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=40", "backend.timeout=8"]
     first, second = (start(*command, **ranks, RANK=rank, LOCAL_RANK=rank) for rank in (0, 1))
     wait_for(lambda: list((first.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
     second.send(signal.SIGKILL)

@@ -149,7 +149,8 @@ def test_nodes_of_a_spawned_world_need_a_port_and_a_number_each():
     assert node_rank_info(1, 0, "127.0.0.1", 0).master_port > 0
 
 
-def test_a_variable_that_torchrun_has_left_behind_starts_no_watchdog():
+def test_a_variable_that_torchrun_has_left_behind_starts_no_watchdog(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: pytest.fail("a watchdog"))
     start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x"})
     start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"})
 

@@ -113,6 +113,13 @@ def test_a_snapshot_of_another_folder_counts_and_a_damaged_one_of_this_folder_do
         assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == (newest, lost)
 
 
+def test_the_phase_is_the_one_in_which_the_rank_failed(make_rank):
+    rank = make_rank(0, ZeroDivisionError(), 1.0)
+    rank.failure["phase"] = "train"
+    rank.page.enter("disk")  # it closes its files
+    assert report_of(rank).contents["first"]["phase"] == "train"
+
+
 def test_a_late_answer_is_not_taken_for_that_of_the_next_attempt():
     monitor, launcher = socket.socketpair()
     with monitor, launcher:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.monitor.watched_rank import has_ended
+from lockstep.monitor.watched_rank import process_has_ended
 from lockstep.runs.digests import read_digests
 from support.commands import (
     PYTHON_TRAIN,
@@ -115,7 +115,7 @@ def test_ranks_save_when_their_fork_server_is_killed_and_the_launcher_says_so(st
     said = run.output[run.output.index("lockstep: the helper process that the ranks are forked from was killed") :]
     assert "exit()" not in run.output
     assert "Traceback" not in run.output
-    wait_for(lambda: all(map(has_ended, ranks)), "end of the ranks", limit=3)
+    wait_for(lambda: all(map(process_has_ended, ranks)), "end of the ranks", limit=3)
     step = int(re.findall(r"stopped early at step (\d+)", read_log(tmp_path / "run"))[0])
     assert f"the last good snapshot is {tmp_path}/run/snapshots/step_{step:08d}.pt" in said
     assert count_resumptions(tmp_path / "run") == restarts

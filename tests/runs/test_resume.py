@@ -58,6 +58,12 @@ def test_an_evaluation_at_max_steps_between_two_others_does_not_count(tmp_path):
     assert same_bits(whole, cut)
 
 
+def test_an_evaluation_at_max_steps_counts_where_the_last_epoch_ends(tmp_path):
+    last = ["evaluation.every=2", "trainer.epochs=3"]
+    in_world(1, train_all, [runs(tmp_path / name, *last, f"trainer.max_steps={name}") for name in ("18", "null")])
+    assert newest_snapshot(tmp_path / "18")["progress"] == newest_snapshot(tmp_path / "null")["progress"]
+
+
 def resume_unseen(cfg: Any, elsewhere: Path) -> str:
     """What this rank says of a snapshot that rank 0 alone sees, as if it was deleted when rank 0 had read it."""
     if os.environ["RANK"] == "1":

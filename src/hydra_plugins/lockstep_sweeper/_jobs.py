@@ -125,7 +125,7 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
         sweep = open_sweep(jobs)
         return sweep, build_search(sweep, plan, jobs.name, slots=1)
 
-    if info.started_by != "python":
+    if not info.may_start_ranks:
         run_in_world(info, open_search, jobs.run)
         return
     slots = slots_of(jobs, plan.lists)  # before `open_sweep`: a refused command leaves the folder as it is

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep import cli
-from lockstep.errors import CannotStartNow, ConfigError
+from lockstep.errors import CannotStartNow, ConfigError, RankMissing
 from lockstep.launchers.base import RankFailed
 from lockstep.sweeps.job_process import Outcome, cause_in_words
 
@@ -13,7 +13,8 @@ def outcome_of(call: Callable[[], Any]) -> Outcome:
     """Call it, which returns the objective, and print its errors."""
     values: list[Any] = []
     code, error = cli.end_of(lambda: values.append(call()))
-    return Outcome(code, values[0] if values else None, error_in_words(error), is_refusal(error))
+    value = values[0] if values else None
+    return Outcome(code, value, error_in_words(error), is_refusal(error), isinstance(error, RankMissing))
 
 
 def is_refusal(error: BaseException | None) -> bool:

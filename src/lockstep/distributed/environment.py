@@ -55,8 +55,8 @@ def read_rank_info(env: Environment | None = None) -> RankInfo:
         )
     if info.local_world_size < 1:
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={info.local_world_size} in the environment leaves out this rank; "
-            f"type `unset LOCAL_WORLD_SIZE` if all ranks are on this machine, or start with torchrun"
+            f"the environment says that {info.local_world_size} ranks are on this machine, which leaves out this one; "
+            f"type `unset LOCAL_WORLD_SIZE` if that is set, or start with torchrun"
         )
     return info
 

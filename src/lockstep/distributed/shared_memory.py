@@ -88,10 +88,13 @@ class SharedMemorySum:
                 raise ConfigError(f"gradient_sync=shared_memory {reason}; type gradient_sync=all_reduce")
             yield Path(name)
         except FileNotFoundError as error:
+            if world.is_rank_zero:
+                raise
             raise ConnectionError(f"rank 0 is gone, and has removed {error.filename}") from None
         finally:
             if created:
-                shutil.rmtree(created)  # only the names: open files stay until the last rank closes them or exits
+                # Only the names: open files stay until the last rank closes them or exits.
+                shutil.rmtree(created, ignore_errors=True)
 
     def _open_pipes(self, folder: Path) -> None:
         world = self.world

@@ -27,7 +27,8 @@ from lockstep.monitor import rank as monitor
 
 log = logging.getLogger(__name__)
 
-WORK_TIMEOUT = timedelta(days=2)  # for a download, or for a slow disk, which may take longer than any collective
+PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
+DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk. A machine that is lost meanwhile is noticed only then
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,13 @@ class World:
 
     @contextmanager
     def disk_access(self) -> Iterator[None]:
-        """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is."""
+        """Inside the block ranks read and write files. At its end they wait for each other, up to DISK_TIMEOUT.
+
+        Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
+        """
         with monitor.phase("disk"):
             yield
-        self.barrier(WORK_TIMEOUT)  # in another phase: the monitor is only patient with a rank that uses its disk
+        self.barrier(DISK_TIMEOUT)  # in another phase: the monitor is only patient with a rank that uses its disk
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.
@@ -96,7 +100,7 @@ class World:
                 work()
             except ConfigError as error:
                 problem = str(error)
-        self.barrier(WORK_TIMEOUT)
+        self.barrier(PREPARE_TIMEOUT)
         problems = [text for text in self.all_gather_json(problem) if text is not None]
         if problems:
             raise ConfigError(problems[0])

@@ -16,14 +16,14 @@ from lockstep.distributed.signals import STOP_SIGNALS, ended_at_once, unanswered
 from lockstep.errors import EXIT_FINISHED, EXIT_KILLED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import print_line
-from lockstep.monitor.watched_rank import has_ended
+from lockstep.monitor.watched_rank import process_has_ended
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
 LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
-SECONDS_AFTER_HELPER = 30.0  # for ranks to save after the death of their fork server, which asks them to stop
-LOST = 255  # what Python calls the exit code of a process whose fork server has died
+SECONDS_AFTER_FORK_SERVER = 30.0  # for ranks to save after the death of their fork server, which asks them to stop
+CODE_WITHOUT_FORK_SERVER = 255  # what Python calls the exit code of a process whose fork server has died
 STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
@@ -45,18 +45,18 @@ def wait_for_ranks(processes: Sequence[BaseProcess], relay: Relay) -> list[int]:
     return [process.exitcode or 0 for process in processes]
 
 
-def lost_helper(codes: Sequence[int], pids: Sequence[int]) -> RankFailed | None:
+def fork_server_killed(codes: Sequence[int], pids: Sequence[int]) -> RankFailed | None:
     """The failure of a run whose fork server was killed, once its ranks have ended, too; None if it lives.
 
-    Nobody knows the exit codes of such ranks: Python gives all of them LOST at once, while they still save.
+    Nobody knows the exit codes of such ranks: Python gives all of them that one code at once, while they still save.
     """
-    if LOST not in codes or not _fork_server_has_ended():
+    if CODE_WITHOUT_FORK_SERVER not in codes or not _fork_server_has_ended():
         return None
-    deadline = time.monotonic() + SECONDS_AFTER_HELPER
+    deadline = time.monotonic() + SECONDS_AFTER_FORK_SERVER
     waiting = list(pids)
     while waiting and time.monotonic() < deadline:
         time.sleep(0.1)
-        waiting = [pid for pid in waiting if not has_ended(pid)]
+        waiting = [pid for pid in waiting if not process_has_ended(pid)]
     for pid in waiting:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ def _fork_server_has_ended() -> bool:
     pid: int | None = server._forkserver_pid
     deadline = time.monotonic() + 1.0  # a process closes its files a moment before it has ended
     while pid is not None and time.monotonic() < deadline:
-        if has_ended(pid):
+        if process_has_ended(pid):
             return True
         time.sleep(0.02)
     return False

@@ -16,7 +16,7 @@ from lockstep.distributed.signals import blocked
 from lockstep.distributed.temporary_folder import temporary_folder
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
-from lockstep.launchers.stopping import lost_helper, stopped_early, wait_for_ranks
+from lockstep.launchers.stopping import fork_server_killed, stopped_early, wait_for_ranks
 from lockstep.monitor.start import MonitorLink
 
 
@@ -96,7 +96,7 @@ class Supervisor:
     def _failure(
         self, monitor: MonitorLink, relay: Relay, codes: list[int], processes: list[BaseProcess]
     ) -> BaseException | None:
-        lost = lost_helper(codes, [process.pid or 0 for process in processes])
+        lost = fork_server_killed(codes, [process.pid or 0 for process in processes])
         if lost is not None:
             return lost
         stopped = stopped_early(codes, relay)

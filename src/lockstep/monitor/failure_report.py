@@ -21,7 +21,7 @@ OTHER_MACHINE_SECONDS = 2.0  # for the report of the machine on which a rank fai
 EXIT_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "exception": EXIT_FAILED, "silent": EXIT_HANG}
 EXIT_CODES |= {"different": EXIT_FAILED, "hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
 EXCEPTION_KEYS = ("kind", "type", "message", "is_local", "file", "line", "function", "code", "operation", "operands",
-                  "samples")  # fmt: skip
+                  "phase", "samples")  # fmt: skip
 HANG_KEYS = ("kind", "verdict", "ranks", "meaning", "advice", "table", "silent_seconds", "ended_by_gloo")
 
 

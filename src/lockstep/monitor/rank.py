@@ -166,6 +166,7 @@ def failed(error: BaseException) -> None:
     now = time.monotonic()
     _reporter.reported = error
     record = exception_record(error) | {"time": now, "wall_time": time.time(), "samples": _samples(_reporter.batch)}
+    record["phase"] = _reporter.page.phase  # by the time of the report it may close its files
     record["log_lines"] = last_lines(_reporter.log_file)
     _reporter.send({"failed": record})
 

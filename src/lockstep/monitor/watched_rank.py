@@ -214,7 +214,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-def has_ended(pid: int) -> bool:
+def process_has_ended(pid: int) -> bool:
     """Whether a process has ended, whether its parent knows it or not."""
     return is_gone(pid) or zombie_exit_code(pid) is not None
 

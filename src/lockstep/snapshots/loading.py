@@ -22,9 +22,9 @@ def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found |
     with world.disk_access():
         if world.is_rank_zero:
             found, answer = _answer(find)
-    error, name = world.broadcast_json(answer)
-    if error is not None:
-        raise ConfigError(error)
+    sentence, name = world.broadcast_json(answer)
+    if sentence is not None:
+        raise ConfigError(sentence)
     if name is None:
         return None
     path, problem = Path(name), None

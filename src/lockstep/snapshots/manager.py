@@ -218,7 +218,7 @@ class SnapshotManager:
         found = load_first_good(paths)
         if found is not None:
             saved, path = found
-            self.saver.damaged = set(paths[: paths.index(path)])
+            self.saver.damaged |= set(paths[: paths.index(path)])
             check_fingerprint(path, saved["fingerprint"], self.fingerprint)
         return found
 

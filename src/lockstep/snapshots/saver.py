@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.object_collectives import gather_state
-from lockstep.distributed.world import WORK_TIMEOUT, World
+from lockstep.distributed.world import DISK_TIMEOUT, World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import explain, save_snapshot
 from lockstep.snapshots.parts import INFIX, blocks_of, described, write_part
@@ -69,7 +69,7 @@ class Saver:
         if self.form == "auto" and (self.world.size == 1 or sum(size for size, _ in of_ranks) < SHARDED_ABOVE):
             return None
         if self.group is None:
-            group = dist.new_group(backend="gloo", timeout=WORK_TIMEOUT)
+            group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
         return str(of_ranks[0][1])

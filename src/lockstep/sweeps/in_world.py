@@ -38,7 +38,7 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
 
     store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
     if info.is_rank_zero:
-        _lead(_Turns(store), open_sweep, work)
+        _lead(_Announcements(store), open_sweep, work)
     else:
         _follow(store, work)
 
@@ -48,28 +48,28 @@ def restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-class _Turns:
+class _Announcements:
     """What rank 0 tells the other ranks, one message after the other."""
 
     def __init__(self, store: "Store") -> None:
         self.store, self.number = store, 0
 
-    def announce(self, **told: Any) -> None:
+    def add(self, **told: Any) -> None:
         self.store.set(f"turn/{self.number}", json.dumps(told))
         self.number += 1
 
 
-def _lead(turns: _Turns, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+def _lead(announced: _Announcements, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
     try:
         sweep, search = open_sweep()
-        _run_jobs(turns, sweep, search, work)
+        _run_jobs(announced, sweep, search, work)
     except ConfigError as error:  # also if the table cannot be written any more
-        turns.announce(problem=str(error))
+        announced.add(problem=str(error))
         raise
-    turns.announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
+    announced.add(exit_code=exit_code(list(sweep.table), sweep.stop_code))
 
 
-def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> None:
+def _run_jobs(announced: _Announcements, sweep: OpenSweep, search: Search, work: Work) -> None:
     table, failures = sweep.table, 0
     os.environ[SWEEP_FOLDER] = str(table.folder)
     while not signals.stop_requested() and failures != sweep.settings.max_failures:
@@ -78,13 +78,13 @@ def _run_jobs(turns: _Turns, sweep: OpenSweep, search: Search, work: Work) -> No
             break
         row = table.update(job.number, state=RUNNING, cause="")
         show(f"sweep: {job.describe(row.overrides)}")
-        turns.announce(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
+        announced.add(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
         started = time.time()
         outcome = work(job, row)
         if outcome.state == FAILED:  # the report names the rank that failed first
             failures += 1
             outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
-        state = WAITING if outcome.can_start_later else outcome.state
+        state = WAITING if outcome.rank_is_missing else outcome.state
         record_outcome(table, job.number, outcome, state, time.time() - started)
         search.tell(job.number, outcome.objective)
         if state == WAITING:  # each job after it would wait for the same rank

@@ -15,7 +15,6 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
-    EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_HANG,
@@ -38,24 +37,20 @@ STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for 
 class Outcome:
     """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none.
 
-    refused: its config is wrong, so it would fail again.
+    refused: its config is wrong, so it would fail again. rank_is_missing: a rank did not come to the rendezvous.
     """
 
     code: int
     objective: float | None = None
     cause: str = ""
     refused: bool = False
+    rank_is_missing: bool = False
 
     @property
     def state(self) -> str:
         if self.code == EXIT_FINISHED:
             return FINISHED
         return STOPPED if self.code in STOP_CODES else FAILED
-
-    @property
-    def can_start_later(self) -> bool:
-        """Whether the job has not trained, and its config is not the reason: a rank is missing, or a disk is full."""
-        return self.code == EXIT_CONFIG and not self.refused
 
     @property
     def stop_code(self) -> int:
@@ -109,9 +104,17 @@ class JobProcess:
         os.waitpid(self.pid, 0)
 
     def stop(self) -> None:
-        """Let the job save and end, whatever becomes of it."""
-        os.kill(self.pid, signal.SIGTERM)
-        os.waitpid(self.pid, 0)
+        """Let the job save and end."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended, whatever became of it."""
+        try:
+            return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        except ChildProcessError:  # `poll` has seen its end
+            return True
 
     def poll(self, run_dir: Path) -> Outcome | None:
         """How the job ended, None while it runs. run_dir: its run folder."""

@@ -25,6 +25,8 @@ def left_by_earlier(row: Row, folder: Path) -> dict[str, Any]:
         run = _read(folder)
         seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
         return {"state": STOPPED, "cause": "the sweep was killed", "seconds": max(row.seconds, seconds)}
+    if job is None:
+        return {}
     cause = f"Slurm job {job} has ended, see slurm-{job}.out"
     return by_record(folder, 0, cause) or {"state": FAILED, "cause": cause}
 

@@ -47,9 +47,9 @@ class SweepRunner:
             finally:
                 self._end_jobs()
             self.was_stopped = relay.first is not None
-            is_more_to_run = self.ready is not None or self.search.ask() is not None
-            if self.was_stopped and is_more_to_run and self.stop_code is None:
-                self.stop_code = EXIT_RESUMABLE  # the signal came between two jobs
+            if self.was_stopped and self.stop_code is None:
+                is_more_to_run = self.ready is not None or self.search.ask() is not None
+                self.stop_code = EXIT_RESUMABLE if is_more_to_run else None  # the signal came between two jobs
 
     def _poll(self, relay: Relay) -> None:
         """Show what the jobs print, and record those that have ended."""
@@ -63,9 +63,16 @@ class SweepRunner:
                 self._record(process, outcome, asked=relay.first is not None)
 
     def _end_jobs(self) -> None:
-        """End the job that is ready, and those that still run if the table cannot be written: they save first."""
+        """End the job that is ready. If an error ends the sweep, jobs still run: they save, and end, too."""
         for process in self.running.values():
             process.stop()
+        while self.running:
+            time.sleep(POLL_SECONDS)
+            for slot, process in list(self.running.items()):
+                ended = process.has_ended
+                self.screen.forward(process, to_end=ended)  # a job whose output nobody reads would wait
+                if ended:
+                    del self.running[slot]
         if self.ready is not None:
             self.ready.discard()
             with suppress(OSError):  # a job that goes on has files there

@@ -150,7 +150,7 @@ class TrainState:
         """
         progress = self.progress
         is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps")
-        is_extra = is_cut and not self._evaluates_each_time
+        is_extra = is_cut and progress.epoch < self.settings.epochs and not self._evaluates_each_time
         if progress.samples or is_extra or math.isnan(value):
             return False
         if isinstance(self.scheduler, Plateau):
