@@ -130,7 +130,7 @@ def test_the_first_host_of_a_slurm_node_list():
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0 .* is no port .*; type MASTER_PORT=29500 before the command"),
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 .* is no port"),
         (SRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT=-1 .* is no port"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 .* leaves out this rank; type `unset LOCAL_WORLD"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "0 ranks are on this machine, .*; type `unset LOCAL_WORLD_SIZE` if"),
         (TWO_TORCHRUNS_A_NODE, "srun started 2 torchruns .* type srun --ntasks-per-node=1 torchrun"),
     ],
 )

@@ -24,7 +24,8 @@ from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.monitor.linux_processes import children
-from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job, wait_for_lock
+from lockstep.sweeps.folder import wait_for_lock
+from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job
 from lockstep.sweeps.left_rows import by_record
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.sweep import OpenSweep

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -11,11 +12,12 @@ from typing import IO, Any
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
 from lockstep.monitor.code_hashes import source_hashes
-from lockstep.runs.record import write_whole
+from lockstep.runs.record import is_locked, write_whole
 from lockstep.sweeps.table import read_rows
 
 RECORD = "sweep.json"
 SCHEMA = 2
+LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 COMPARED = (
@@ -53,6 +55,13 @@ def lock_sweep(folder: Path) -> IO[str]:
     file.write(f"pid {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Wait until the ranks of a sweep that was killed have ended, and hold the lock of this run folder no more."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while is_locked(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,11 @@ from lockstep.errors import (
 )
 from lockstep.monitor.failure_report import read_report
 from lockstep.monitor.report_screen import RAISED_BY_ALL
-from lockstep.runs.record import is_locked
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, WAITING, Row, SweepTable
 
 LONGEST_CAUSE = 300  # characters
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
-LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 
 
@@ -147,13 +145,6 @@ class JobProcess:
         with suppress(BlockingIOError, ValueError):
             return Outcome(**json.loads(os.read(self.results, 65536)) | {"code": code})
         return Outcome(code)
-
-
-def wait_for_lock(folder: Path) -> None:
-    """Wait until the ranks of a sweep that was killed have ended, and hold the lock of this run folder no more."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while is_locked(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:

@@ -9,7 +9,8 @@ from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.errors import EXIT_RESUMABLE
-from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job, wait_for_lock
+from lockstep.sweeps.folder import wait_for_lock
+from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
 from lockstep.sweeps.output import show
 from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
