@@ -70,6 +70,7 @@ def verdict(*ranks, world_size=None):
         (replace(facts(1, IN_PROJECT), phase="disk"), Kind.DISK),
         (facts(1, IN_PROJECT, state="R"), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
+        (facts(1, COMPILES, state="D"), Kind.SLOW),
         (facts(1, COMPILES, answers=False), Kind.SLOW),  # on a busy machine
         (facts(1, Stack((Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER.frames))), Kind.SLOW),
         (facts(1, AT_STORE), Kind.STORE),

@@ -93,10 +93,10 @@ def run_in_fork(sweep: int, cfg: DictConfig) -> tuple[Outcome, float]:
     """
     if _stops:
         return Outcome(EXIT_RESUMABLE), 0.0
-    hydra = HydraConfig.get()
+    hydra, parent, is_worker = HydraConfig.get(), os.getppid(), os.getpid() != sweep
     folder = Path(hydra.sweep.dir) / hydra.sweep.subdir
     with Relay() as relay:
-        if os.getpid() != sweep:  # joblib with n_jobs=1 has no worker
+        if is_worker:  # joblib with n_jobs=1 has none
             end_with_parent()
         with signals.blocked():
             process = start_job(Job(0, ()), lambda: _run(cfg), 0, {SWEEP_FOLDER: hydra.sweep.dir}, set(), False)
@@ -106,6 +106,8 @@ def run_in_fork(sweep: int, cfg: DictConfig) -> tuple[Outcome, float]:
             time.sleep(POLL_SECONDS)
     if relay.first is not None:
         _stops.append(relay.first)
+        if is_worker and os.getppid() != parent:  # joblib's would wait for the killed sweep for ever
+            os._exit(outcome.code if outcome.code > 0 else EXIT_FAILED)
     return outcome, time.monotonic() - process.started
 
 

@@ -28,7 +28,7 @@ from lockstep.monitor import rank as monitor
 log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
-DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk. A machine that is lost meanwhile is noticed only then
+DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,15 @@ class World:
 
     @contextmanager
     def disk_access(self) -> Iterator[None]:
-        """Inside the block ranks read and write files. At its end they wait for each other, up to DISK_TIMEOUT.
+        """Inside the block ranks read and write files. At its end they wait for each other, however slow a disk is.
 
         Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
+        They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
         """
         with monitor.phase("disk"):
             yield
-        self.barrier(DISK_TIMEOUT)  # in another phase: the monitor is only patient with a rank that uses its disk
+        # In another phase: the monitor is only patient with a rank that uses its disk.
+        self.barrier(DISK_TIMEOUT if self.local_size >= self.size else None)
 
     def once_per_machine(self, work: Callable[[], object]) -> None:
         """Run `work` in the first rank of each machine, such as a download. The others wait as long as it takes.

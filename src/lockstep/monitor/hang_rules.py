@@ -63,7 +63,7 @@ def by_state(machine: MachineFacts) -> Verdict | None:
             return Verdict(Kind.STOPPED, (rank.rank,), f"{who} is stopped by SIGSTOP", advice)
         if rank.state == "t":
             return Verdict(Kind.SLOW, (rank.rank,), f"{who} is stopped by a debugger", "wait")
-        if rank.state == "D":
+        if rank.state == "D" and not rank.stack.is_compiling_or_debugged:  # a compiler reads many files
             where = f" ({rank.kernel})" if rank.kernel else ""
             meaning = f"{who} waits in the kernel{where}, as for a disk that does not answer"
             return Verdict(Kind.DISK, (rank.rank,), meaning, CHECK_DISK)
