@@ -11,7 +11,7 @@ import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, processes_of, ranks_of_torchrun, wait_for
 from support.ports import free_port
-from support.run_folders import read_log
+from support.run_folders import has_logged, read_log
 from support.slurm_cluster import CGROUPS, LIMITS_MEMORY
 from support.sweep_tables import column, rows_of, states
 
@@ -164,14 +164,14 @@ def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start,
 
 
 def test_jobs_that_run_side_by_side_save_and_end_when_the_table_cannot_be_written(start):
-    """The first job ends, which cannot be written. The other one prints more than a pipe holds while it saves."""
-    jobs = ["-m", "trainer.epochs=2,4000", "model=mlp", "sweep.slots=2", "hydra.sweep.dir=s", "logger=[console]"]
+    """The end of the first job cannot be written. The other one is asked to save, and what it prints is shown."""
+    jobs = ["-m", "trainer.epochs=60,4000", "model=mlp", "sweep.slots=2", "hydra.sweep.dir=s", "logger=[console]"]
     run = start(*PYTHON_TRAIN, *jobs)
-    wait_for(lambda: "epoch 1/" in read_log(run.cwd / "s" / "1_trainer.epochs=4000"), "the second job")
+    wait_for(lambda: has_logged(run.cwd / "s" / "1_trainer.epochs=4000", "epoch 1/"), "the second job")
     (run.cwd / "s" / "sweep.csv.tmp").mkdir()
     run.finish(2)
     assert "stopped early at step" in run.output
-    assert not processes_of(run.process.pid)
+    wait_for(lambda: not processes_of(run.process.pid), "the end of all processes", 3)
 
 
 def test_a_signal_after_the_end_of_the_last_job_changes_no_exit_code(start):
