@@ -97,7 +97,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     ranks = ranks_under(run.process.pid) if launch != "fork" else forked_ranks(run)
     assert len(ranks) == 2
     run.process.kill()
-    wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
+    wait_for(lambda: not alive(ranks), "end of the ranks", limit=10)  # 3 s are enough on a machine that is idle
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
