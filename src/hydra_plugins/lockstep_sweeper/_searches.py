@@ -12,10 +12,10 @@ from lockstep.config.schema import find_rule
 from lockstep.errors import ConfigError
 from lockstep.sweeps.halving import PAUSE, Halving
 from lockstep.sweeps.output import show
-from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, to_run
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, changed_words, over, to_run
 from lockstep.sweeps.space import Allows, Choices, Numbers, Space, allow_all, draw, interval, limits_of, words
 from lockstep.sweeps.sweep import OpenSweep
-from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, Row
+from lockstep.sweeps.table import Row
 from lockstep.sweeps.tpe import Tpe, require_optuna
 
 LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
@@ -86,9 +86,8 @@ def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Pl
     """
     if plan.space is not None:
         return plan
-    over = {FINISHED, PRUNED} | (set() if retry_failed else {FAILED})
     listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
-    earlier = [row.overrides for row in rows if row.state not in over and row.overrides not in listed]
+    earlier = [row.overrides for row in rows if row.state not in over(retry_failed) and row.overrides not in listed]
     return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
 
 

@@ -96,8 +96,6 @@ class SnapshotManager:
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
         monitor.enter("resume")
-        with self.world.disk_access():  # after a rollback the newest one may not be written yet
-            self.writer.drain()
         found = load_on_all_ranks(self.world, lambda: self._find(where))
         if found is None:
             return None
@@ -214,6 +212,7 @@ class SnapshotManager:
 
     def _find(self, where: str | Path | None) -> Found | None:
         """(contents, path) of the snapshot to resume from."""
+        self.writer.drain()  # at a rollback the newest one may not be written yet
         paths = find_snapshots(where, self.run_dir)
         found = load_first_good(paths)
         if found is not None:
@@ -225,8 +224,8 @@ class SnapshotManager:
     def _stopped_early(self) -> StoppedEarly:
         """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""
         with self.world.disk_access():
-            self.writer.drain()
-        newest = self.world.broadcast_json(str(self.newest() or "") if self.world.is_rank_zero else "")
+            newest = str(self.newest() or "") if self.world.is_rank_zero else ""
+        newest = self.world.broadcast_json(newest)
         reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
         self.world.barrier()
         signals.stop_listening()

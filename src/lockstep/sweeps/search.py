@@ -88,9 +88,14 @@ def add_jobs(
     return jobs
 
 
+def over(retry_failed: bool) -> set[str]:
+    """The states of jobs that do not run again."""
+    return {FINISHED, PRUNED} if retry_failed else {FINISHED, PRUNED, FAILED}
+
+
 def to_run(table: SweepTable, jobs: Sequence[Job], retry_failed: bool) -> list[Job]:
     """Those of `jobs` that have to run: not those that are over or run elsewhere, failed ones with `retry_failed`."""
-    done = {FINISHED, PRUNED, RUNNING} | (set() if retry_failed else {FAILED})
+    done = over(retry_failed) | {RUNNING}
     chosen = [job for job in jobs if table.rows[job.number].state not in done]
     for job in chosen:
         if table.rows[job.number].state == FAILED:
