@@ -170,10 +170,8 @@ def run_here(jobs: HydraJobs, sweep: OpenSweep, search: Search, slots: Sequence[
     """
     named = [node["_target_"] for _, node in nodes_with_target(OmegaConf.to_container(jobs.base, resolve=False))]
     prepare_forks([name.rpartition(".")[0] for name in named if name.startswith("lockstep.")])
-    runner = SweepRunner(sweep.table, search, jobs.run, sweep.settings.max_failures, slots)
-    runner.failures = sweep.failures
+    runner = SweepRunner(sweep, search, jobs.run, slots)
     runner.run()
-    sweep.stop_code, sweep.failures = runner.stop_code, runner.failures
     return runner.was_stopped
 
 
@@ -202,9 +200,8 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
     if run_here(jobs, launcher.opened, JobList(chosen), slots):
         launcher.opened.stop_code = launcher.opened.stop_code or EXIT_RESUMABLE  # the sweeper has more jobs
         raise StoppedEarly("the sweep stopped early", end_sweep())
-    limit = launcher.opened.settings.max_failures
-    if limit is not None and launcher.opened.failures >= limit:
-        raise JobFailed(f"sweep.max_failures={limit}")
+    if launcher.opened.is_hopeless:
+        raise JobFailed(f"sweep.max_failures={launcher.opened.settings.max_failures}")
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
 
 

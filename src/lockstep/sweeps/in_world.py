@@ -70,9 +70,9 @@ def _lead(announced: _Announcements, open_sweep: Callable[[], tuple[OpenSweep, S
 
 
 def _run_jobs(announced: _Announcements, sweep: OpenSweep, search: Search, work: Work) -> None:
-    table, failures = sweep.table, 0
+    table = sweep.table
     os.environ[SWEEP_FOLDER] = str(table.folder)
-    while not signals.stop_requested() and failures != sweep.settings.max_failures:
+    while not signals.stop_requested() and not sweep.is_hopeless:
         job = search.ask()
         if job is None:
             break
@@ -82,7 +82,7 @@ def _run_jobs(announced: _Announcements, sweep: OpenSweep, search: Search, work:
         started = time.time()
         outcome = work(job, row)
         if outcome.state == FAILED:  # the report names the rank that failed first
-            failures += 1
+            sweep.failures += 1
             outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
         state = WAITING if outcome.rank_is_missing else outcome.state
         record_outcome(table, job.number, outcome, state, time.time() - started)

@@ -15,25 +15,22 @@ from lockstep.sweeps.output import show
 from lockstep.sweeps.screen import Screen
 from lockstep.sweeps.search import Search
 from lockstep.sweeps.slots import Slot
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED, SweepTable
+from lockstep.sweeps.sweep import OpenSweep
+from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED
 
 POLL_SECONDS = 0.005
 
 
 class SweepRunner:
-    """max_failures: the sweep ends when so many jobs have failed in it. slots: how many jobs may run at once."""
+    """Counts in `sweep` the jobs that fail, and ends at its `max_failures`. slots: how many jobs may run at once."""
 
-    def __init__(
-        self, table: SweepTable, search: Search, work: Work, max_failures: int | None, slots: Sequence[Slot] = (Slot(),)
-    ) -> None:
-        self.table, self.search, self.work = table, search, work
-        self.max_failures, self.slots = max_failures, slots
+    def __init__(self, sweep: OpenSweep, search: Search, work: Work, slots: Sequence[Slot]) -> None:
+        self.sweep, self.table = sweep, sweep.table
+        self.search, self.work, self.slots = search, work, slots
         self.running: dict[int, JobProcess] = {}  # slot -> its job
         self.screen = Screen()
         self.ready: JobProcess | None = None  # the next job, which waits for its turn
-        self.failures = 0
         self.was_stopped = False  # by a signal, which may have come when all jobs had ended
-        self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
 
     def run(self) -> None:
         """Run what the search asks for until it has nothing more, or a signal stops the jobs.
@@ -48,9 +45,9 @@ class SweepRunner:
             finally:
                 self._end_jobs()
             self.was_stopped = relay.first is not None
-            if self.was_stopped and self.stop_code is None:
+            if self.was_stopped and self.sweep.stop_code is None:
                 is_more_to_run = self.ready is not None or self.search.ask() is not None
-                self.stop_code = EXIT_RESUMABLE if is_more_to_run else None  # the signal came between two jobs
+                self.sweep.stop_code = EXIT_RESUMABLE if is_more_to_run else None  # the signal came between two jobs
 
     def _poll(self, relay: Relay) -> None:
         """Show what the jobs print, and record those that have ended."""
@@ -83,7 +80,7 @@ class SweepRunner:
         """Start jobs in the free slots. Returns whether any was started."""
         started = False
         for number in range(len(self.slots)):
-            if number in self.running or relay.first is not None or self._is_hopeless():
+            if number in self.running or relay.first is not None or self.sweep.is_hopeless:
                 continue
             self.ready = self.ready or self._prepare(number)
             if self.ready is None:
@@ -94,9 +91,6 @@ class SweepRunner:
         if started and len(self.slots) == 1:  # with more of them the cores have work already
             self.ready = self._prepare(0)
         return started
-
-    def _is_hopeless(self) -> bool:
-        return self.max_failures is not None and self.failures >= self.max_failures
 
     def _prepare(self, number: int) -> JobProcess | None:
         """The next job, which prepares itself and waits for its turn. None if the search has none now."""
@@ -134,8 +128,8 @@ class SweepRunner:
             state = STOPPED  # its launcher or a second signal has killed it
         row = record_outcome(self.table, job.number, outcome, state, time.monotonic() - process.started)
         if row.state == STOPPED:
-            self.stop_code = max(self.stop_code or 0, outcome.stop_code)
-        self.failures += row.state == FAILED
+            self.sweep.stop_code = max(self.sweep.stop_code or 0, outcome.stop_code)
+        self.sweep.failures += row.state == FAILED
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:
             os.close(process.output)

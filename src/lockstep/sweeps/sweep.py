@@ -62,8 +62,13 @@ class OpenSweep:
             if row.state in (RUNNING, STOPPED):
                 values = left_by_earlier(row, folder / row.folder) | self.table.read_best(row.number)
                 self.table.update(row.number, **values)
-        self.stop_code: int | None = None
+        self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
         self.failures = 0  # jobs that have failed in this command
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether `sweep.max_failures` jobs have failed."""
+        return self.settings.max_failures is not None and self.failures >= self.settings.max_failures
 
     def finish(self) -> int:
         """Print the summary. Returns the exit code."""
