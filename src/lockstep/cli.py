@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +36,7 @@ from lockstep.errors import (
 )
 from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.processes import flush_output
-from lockstep.sweeps.ending import JobFailed, end_sweep
+from lockstep.sweeps.ending import end_sweep, failed_jobs_end_sweepers
 
 
 def register_resolvers() -> None:
@@ -197,7 +196,7 @@ def _run(main: Callable[[], Any]) -> int:
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)
-    with suppress(JobFailed):
+    with failed_jobs_end_sweepers():
         main()
     signals.stop_listening()  # the run has finished
     forget_start(info)

@@ -30,7 +30,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
 from lockstep.launchers.processes import preload
 from lockstep.runs.code import loaded_code_facts
-from lockstep.sweeps.ending import JobFailed, at_end, end_sweep
+from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, sweeper_goes_on
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
@@ -188,6 +188,7 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
 
     Raises StoppedEarly after a signal, and JobFailed after `sweep.max_failures`: the sweeper must not go on.
     """
+    sweeper_goes_on(nothing_finished=False)  # until the results are there, an error is ours
     typed = set(sys.argv)
     fixed = [word for word in lists[0] if word in typed]
     jobs = HydraJobs(launcher.context, launcher.config, launcher.task_function, fixed)
@@ -202,6 +203,7 @@ def launch_jobs(launcher: LockstepLauncher, lists: Sequence[Sequence[str]]) -> l
         raise StoppedEarly("the sweep stopped early", end_sweep())
     if launcher.opened.is_hopeless:
         raise JobFailed(f"sweep.max_failures={launcher.opened.settings.max_failures}")
+    sweeper_goes_on(nothing_finished=all(row.state != FINISHED for row in launcher.opened.table))
     return [_as_return(job, launcher.opened.table.rows[job.number]) for job in numbered]
 
 
