@@ -99,7 +99,15 @@ def test_no_chart_of_the_layout_is_empty(browser: Browser, address: str, folder:
     titles += ["own time of the slowest and the fastest rank in a step (ms)"]
     browser.wait_for(*titles, "Matches (4)")
     wait_for(lambda: "Matches (0)" not in browser.text(), "points in every chart")
+    wait_for(lambda: min(curves(browser)) > 0, "a curve in every chart")
     screenshot(browser, "dashboard.png", folder)
+
+
+def curves(browser: Browser) -> list[int]:
+    """How many each chart of the custom scalars has drawn."""
+    drawn = "deep('path.line', chart.shadowRoot || chart).filter(path => path.getAttribute('d').length > 20)"
+    found: list[int] = browser.evaluate(f"deep('vz-line-chart2').map(chart => {drawn}.length)")
+    return found or [0]
 
 
 def test_the_images_of_both_runs_are_loaded(browser: Browser, address: str, folder: Path) -> None:
