@@ -1,6 +1,8 @@
 """Errors that end a run, and the exit codes of `src/train.py`."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
@@ -63,6 +65,19 @@ def printable(text: str, kept: str = "") -> str:
         character if character.isprintable() or character in kept else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def path_value(path: str | Path) -> str:
+    """A path as the value of a word to type, such as resume=: in quotes if it has characters that Hydra reads itself.
+
+    A sweep names the folders of its jobs 0_optimizer.lr=0.1. Of backslashes only those before a quote are doubled.
+    """
+    text = str(path)
+    if re.fullmatch(r"[\w./@%+-]+", text, re.ASCII):
+        return text
+    text = re.sub(r'(\\*)"', r"\1\1\"", text)  # a quote, and the backslashes before it
+    text = re.sub(r"(\\+)$", r"\1\1", text)  # those before the last quote
+    return f'"{text}"'
 
 
 class RankLost(Exception):

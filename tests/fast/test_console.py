@@ -2,11 +2,15 @@
 
 import logging
 import os
+import shlex
 import termios
 from dataclasses import replace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lockstep.cli_modes import with_trained_run
+from lockstep.config.targets import RECORD
 from lockstep.loggers.console import ConsoleLogger
 from lockstep.loggers.progress_bar import ProgressBarLogger
 from support.logged import epoch, run_info
@@ -32,6 +36,25 @@ def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
         f"table:      python src/runs.py table {tmp_path}",
         f"train on:   the same command with resume={tmp_path / 'run'} trainer.epochs=4",
     ]
+
+
+@pytest.mark.parametrize("folder", ["1_optimizer.lr=0.01", "it's", 'a "b" c', "a\\b", "plain/1.5"])
+def test_the_words_at_the_end_can_be_typed(caplog, tmp_path, folder):
+    """A sweep's folders have = in their names."""
+    caplog.set_level(logging.INFO)
+    console = ConsoleLogger()
+    console.on_fit_start(run_info(tmp_path))
+    console.on_epoch_end(epoch(2))
+    (tmp_path / folder / RECORD).mkdir(parents=True)
+    (tmp_path / folder / RECORD / "overrides.yaml").write_text("[]")
+    console.on_fit_end(tmp_path / folder, {"loss": 0.25})
+    said = [line.partition(":")[2] for line in caplog.messages if line.startswith(("evaluate:", "train on:"))]
+    for line in said:
+        (word,) = [word for word in shlex.split(line) if word.startswith("resume=")]
+        assert OverridesParser.create().parse_override(word).value() == str(tmp_path / folder)
+    found = with_trained_run(["train.py", *shlex.split(said[0])[2:]])
+    (log_folder,) = [word for word in found if word.startswith("hydra.run.dir=")]
+    assert OverridesParser.create().parse_override(log_folder).value() == str(tmp_path / folder / "evaluate")
 
 
 @pytest.mark.parametrize(

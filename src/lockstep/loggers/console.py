@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from lockstep.data.partition import shares_in_words
+from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 
 log = logging.getLogger(__name__)
@@ -50,11 +51,13 @@ class ConsoleLogger(Logger):
         if last.best_step is not None:
             self._log_best(last, run_dir)
         run = self._run
-        words = ["python", str(run.script), "mode=evaluate", f"resume={run_dir}", *run.trusted]
-        log.info("evaluate:   %s", shlex.join(words))
-        log.info("table:      python %s table %s", run.script.with_name("runs.py"), run_dir.parent)
+        resume = f"resume={path_value(run_dir)}"
+        log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.trusted]))
+        table = ["python", str(run.script.with_name("runs.py")), "table", str(run_dir.parent)]
+        log.info("table:      %s", shlex.join(table))
         if last.epoch == last.epochs:
-            log.info("train on:   the same command with resume=%s trainer.epochs=%d", run_dir, 2 * last.epochs)
+            words = shlex.join([resume, f"trainer.epochs={2 * last.epochs}"])
+            log.info("train on:   the same command with %s", words)
 
     def _log_best(self, last: EpochSummary, run_dir: Path) -> None:
         ((name, value),) = last.best.items()
