@@ -18,13 +18,13 @@ from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.snapshots.exported import trained_weights
 from lockstep.snapshots.finding import load_first_good
-from lockstep.snapshots.trained import snapshots_to_try
+from lockstep.snapshots.trained import PYTHON, snapshots_to_try
 from lockstep.training.setup import model_dtype, model_memory_format
 
 
 def load(run: str | Path, which: str, device: str | torch.device, model: nn.Module | None) -> TrainedNet:
     """See `lockstep.load`."""
-    found = load_first_good(snapshots_to_try(str(run), which, "load"))
+    found = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), PYTHON)
     assert found is not None  # `snapshots_to_try` gave one at least
     saved, path = found
     config = saved["config"]

@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
 from lockstep.snapshots.finding import find_snapshots, load_first_good
 from lockstep.snapshots.interval import SaveInterval
+from lockstep.snapshots.trained import MODE, PYTHON, snapshots_to_try
 from lockstep.snapshots.writer import BackgroundWriter
 from support.killed_disk import Disk
 
@@ -148,6 +149,43 @@ def test_resume_wants_a_snapshot(tmp_path):
     assert find_snapshots(tmp_path, elsewhere) == find_snapshots(tmp_path / "snapshots", elsewhere)
     assert find_snapshots(None, elsewhere) == []
     assert [path.stem for path in find_snapshots(None, tmp_path)] == ["step_00000007"]
+
+
+def test_a_mode_takes_the_snapshots_that_were_named_wherever_it_was_typed(tmp_path, monkeypatch):
+    """A working directory with snapshots of its own is that of another run."""
+    for name in ("here", "named"):
+        for file in ("step_00000001", "best"):
+            save(tmp_path / name / "snapshots", file, 1)
+    monkeypatch.chdir(tmp_path / "here")
+    for which in ("last", "best", "../named/snapshots/step_00000001.pt"):
+        paths = snapshots_to_try("../named", which, "evaluate")
+        assert [path.parent.parent for path in paths] == [Path("../named")]
+
+
+def test_what_a_mode_or_python_is_told_is_what_can_be_typed_there(tmp_path):
+    """Neither can start afresh."""
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
+    save(tmp_path / "snapshots", "step_00000001", 1)
+    asked = [(str(tmp_path), str(tmp_path / "model.pt")), (str(tmp_path / "no"), "last"), (str(tmp_path), "no")]
+    for keys in (MODE, PYTHON):
+        sentences = []
+        for run, which in asked:
+            with pytest.raises(ConfigError) as refused:
+                snapshots_to_try(run, which, "evaluate", keys)
+            sentences.append(str(refused.value))
+        only_weights, no_run, no_snapshot = sentences
+        weights = f"{keys.which}={tmp_path}/model.pt holds only weights, and a snapshot also tells their step"
+        assert only_weights == f"{weights}; type {keys.which}=last"
+        folder = f"type {keys.run}=<a run folder or one of its snapshots/step_*.pt>"
+        assert no_run == f"{keys.run}={tmp_path}/no does not exist; {folder}"
+        assert no_snapshot.endswith(f"{keys.which}=best or {keys.which}={tmp_path}/snapshots/step_00000001.pt")
+        (tmp_path / "snapshots" / "step_00000001.pt").write_bytes(b"")
+        for best, way in ((False, "<another snapshot>"), (True, "best")):
+            if best:
+                save(tmp_path / "snapshots", "best", 1)
+            with pytest.raises(ConfigError, match=f"can be read; type {keys.which}={way}$"):
+                load_first_good(snapshots_to_try(str(tmp_path), "last", "evaluate", keys), keys)
+        (tmp_path / "snapshots" / "best.pt").unlink()
 
 
 def test_the_writer_is_never_more_than_two_snapshots_behind():

@@ -141,7 +141,7 @@ def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
     assert (net.mean, net.std, net.training) == ([0.287], [0.353], False)
     best = lockstep.load(str(run), which="best")  # its only evaluation was at the end
     assert torch.equal(best(images()), outputs)
-    with pytest.raises(ConfigError, match="does not exist; .* type resume=<a run folder"):
+    with pytest.raises(ConfigError, match="run=.*/nothing does not exist; type run=<a run folder"):
         lockstep.load(run / "nothing")
 
 

@@ -3,16 +3,36 @@
 import logging
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_value
 from lockstep.snapshots.files import FORMAT, accepted_checksums, list_snapshots
 from lockstep.snapshots.parts import FORMAT_IN_PARTS, open_parts, sha256
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The words by which a caller names snapshots, for the sentences of errors.
+
+    run: that of a run. which: that of one of its snapshots; None for a training, which takes the newest, and can start
+    afresh.
+    """
+
+    run: str = "resume"
+    which: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.which is None
+
+
+TRAINING = Keys()
 
 
 def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
@@ -24,22 +44,28 @@ def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
     own = list_snapshots(run_dir / "snapshots")
     if own or resume is None:
         return own
-    path = Path(resume)
+    return named_snapshots(resume, TRAINING, TRAINING.run)
+
+
+def named_snapshots(name: str | Path, keys: Keys, key: str) -> list[Path]:
+    """The snapshots that a name stands for, newest first: a run folder, a folder of snapshots, or a snapshot file.
+
+    key: the one of `keys` by which it was named. Raises ConfigError if there is none.
+    """
+    path = Path(name)
     if os.path.isfile(path):  # Path.is_file raises for a name that is too long
-        _require_companion(path)
+        _require_companion(path, keys, key)
         return [path]
     is_folder = os.path.isdir(path)
     found = list_snapshots(path / "snapshots") or list_snapshots(path) if is_folder else []
     if not found:
         what = "holds no finished snapshot" if is_folder else "does not exist"
-        raise ConfigError(
-            f"resume={resume} {what}; to start afresh leave resume= out, "
-            f"to resume type resume=<a run folder or one of its snapshots/step_*.pt>"
-        )
+        way = "to start afresh leave resume= out, to resume type" if keys.trains else "type"
+        raise ConfigError(f"{key}={name} {what}; {way} {key}=<a run folder or one of its snapshots/step_*.pt>")
     return found
 
 
-def load_first_good(paths: list[Path]) -> tuple[dict[str, Any], Path] | None:
+def load_first_good(paths: list[Path], keys: Keys = TRAINING) -> tuple[dict[str, Any], Path] | None:
     """(contents on the CPU, path) of the first of `paths` that is not damaged; None if `paths` is empty.
 
     A damaged snapshot is passed over with a warning. Raises ConfigError if all are damaged, since a silent fresh start
@@ -52,24 +78,34 @@ def load_first_good(paths: list[Path]) -> tuple[dict[str, Any], Path] | None:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("snapshot %s is damaged (%s) and passed over", path, reason)
             continue
-        _require_format(path, contents)
+        _require_format(path, contents, keys)
         return contents, path
     if paths:
-        raise ConfigError(f"none of the {len(paths)} snapshots in {paths[0].parent} can be read; {_way_out(paths)}")
+        raise ConfigError(
+            f"none of the {len(paths)} snapshots in {paths[0].parent} can be read; {_way_out(paths, keys)}"
+        )
     return None
 
 
-def _way_out(damaged: list[Path]) -> str:
+def _way_out(damaged: list[Path], keys: Keys) -> str:
     """What to type if none of `damaged` can be read. Those of a folder are tried again as long as they are there."""
     folder = damaged[0].parent
     if damaged != list_snapshots(folder):  # one was named
-        return "type resume=<another snapshot>"
+        return f"type {keys.which or keys.run}=<another snapshot>"
     best, moved = folder / "best.pt", f"{folder}.damaged"
+    if keys.which is not None:
+        return f"type {keys.which}={'best' if _is_good(best) else '<another snapshot>'}"
     start = f"to start afresh type mv {folder} {moved} and the command again"
-    with suppress(Exception):  # no best.pt, or a damaged one
-        _load_verified(best, check_parts=True)
+    if _is_good(best):
         return f"{start}; to go on from best.pt, which can be read, type that and resume={moved}/best.pt"
     return f"{start}; to go on from elsewhere type that and resume=<another snapshot>"
+
+
+def _is_good(path: Path) -> bool:
+    with suppress(Exception):  # it is not there, or damaged
+        _load_verified(path, check_parts=True)
+        return True
+    return False
 
 
 def load_chosen(path: Path) -> dict[str, Any]:
@@ -94,16 +130,18 @@ def _load_verified(path: Path, check_parts: bool) -> Any:
     return open_parts(path, contents, check_parts) if isinstance(contents, dict) else contents
 
 
-def _require_format(path: Path, contents: Any) -> None:
+def _require_format(path: Path, contents: Any, keys: Keys) -> None:
     found = contents.get("format", 1) if isinstance(contents, dict) else "unknown"
     if found not in (FORMAT, FORMAT_IN_PARTS):
+        way = f"type {keys.run}=<a snapshot of this version>"
+        afresh = ", or to start afresh hydra.run.dir=<a new folder>" if keys.trains else ""
         raise ConfigError(
             f"{path} has the snapshot format {found}, and this version reads format {FORMAT} and {FORMAT_IN_PARTS}; "
-            f"type resume=<a snapshot of this version>, or to start afresh hydra.run.dir=<a new folder>"
+            f"{way}{afresh}"
         )
 
 
-def _require_companion(path: Path) -> None:
+def _require_companion(path: Path, keys: Keys, key: str) -> None:
     """Raise ConfigError for a file without a companion, and say what it is instead of a snapshot."""
     if path.with_suffix(".json").exists():
         return
@@ -111,12 +149,14 @@ def _require_companion(path: Path) -> None:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # any file may have been named
         contents = None
-    run_dir = path.parent if list_snapshots(path.parent / "snapshots") else "<the run folder>"
+    run_dir = path_value(path.parent) if list_snapshots(path.parent / "snapshots") else "<the run folder>"
     if isinstance(contents, dict) and "model" in contents and "optimizer" in contents:
         run_dir = "<the run folder>"
         what = f"has no {path.with_suffix('.json').name} with its checksum beside it; copy that file there, or"
     elif isinstance(contents, dict) and contents and all(torch.is_tensor(value) for value in contents.values()):
-        what = "holds only weights, and training also needs the optimizer's state;"
+        what = "holds only weights, and "
+        what += "training also needs the optimizer's state;" if keys.trains else "a snapshot also tells their step;"
     else:
         what = "is not a snapshot;"
-    raise ConfigError(f"resume={path} {what} type resume={run_dir}")
+    instead = f"{key}=last" if key == keys.which else f"{key}={run_dir}"
+    raise ConfigError(f"{key}={path} {what} type {instead}")
