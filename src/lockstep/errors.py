@@ -1,6 +1,7 @@
 """Errors that end a run, and the exit codes of `src/train.py`."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def path_value(path: str | Path) -> str:
     text = re.sub(r'(\\*)"', r"\1\1\"", text)  # a quote, and the backslashes before it
     text = re.sub(r"(\\+)$", r"\1\1", text)  # those before the last quote
     return f'"{text}"'
+
+
+def path_word(key: str, path: str | Path) -> str:
+    """`key=path` for a sentence that says what to type in a shell."""
+    return shlex.quote(f"{key}={path_value(path)}")
 
 
 class RankLost(Exception):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.monitor.channel import Reader, send
 from lockstep.monitor.exception_record import exception_record
@@ -229,6 +231,8 @@ def test_the_command_that_resumes_names_the_folder():
     sweep = ["python", "-m", "torch.distributed.run", "src/train.py", "-m", "optimizer.lr=0.1,1"]
     assert resume_command(sweep, Path("/runs/a/0")).endswith("0.1,1 hydra.sweep.dir=/runs/a sweep.retry=failed")
     assert resume_command(sweep[:4], folder).endswith("src/train.py hydra.run.dir=/runs/a")
+    typed = shlex.split(resume_command(plain, Path("/runs/prüf/k=v")))[-1]
+    assert OverridesParser.create().parse_override(typed).value() == "/runs/prüf/k=v"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])

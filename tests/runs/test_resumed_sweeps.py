@@ -1,6 +1,8 @@
 """What a second command does in the folder of a sweep: the values it adds, and the jobs of the commands before it."""
 
 import os
+import re
+import shlex
 
 import pytest
 
@@ -22,14 +24,16 @@ def test_a_search_that_goes_on_with_one_value_of_a_key_trains_with_it(start):
 
 
 def test_a_resumed_sweep_also_runs_what_earlier_commands_have_left(start):
-    """A job of the first command waits; the second one lists other values, and names what goes on with all of them."""
-    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s"]
-    table = start(*command, "optimizer.lr=0.1,0.2").finish().cwd / "s" / "sweep.csv"
+    """A job of the first command waits; the second one lists other values, and names what goes on with all of them,
+    which can be typed in a shell for any folder.
+    """
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir='a=1 ü'"]
+    table = start(*command, "optimizer.lr=0.1,0.2").finish().cwd / "a=1 ü" / "sweep.csv"
     lines = table.read_text().splitlines()
     table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
-    assert "-m sweep.resume=s\n" in start(*command, "seed=1,2").finish(75).output
+    (typed,) = re.findall(r"-m (.*sweep\.resume=.*)\n", start(*command, "seed=1,2").finish(75).output)
     assert column(table.parent, "state") == ["finished", "waiting", "finished", "finished"]
-    more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s").finish()
+    more = start(*PYTHON_TRAIN, "-m", *shlex.split(typed)).finish()
     assert "sweep: job 1, optimizer.lr=0.2\n" in more.output
     assert column(table.parent, "state") == ["finished"] * 4
 

@@ -22,7 +22,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
-from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError
+from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.monitor.linux_processes import children
 from lockstep.sweeps.folder import wait_for_lock
 from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job
@@ -42,8 +42,8 @@ def run_by_launcher(launcher: Launcher, sweep: OpenSweep, chosen: Sequence[Job])
         wait_for_lock(table.folder / table.rows[job.number].folder)
         row = table.update(job.number, state=RUNNING, cause="")
         # A worker composes the config again: without these words it would choose a folder of its own.
-        folders = [f"hydra.sweep.dir='{table.folder.absolute()}'", f"hydra.sweep.subdir='{row.folder}'"]
-        batch.append([*job.overrides, *folders])
+        folder, subdir = path_value(table.folder.absolute()), path_value(row.folder)
+        batch.append([*job.overrides, f"hydra.sweep.dir={folder}", f"hydra.sweep.subdir={subdir}"])
     if not batch:
         return
     # each launcher has this attribute since `setup`

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from lockstep.errors import CannotStartNow
+from lockstep.errors import CannotStartNow, path_word
 
 SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"  # the environment variable that tells the ranks of a job which sweep it is in
 BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
@@ -42,4 +42,4 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
 def go_on_words(folder: str | Path) -> str:
     """What to add to the command to go on in the run folder, or in the sweep that it is in."""
     sweep = os.environ.get(SWEEP_FOLDER)
-    return f"hydra.run.dir={folder}" if sweep is None else f"-m sweep.resume={sweep}"
+    return path_word("hydra.run.dir", folder) if sweep is None else f"-m {path_word('sweep.resume', sweep)}"

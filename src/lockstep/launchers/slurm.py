@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from lockstep.distributed.slurm_job import JOB_FILE
-from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError
+from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.launchers.processes import print_line
 
@@ -140,7 +140,7 @@ class SlurmLauncher(Launcher):
         """What each task runs: this command, with launch=env in place of launch=slurm, and with a fixed run folder."""
         overrides = [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
         script = str(Path(sys.argv[0]).resolve())
-        folder = f'hydra.run.dir="{self.folder}"'
+        folder = f"hydra.run.dir={path_value(self.folder)}"
         launch = ["launch=env", *(["launch.recover=live"] if self.recover == "live" else [])]  # the job's log says more
         typed = [*config_flags(sys.argv[1:]), *hydra_overrides(sys.argv[1:])]
         return [sys.executable, script, *typed, *overrides, *launch, folder]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import path_value
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.watched_rank import WatchedRank
 
@@ -40,7 +41,10 @@ def resume_command(words: list[str], folder: Path | None) -> str:
         return ""
     script = next((index for index, word in enumerate(words) if word.endswith("train.py")), 0)
     is_sweep = bool({"-m", "--multirun"} & set(words[script:]))
-    added = [f"hydra.sweep.dir={folder.parent}", "sweep.retry=failed"] if is_sweep else [f"hydra.run.dir={folder}"]
+    if is_sweep:
+        added = [f"hydra.sweep.dir={path_value(folder.parent)}", "sweep.retry=failed"]
+    else:
+        added = [f"hydra.run.dir={path_value(folder)}"]
     keys = tuple(f"{word.partition('=')[0]}=" for word in added)
     return shlex.join([*(word for word in words if not word.startswith(keys)), *added])
 

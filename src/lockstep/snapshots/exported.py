@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_word
 from lockstep.snapshots.files import explain, save_file
 from lockstep.snapshots.finding import load_first_good
 from lockstep.strategies.stored_tensor import whole
@@ -31,7 +31,7 @@ def export_weights(run_dir: Path, last: dict[str, Tensor], best: dict[str, Any] 
         save_file(run_dir / LAST, {name: value.cpu().contiguous() for name, value in last.items()})
     except OSError as error:
         reason = explain(error, run_dir)
-        return f"no {LAST}: {reason} and type the command again with hydra.run.dir={run_dir}"
+        return f"no {LAST}: {reason} and type the command again with {path_word('hydra.run.dir', run_dir)}"
     return None
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, path_value, path_word
 from lockstep.sweeps.halving import read_results
 from lockstep.sweeps.output import show
 from lockstep.sweeps.plot import PLOT, plot_sweep
@@ -55,7 +55,8 @@ def _show_plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> 
         if plot_sweep(folder, rows, objective, best.number):
             show(f"plot:       {folder / PLOT}")
     except OSError as error:
-        show(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m sweep.resume={folder}")
+        typed = path_word("sweep.resume", folder)
+        show(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {typed}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
@@ -112,4 +113,4 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
 
 def resume_words(script: Sequence[str], folder: Path) -> list[str]:
     """The command that goes on with the sweep in `folder`. script: such as python src/train.py."""
-    return [*script, "-m", f"sweep.resume={folder}"]
+    return [*script, "-m", f"sweep.resume={path_value(folder)}"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_word
 from lockstep.runs.record import write_whole
 
 TABLE = "sweep.csv"
@@ -91,7 +91,7 @@ class SweepTable:
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); free some space there, then type "
-                f"-m sweep.resume={self.folder}"
+                f"-m {path_word('sweep.resume', self.folder)}"
             ) from None
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.stop_vote import hide_from_profiler
-from lockstep.errors import RanksDiffer, first_of
+from lockstep.errors import RanksDiffer, first_of, path_word
 from lockstep.training.nan_policy import FindSnapshot
 from lockstep.training.state import TrainState
 
@@ -89,9 +89,9 @@ class WeightCheck:
         newest = self.world.broadcast_json(str(self.newest_snapshot() or ""))
         if not newest:
             return "no snapshot was saved before; type watch.weights=off if ranks compute on different hardware"
-        folder = Path(newest).parent.parent
+        word = path_word("hydra.run.dir", Path(newest).parent.parent)
         return (
-            f"the last good snapshot is {newest}; to go on from it type the command again with hydra.run.dir={folder}, "
+            f"the last good snapshot is {newest}; to go on from it type the command again with {word}, "
             f"and watch.weights=off if ranks compute on different hardware"
         )
 
