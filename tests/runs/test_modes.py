@@ -20,7 +20,6 @@ from lockstep.build_trained import build_model
 from lockstep.data.digits import digits
 from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, ROOT, Command
-from support.own_data import Values
 
 Start = Callable[..., Command]
 TESTS = ROOT / "tests"
@@ -88,21 +87,6 @@ def predicted(start: Start, run: Path, folder: Path, *words: str) -> list[list[s
     start(*PYTHON_TRAIN, "mode=predict", f'resume="{run}"', "mode.file=rows.csv", *words).finish()
     with open(folder / "rows.csv") as file:
         return list(csv.reader(file))
-
-
-def test_predictions_and_targets_of_one_number_a_sample_are_a_column_each(start: Start, tmp_path: Path) -> None:
-    own = tmp_path / "conf" / "dataset" / "values.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("train: {_target_: support.own_data.Values}\ntest: {_target_: support.own_data.Values}\n")
-    words = ["--config-dir=conf", "dataset=values", "model=linear", "task=regression", "trainer.max_steps=1"]
-    start(*PYTHON_TRAIN, *words, "launch=fork", "hydra.run.dir=run", PYTHONPATH=TESTS).finish()
-    start(*PYTHON_TRAIN, "--config-dir=conf", "mode=predict", "resume=run", PYTHONPATH=TESTS).finish()
-    rows = list(csv.DictReader((tmp_path / "run" / "predictions.csv").open()))
-    assert list(rows[0]) == ["index", "prediction", "truth"]
-    assert [float(row["truth"]) for row in rows] == pytest.approx([target for _, target in Values()])
-    loss = json.loads((tmp_path / "run" / "run.json").read_text())["improvements"][-1][1]
-    squares = [(float(row["prediction"]) - float(row["truth"])) ** 2 for row in rows]
-    assert sum(squares) / len(rows) == pytest.approx(loss, rel=1e-5)
 
 
 def test_predictions_are_in_the_data_sets_order_at_any_world_size(run: Path, start: Start, tmp_path: Path) -> None:

@@ -56,6 +56,23 @@ class Broken(Points):
         return super().__getitem__(index)
 
 
+class BrokenValues(Values):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == BROKEN:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+class NaNValues(Values):
+    """One sample holds NaN."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, value = super().__getitem__(index)
+        return point * torch.nan if index == BROKEN else point, value
+
+
 class Dicts(Points):
     def __getitem__(self, index: int) -> Any:
         point, label = super().__getitem__(index)

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import TrainingDiverged
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.modes.output import require_folder, write_output
 
@@ -30,15 +32,22 @@ class Evaluate(Mode):
         require_folder(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
-        """Returns {metric: mean over all samples}, the same on every rank."""
+        """Returns {metric: mean over all samples}, the same on every rank.
+
+        Raises TrainingDiverged if the loss is NaN or infinite.
+        """
+        from lockstep.tasks.base import SampleCount
         from lockstep.training.loop import evaluate
 
-        loader = trained.loader(self.split)
-        metrics = evaluate(trained.state, loader)
+        loader, count = trained.loader(self.split), SampleCount()
+        metrics = evaluate(trained.state, loader, report=count)
+        if not math.isfinite(metrics["loss"]):
+            raise self._diverged(trained, metrics["loss"])
+        count.reduce(trained.world)
         facts: dict[str, Any] = {
-            "metrics": metrics,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
             "split": self.split,
-            "samples": len(loader),
+            "samples": count.samples,
             "snapshot": str(trained.snapshot),
             "step": trained.step,
             "ranks": trained.world.size,
@@ -46,6 +55,19 @@ class Evaluate(Mode):
         path = Path(self.file) if self.file is not None else trained.folder / "evaluation.json"
         write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"], "mode.file")
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, len(loader), trained.step)
+        log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, count.samples, trained.step)
         log.info("written to: %s", path)
         return metrics
+
+    def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:
+        """The error, with the samples that hold a NaN. A collective."""
+        from lockstep.training.broken_samples import sentence_about
+        from lockstep.training.evaluation import broken_in
+        from lockstep.training.nan_policy import OTHER_DATA
+
+        what = f"the {self.split} loss of {trained.snapshot} is {loss}"
+        broken = broken_in(trained.loader(self.split), trained.world)
+        if not broken:
+            return TrainingDiverged(f"{what}; type mode.snapshot=<another one>")
+        data = "training" if self.split == "train" else self.split
+        return TrainingDiverged(f"{what}; in the {data} data {sentence_about(broken)}; {OTHER_DATA}")

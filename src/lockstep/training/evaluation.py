@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
+from lockstep.distributed.world import World
 from lockstep.errors import TrainingDiverged
 from lockstep.tasks.base import ReadSample, Report, Share
-from lockstep.training.broken_samples import broken_samples, sentence_about
+from lockstep.training.broken_samples import Broken, broken_samples, sentence_about
 from lockstep.training.loop import evaluate
 from lockstep.training.nan_policy import OTHER_DATA, diverged
 from lockstep.training.state import TrainState
@@ -51,6 +52,13 @@ def wanted_by(loggers: Iterable[Mapping[str, Any]]) -> Wanted:
     )
 
 
+def broken_in(loader: BatchLoader, world: World) -> list[Broken]:
+    """The samples of an evaluation that hold NaN or infinite values. A collective."""
+    batches = map(loader.read, loader.eval_shares(SCANNED))
+    mine = [found for batch in batches for found in broken_samples(*batch)]
+    return [found for rank in world.all_gather_json(mine) for found in rank]
+
+
 class Evaluator:
     """Evaluates `state`, and gives `logger` what is wanted beside the means."""
 
@@ -86,9 +94,7 @@ class Evaluator:
 
     def _diverged(self, loss: float) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
-        batches = map(self.loader.read, self.loader.eval_shares(SCANNED))
-        mine = [found for batch in batches for found in broken_samples(*batch)]
-        broken = [found for rank in self.state.strategy.world.all_gather_json(mine) for found in rank]
+        broken = broken_in(self.loader, self.state.strategy.world)
         what = f"the test loss is {loss} at step {self.state.progress.step}"
         find_snapshot = self.state.nan.newest_snapshot
         if not broken:
