@@ -165,6 +165,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
         state = build.train_state(cfg, strategy, len(train_loader))
         paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
         snapshot, saved = restore_trained(state, paths, build.model_config(record.completed(cfg)))
+        monitor.enter("mode")
         return mode.run(TrainedRun(state, train_loader, eval_loader, snapshot, saved))
 
 

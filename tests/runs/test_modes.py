@@ -152,6 +152,17 @@ def test_exported_weights_are_the_nets(run: Path, start: Start, tmp_path: Path, 
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "torch_export"])
+def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
+    """No file may be larger than 20 KiB."""
+    words = ["mode=export", f'resume="{run}"', f"mode.format={kind}", "mode.file=net.pt2"]
+    command = Command(["bash", "-c", 'ulimit -f 20; "$@"', "bash", *PYTHON_TRAIN, *words], tmp_path).finish(2)
+    assert command.sentence.endswith(
+        "net.pt2 cannot be written (File too large); type mode.file=<a file that you can write>"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -166,6 +177,7 @@ def test_exported_weights_are_the_nets(run: Path, start: Start, tmp_path: Path, 
         (["mode=export", "resume={run}", "mode.file=/nodir/x.pt2"], "/nodir/x.pt2 cannot be written (No such file or"),
         (["mode=predict", "resume={run}", "mode.file=/nodir/x.csv"], "type mode.file=<a file that you can write>"),
         (["mode=evaluate", "resume={run}", "mode.file=/nodir/x.json"], "/nodir/x.json cannot be written (No such file"),
+        (["mode=export", "resume={run}", "mode.file=x.bin"], "files that end in .pt2; type mode.file=x.bin.pt2"),
         (["mode=export", "resume={run}", "launch=fork"], "mode=export is the work of one process, not of 2"),
     ],
 )

@@ -5,28 +5,33 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.own_data import Values
 
 TESTS = ROOT / "tests"
+TYPED = ["--config-dir=conf", "model=versioned"]  # a user's own model is typed again
+MODEL = "{_target_: support.models.Versioned, in_features: 4, out_features: 1}\n"
 
 
 @pytest.fixture(scope="module")
 def of_values(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of conf/ and of run/, which was trained for one step on a data set of a user's, for regression."""
     folder = tmp_path_factory.mktemp("values")
-    own = folder / "conf" / "dataset" / "values.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("train: {_target_: support.own_data.Values}\ntest: {_target_: support.own_data.Values}\n")
-    words = ["--config-dir=conf", "dataset=values", "model=linear", "task=regression", "trainer.max_steps=1"]
-    words += ["launch=fork", "hydra.run.dir=run"]
+    data = "train: {_target_: support.own_data.Values}\ntest: {_target_: support.own_data.Values}\n"
+    for name, text in (("dataset/values", data), ("model/versioned", MODEL)):
+        path = folder / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    words = [*TYPED, "dataset=values", "task=regression", "trainer.max_steps=1", "launch=fork", "hydra.run.dir=run"]
     Command([*PYTHON_TRAIN, *words], folder, PYTHONPATH=TESTS).finish()
     return folder
 
 
 def test_predictions_and_targets_of_one_number_a_sample_are_a_column_each(of_values: Path) -> None:
-    words = ["--config-dir=conf", "mode=predict", "resume=run"]
+    words = [*TYPED, "mode=predict", "resume=run"]
     Command([*PYTHON_TRAIN, *words], of_values, PYTHONPATH=TESTS).finish()
     rows = list(csv.DictReader((of_values / "run" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "prediction", "truth"]
@@ -40,7 +45,7 @@ def test_an_evaluation_counts_the_samples_that_it_read_and_names_those_with_nan(
     """In JSON there is no NaN, so no number of such an evaluation is written."""
 
     def evaluated(data: str, code: int) -> Command:
-        words = ["--config-dir=conf", "mode=evaluate", "resume=run", "launch=fork", "dataset.on_error=skip"]
+        words = [*TYPED, "mode=evaluate", "resume=run", "launch=fork", "dataset.on_error=skip"]
         words += [f"dataset.test._target_=support.own_data.{data}", f"mode.file={data}.json"]
         return Command([*PYTHON_TRAIN, *words], of_values, PYTHONPATH=TESTS).finish(code)
 
@@ -49,3 +54,23 @@ def test_an_evaluation_counts_the_samples_that_it_read_and_names_those_with_nan(
     output = evaluated("NaNValues", 3).output
     assert "step_00000001.pt is nan; in the test data sample 5 has NaN in its inputs; repair these samples" in output
     assert not (of_values / "NaNValues.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "torch_export"])
+def test_a_net_with_more_than_tensors_in_its_state_is_exported(of_values: Path, kind: str) -> None:
+    """Its only test sample is example enough."""
+    words = [*TYPED, "mode=export", "resume=run", f"mode.format={kind}", "+dataset.test.count=1", "mode.file=net.pt2"]
+    output = Command([*PYTHON_TRAIN, *words], of_values, PYTHONPATH=TESTS).finish().output
+    expected = torch.load(of_values / "run" / "model.pt", weights_only=True)
+    assert expected.pop("_extra_state") == {"version": [1, 2]}
+    if kind == "torch_export":
+        module = torch.export.load(of_values / "net.pt2").module()
+        assert module(torch.zeros(3, 4, dtype=torch.float64)).tolist() == [[expected["bias"].item()]] * 3
+        return
+    assert ("not written: _extra_state; safetensors holds only tensors" in output) == (kind == "safetensors")
+    file = of_values / "net.pt2"
+    weights = torch.load(file, weights_only=True) if kind == "state_dict" else safetensors.torch.load_file(file)
+    assert weights.pop("_extra_state", None) == ({"version": [1, 2]} if kind == "state_dict" else None)
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        name: value.tolist() for name, value in expected.items()
+    }

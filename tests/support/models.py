@@ -80,3 +80,13 @@ def layers_within(shape: list[int], classes: int, depth: int, limit: float | Non
         (used,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")]
         resource.setrlimit(resource.RLIMIT_DATA, (used + int(limit * 1e6),) * 2)
     return nn.Sequential(*[nn.Linear(shape[0], shape[0]) for _ in range(depth)], nn.Linear(shape[0], classes))
+
+
+class Versioned(nn.Linear):
+    """A linear layer whose state dict also holds plain values."""
+
+    def get_extra_state(self) -> dict[str, list[int]]:
+        return {"version": [1, 2]}
+
+    def set_extra_state(self, state: dict[str, list[int]]) -> None:
+        assert state == {"version": [1, 2]}

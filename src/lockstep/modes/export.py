@@ -26,7 +26,9 @@ SUFFIXES = {"torch_export": "pt2", "onnx": "onnx", "safetensors": "safetensors",
 EXAMPLES = 5  # samples of the batch by which outputs are compared
 TOLERANCE = 1e-4  # of outputs that another program computes in float32, relative to the largest one
 
-Weights = dict[str, "Tensor"]
+Weights = dict[str, Any]
+"""A model's state dict: tensors, and what modules give in get_extra_state."""
+
 Outputs = Callable[["Tensor"], "Tensor"]
 """What an exported file computes of raw samples (N, ...)."""
 
@@ -45,6 +47,8 @@ class Export(Mode):
 
     def validate(self, job: "JobSpec") -> None:
         require_folder(self.file, "mode.file")
+        if self.format == "torch_export" and self.file is not None and Path(self.file).suffix != ".pt2":
+            raise ConfigError(f"torch.export.load reads files that end in .pt2; type mode.file={self.file}.pt2")
         missing = [name for name in NEEDS.get(self.format, ()) if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(
@@ -58,13 +62,17 @@ class Export(Mode):
         stem = self.snapshot if self.snapshot in ("last", "best") else trained.snapshot.stem
         path = Path(self.file) if self.file is not None else trained.folder / f"{stem}.{SUFFIXES[self.format]}"
         # The suffix stays: torch.export asks for it.
-        temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
         try:
             with trained.state.ema_weights():
                 self._write(trained, temporary)
             os.replace(temporary, path)
-        except OSError as error:
-            raise ConfigError(cannot_write(path, error, "mode.file")) from error
+        except Exception as error:
+            # On a full disk torch.save raises an error that does not say so.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise ConfigError(cannot_write(path, cause, "mode.file")) from error
         finally:
             temporary.unlink(missing_ok=True)
         log.info("exported: the weights of step %d, as %s", trained.step, self.format)
@@ -72,18 +80,22 @@ class Export(Mode):
 
     def _write(self, trained: TrainedRun, path: Path) -> None:
         import torch
+        from torch.utils._pytree import tree_map_only
 
         from lockstep.modes.trained_net import TrainedNet
 
         model = trained.state.strategy.model.eval()
         if self.format in ("state_dict", "safetensors"):
-            weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
+            state = dict(model.state_dict())
+            weights: Weights = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), state)
             require_same_weights(weights, write_weights(weights, path, self.format), self.format)
             return
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
         samples = trained.eval_loader.raw_inputs(EXAMPLES)
-        if not isinstance(samples, torch.Tensor) or len(samples) < 2:
+        if not isinstance(samples, torch.Tensor):
             raise ConfigError(f"mode.format={self.format} wants samples of one tensor; type mode.format=state_dict")
+        if len(samples) == 1:  # torch.export would take a batch of one for the only size
+            samples = torch.cat([samples, samples])
         with torch.no_grad():
             exported = write_onnx(net, samples, path) if self.format == "onnx" else write_program(net, samples, path)
             for batch in (samples, samples[:1]):
@@ -95,21 +107,28 @@ def write_weights(weights: Weights, path: Path, format: str) -> Weights:
     import torch
 
     if format == "state_dict":
-        torch.save(weights, path)
+        with open(path, "wb") as file:
+            torch.save(weights, file)
         read: Weights = torch.load(path, weights_only=True)
         return read
     from safetensors.torch import load_file, save
 
+    others = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        log.warning("not written: %s; safetensors holds only tensors, and state_dict all", ", ".join(others))
+        weights = {name: value for name, value in weights.items() if name not in others}
     # Tied weights are written twice. Its save_file would make a file that only its owner can read.
     path.write_bytes(save({name: value.clone() for name, value in weights.items()}))
     return load_file(path)
 
 
 def require_same_weights(ours: Weights, theirs: Weights, format: str) -> None:
-    """Raise ConfigError if a file does not hold the weights that were written to it, value by value."""
+    """Raise ConfigError if a file does not hold the tensors that were written to it, value by value."""
     import torch
 
     for name, value in ours.items():
+        if not isinstance(value, torch.Tensor):
+            continue
         if name not in theirs or not torch.equal(value.nan_to_num(), theirs[name].nan_to_num()):
             raise ConfigError(
                 f"mode.format={format}: the file holds another {name} than the net; type mode.file=<a file elsewhere>"
@@ -124,7 +143,8 @@ def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
-        torch.export.save(program, path)
+        with open(path, "wb") as file:
+            torch.export.save(program, file)
     return torch.export.load(path).module()
 
 
@@ -145,12 +165,16 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
 
 
 def require_same_outputs(ours: "Tensor", theirs: "Tensor", format: str) -> None:
-    """Raise ConfigError if an exported net computes something else than the net."""
+    """Raise ConfigError if an exported net computes something else than the net. The data may hold NaN."""
+    import torch
+
     if ours.shape != theirs.shape:
         problem = f"the shape {list(theirs.shape)} instead of {list(ours.shape)}"
     else:
-        difference = float((ours.cpu() - theirs.cpu()).abs().max())
-        if difference <= TOLERANCE * max(1.0, float(ours.abs().max())):
+        ours, theirs = ours.cpu(), theirs.cpu().to(ours.dtype)
+        largest = float(ours.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        same = torch.isclose(theirs, ours, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)
+        if same.all():
             return
-        problem = f"values that differ by {difference:.2g}"
+        problem = f"values that differ by {float((ours - theirs)[~same].abs().max()):.2g}"
     raise ConfigError(f"mode.format={format}: the exported net gives {problem}; type mode.format=state_dict")

@@ -24,7 +24,7 @@ def write_output(world: "World", path: Path, text: Iterable[str], key: str) -> N
 
 def _write(path: Path, text: Iterable[str], key: str) -> str | None:
     """None, or why the file could not be written."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another command may write the same file
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(text)

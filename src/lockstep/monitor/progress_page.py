@@ -10,7 +10,7 @@ SIZE = 4096
 NUMBER, SECONDS = struct.Struct("=q"), struct.Struct("=d")
 PHASES = (
     *("start", "meeting", "prepare", "build", "resume"),
-    *("train", "evaluation", "snapshot", "disk", "export", "end"),
+    *("train", "evaluation", "snapshot", "disk", "export", "end", "mode"),
 )
 COLLECTIVES = ("", "shared_memory_sum")  # those that torch's flight recorder does not see
 NOBODY = -1

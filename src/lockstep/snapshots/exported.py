@@ -5,7 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError, path_word
 from lockstep.snapshots.files import explain, save_file
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 LAST, BEST = "model.pt", "model_best.pt"
 
 
-def export_weights(run_dir: Path, last: dict[str, Tensor], best: dict[str, Any] | None) -> str | None:
+def export_weights(run_dir: Path, last: dict[str, Any], best: dict[str, Any] | None) -> str | None:
     """Write the files. Returns None, or why one could not be written. For rank 0.
 
     last: the weights of model.pt, which is written after the other: a run that has it is complete. best: those of
@@ -28,7 +29,8 @@ def export_weights(run_dir: Path, last: dict[str, Tensor], best: dict[str, Any] 
             (run_dir / BEST).unlink(missing_ok=True)
         else:
             save_file(run_dir / BEST, best)
-        save_file(run_dir / LAST, {name: value.cpu().contiguous() for name, value in last.items()})
+        # Beside tensors a state dict has what modules give in get_extra_state.
+        save_file(run_dir / LAST, tree_map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), last))
     except OSError as error:
         reason = explain(error, run_dir)
         return f"no {LAST}: {reason} and type the command again with {path_word('hydra.run.dir', run_dir)}"

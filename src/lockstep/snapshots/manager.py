@@ -7,8 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import torch
-
 from lockstep.distributed import signals
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.slurm_job import slurm_reason
@@ -202,7 +200,7 @@ class SnapshotManager:
         if message is not None:
             raise ConfigError(message)
 
-    def _export(self, weights: dict[str, torch.Tensor]) -> str | None:
+    def _export(self, weights: dict[str, Any]) -> str | None:
         """None, or why it could not be written."""
         progress, best = self.state.progress, None
         if progress.best_step not in (None, progress.step):
