@@ -83,8 +83,6 @@ def test_decoded_images_are_those_that_are_read_from_files(root: Path) -> None:
     )
     assert data_fingerprint(found) == data_fingerprint(read)  # a run may go on with or without them
     assert file_times(found) == file_times(read)
-    found[0][0].zero_()  # by a transform that works in place
-    assert_current(root)
 
 
 def test_epochs_and_evaluations_have_the_same_samples_without_workers(root: Path) -> None:

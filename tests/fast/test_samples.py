@@ -51,6 +51,15 @@ def test_random_transforms_are_alike_in_all_ranks_and_workers_and_after_a_resume
     assert torch.equal(trained_on(noisy, 1, size=2, skip=10, transforms=transforms), alone[10:])
 
 
+@pytest.mark.parametrize("data", [own_data.Points(), own_data.Arrays(), own_data.Nested()])
+def test_a_transform_that_works_in_place_does_not_change_the_data(data: Any) -> None:
+    before = trained_on(data, 1)
+    trained = trained_on(data, 1, transforms=[own_data.add_in_place])
+    assert not torch.equal(trained, before)
+    assert torch.equal(trained_on(data, 1, size=2, transforms=[own_data.add_in_place]), trained)
+    assert torch.equal(trained_on(data, 1), before)
+
+
 def test_random_transforms_differ_from_sample_to_sample_and_from_epoch_to_epoch() -> None:
     noisy = own_data.Noisy()
     noise = [trained_on(noisy, epoch)[:, 0] - trained_on(own_data.Points(), epoch)[:, 0] for epoch in (0, 1)]

@@ -85,6 +85,22 @@ class DictsOfOne(Points):
         return {"pixel_values": point.numpy(), "label": np.int64(label)}
 
 
+class Arrays(Points):
+    """The inputs are arrays that the data set keeps."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point.numpy(), label
+
+
+class Nested(Points):
+    """The sample is a dict, with the target beside the inputs."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return {"point": point, "label": label}
+
+
 class Pairs(Points):
     """The inputs are a tuple."""
 
@@ -111,6 +127,13 @@ def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
 
 def double(point: Tensor) -> Tensor:
     return 2 * point
+
+
+def add_in_place(sample: Any) -> Any:
+    """Noise, added to the point itself."""
+    point = sample["point"] if isinstance(sample, dict) else sample
+    point += np.random.rand()
+    return sample
 
 
 def shake(point: Tensor) -> Tensor:

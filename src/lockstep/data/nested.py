@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 
@@ -27,3 +28,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def count_samples(value: Any) -> int:
     """How many samples a batch has."""
     return len(next(tensors_in(value)))
+
+
+def copied(value: Any) -> Any:
+    """`value` with copies of its tensors and arrays. Containers of other types than tuple, list and dict stay."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(copied, value))
+    return value

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.collate import COLLATE_ADVICE, collate_samples, require_one_form
 from lockstep.data.labels import Labels
-from lockstep.data.nested import map_tensors, tensors_in
+from lockstep.data.nested import copied, map_tensors, tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.data.random_numbers import random_states_kept, seed_all
 from lockstep.data.stream import Stream
@@ -117,6 +117,8 @@ class Samples:
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
             if sample is None and self.skips:
                 raise ValueError("__getitem__ returned None")
+            if self.transforms:  # one that works in place must not change what the data set holds
+                sample = copied(sample)
             for transform in self.transforms if sample is not None else ():
                 sample = apply_transform(transform, sample)
         except ConfigError:
