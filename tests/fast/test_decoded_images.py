@@ -3,7 +3,9 @@
 import logging
 import multiprocessing
 import os
+import re
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from lockstep.data.converter import Converter
 from lockstep.data.decode import decode_images
 from lockstep.data.decoded_images import DecodedImages, image_folder
 from lockstep.data.image_folder import ImageFolder
+from lockstep.data.image_reader import ImageReader
 from lockstep.data.loader import BatchLoader
 from lockstep.errors import ConfigError
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
@@ -148,6 +151,14 @@ def decode_in_a_world(root: str) -> tuple[bool, int]:
     return isinstance(found, DecodedImages), int(found.samples.sum())
 
 
+def test_only_files_of_its_own_are_swept(root: Path) -> None:
+    (root / "decoded").mkdir()
+    for name in ("mine.tmp", "killed.pixels.tmp"):
+        (root / "decoded" / name).touch()
+    decode(root)
+    assert [path.name for path in (root / "decoded").glob("*.tmp")] == ["mine.tmp"]
+
+
 def test_ranks_share_one_file(root: Path) -> None:
     assert len(set(in_world(3, decode_in_a_world, str(root)))) == 1
     assert sorted(path.name.split("-")[0] for path in (root / "decoded").iterdir()) == [".decode.lock", "test", "train"]
@@ -192,6 +203,39 @@ def test_a_damaged_image_is_named_or_the_images_are_read_one_by_one(root: Path, 
     damaged.unlink()
     decode(root)
     assert_current(root)
+
+
+def test_a_file_that_may_be_read_again_is_decoded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden = root / "train" / "cat" / "1.jpg"
+    content = forbidden.read_bytes()
+    status = forbidden.stat()
+    with monkeypatch.context() as context:  # root may read all files
+        context.setattr(os, "access", lambda path, mode: Path(path) != forbidden)
+        forbidden.write_bytes(bytes(len(content)))
+        os.utime(forbidden, ns=(status.st_atime_ns, status.st_mtime_ns))
+        decode(root, on_error="skip")
+        assert isinstance(images(root), ImageFolder)
+    forbidden.write_bytes(content)
+    os.utime(forbidden, ns=(status.st_atime_ns, status.st_mtime_ns))
+    decode(root)
+    assert_current(root)
+
+
+class Killed(ImageReader):
+    """Its process is killed while it decodes, as by a kernel without memory."""
+
+    def __call__(self, path: Path) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_images_whose_decoder_is_killed_are_read_from_their_files(
+    root: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.data.decode.ImageReader", Killed)
+    with caplog.at_level(logging.INFO):
+        decode(root)
+    assert re.search(r"each time they are read: DataLoader worker \(pid \d+\) is killed by signal: Killed", caplog.text)
+    assert not list((root / "decoded").glob("train-*"))
 
 
 def test_pixels_above_the_limit_are_not_kept(root: Path, caplog: Any) -> None:

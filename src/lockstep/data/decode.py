@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 BYTES_AT_ONCE = 2**20  # of pixels that a worker writes
 IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
 REPORT_EVERY = 10.0  # seconds
+UNFINISHED = ".pixels.tmp"  # the end of a file's name while it is written: others in its folder are not ours
 
 
 def decode_images(
@@ -81,6 +82,8 @@ def _decode_once(files: ImageFiles, size: int | None, cache_dir: str, limit: flo
         unreadable = _list_of_unreadable(path).read_text().splitlines() if not path.exists() else []
     except OSError as error:
         return f"{cache_dir} cannot hold them ({error.strerror or error})"
+    except RuntimeError as error:  # a worker was killed, such as for its memory
+        return str(error).partition("\n")[0]
     if unreadable and on_error == "fail":
         raise ConfigError(
             f"{len(unreadable)} of the images of {files.folder} cannot be read, the first is {unreadable[0]}; "
@@ -97,7 +100,7 @@ def _list_of_unreadable(path: Path) -> Path:
 def _sweep(path: Path) -> None:
     """Remove what killed processes have left, and what earlier states of the same images gave, if no run uses it."""
     same_images = glob.escape(path.name.rpartition("-")[0])
-    for old in [*path.parent.glob("*.tmp"), *path.parent.glob(f"{same_images}-*")]:
+    for old in [*path.parent.glob(f"*{UNFINISHED}"), *path.parent.glob(f"{same_images}-*")]:
         with suppress(OSError), open(old, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             old.unlink()
@@ -110,7 +113,7 @@ def _decode(files: ImageFiles, size: int, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     reader = ImageReader(size)  # imports torchvision
     _say(f"decoding the {len(files)} images of {files.folder} once: {needed / 1e6:.0f} MB in {path}")
-    begun, temporary = time.monotonic(), path.with_suffix(".tmp")
+    begun, temporary = time.monotonic(), path.with_suffix(UNFINISHED)
     try:
         with open(temporary, "wb", buffering=0) as out:
             unreadable = _decode_into(out.fileno(), files, size, reader)

@@ -105,9 +105,13 @@ def _shape(files: ImageFiles, size: int) -> tuple[int, int, int, int]:
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
-    """(bytes, ns); (0, 0) of a file that is gone: decoding names it."""
+    """(bytes, ns); (0, 0) of a file that is gone or may not be read: decoding names it, and when it can be read the
+    pixels have another name.
+    """
     try:
         status = os.stat(path)
     except OSError:
+        return 0, 0
+    if not os.access(path, os.R_OK):
         return 0, 0
     return status.st_size, status.st_mtime_ns
