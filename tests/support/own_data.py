@@ -125,6 +125,19 @@ def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
 
 
+class TwoWords(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def fails_in_two_lines(samples: list[Any]) -> Any:
+    raise ValueError("one\n\ntwo")
+
+
+def fails_oddly(samples: list[Any]) -> Any:
+    raise TwoWords("one", "two")
+
+
 def double(point: Tensor) -> Tensor:
     return 2 * point
 

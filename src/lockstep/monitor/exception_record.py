@@ -3,6 +3,7 @@
 import linecache
 import re
 import traceback
+from itertools import dropwhile
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ from lockstep.monitor.code_owner import is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
+_OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
@@ -30,14 +32,28 @@ def exception_record(error: BaseException) -> dict[str, Any]:
 
 def message_of(error: BaseException) -> str:
     """At most LONGEST_MESSAGE characters that a terminal and a file can show."""
-    return printable(_text(error)[:LONGEST_MESSAGE], kept="\n\t")
+    text = _text(error)
+    if _OF_WORKER in text:
+        text = _words_of_worker(text, type(error).__name__)
+    return printable(text[:LONGEST_MESSAGE], kept="\n\t")
+
+
+def _words_of_worker(text: str, name: str) -> str:
+    """What a DataLoader worker's exception says, without the traceback that torch puts before it.
+
+    name: of its type, which is not repeated.
+    """
+    lines = text.splitlines()
+    last_frame = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=0)
+    said = list(dropwhile(lambda line: line.startswith("    "), lines[last_frame + 1 :]))  # the line of code
+    return re.sub(rf"^(\w+\.)*{name}: ", "", "\n".join(said)) if said else text
 
 
 def is_local(error: BaseException) -> bool:
     """Whether neither torch nor this project has raised it, so that it tells nothing of another rank."""
     if error.__cause__ is not None:
         return is_local(error.__cause__)
-    if "Original Traceback" in _text(error):  # a DataLoader worker has raised it
+    if _OF_WORKER in _text(error):  # a DataLoader worker has raised it
         return True
     if type(error).__module__.startswith("torch") or "gloo/" in _text(error):
         return False
@@ -98,7 +114,7 @@ def _place(trace: TracebackType | None) -> dict[str, Any]:
 
 def _place_in_text(message: str) -> dict[str, Any] | None:
     """The place that a DataLoader worker's exception has in the text that torch makes of it."""
-    if "Original Traceback" not in message:
+    if _OF_WORKER not in message:
         return None
     frames = _FRAME_IN_TEXT.findall(message)
     if not frames:
