@@ -10,9 +10,10 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.monitor.code_hashes import hash_of_source, module_hashes
-from lockstep.runs.again import command_of, require_repeatable
+from lockstep.runs.again import _create, _free_name, command_of, require_repeatable
 from lockstep.runs.code import versions
 from lockstep.runs.compare import explain
+from lockstep.runs.digests import StepTable, first_difference
 from lockstep.runs.record import read_run
 from support.made_runs import make_run
 
@@ -109,6 +110,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_digests_of_a_resumed_run_begin_where_the_other_run_ended() -> None:
+    first, then = StepTable(["loss", "w"], {10: [1, 2], 20: [3, 4]}), StepTable(["loss", "w"], {30: [5, 6]})
+    sentence = "no step is in both: A has digests of the steps 10 to 20, and B of the steps 30 to 30"
+    assert first_difference(first, then, with_loss=True) == sentence
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_run_that_cannot_be_repeated_is_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path / "a")
@@ -142,11 +149,26 @@ def test_a_repetition_starts_where_the_run_started(tmp_path: Path) -> None:
     snapshot.parent.mkdir()
     snapshot.touch()
     assert command_of(run, tmp_path / "new")[2:] == [
-        f'resume="{snapshot}"',
+        f"resume={snapshot}",
         "launch=torchrun",
         "launch.nproc_per_node=2",
-        f'hydra.run.dir="{tmp_path / "new"}"',  # a sweep names its folders key=value
+        f"hydra.run.dir={tmp_path / 'new'}",
     ]
+    # A sweep names its folders key=value, and a person as she likes.
+    assert command_of(run, tmp_path / 'lr=1 "a"')[-1] == f'hydra.run.dir="{tmp_path}/lr=1 \\"a\\""'
+
+
+def test_a_repetition_has_a_place_wherever_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "a")
+    (folder / "snapshots").mkdir()
+    for where, typed in ((folder, "."), (folder / "snapshots", ".."), (tmp_path, "a")):
+        monkeypatch.chdir(where)
+        assert _free_name(Path(typed)) == tmp_path / "a-again"
+    _create(tmp_path / "new" / "one")
+    with pytest.raises(ConfigError, match="one exists already; type --into <a new folder>"):
+        _create(tmp_path / "new" / "one")
+    with pytest.raises(ConfigError, match=r"run.json/b cannot be created \(Not a directory\); type --into"):
+        _create(folder / "run.json" / "b")
 
 
 class Unread(ModuleType):

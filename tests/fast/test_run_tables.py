@@ -1,9 +1,12 @@
 """`python src/runs.py table`: quick, sorted, filtered, and one sentence for what cannot work."""
 
+import json
 import resource
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +62,31 @@ def test_columns_and_orders(tmp_path: Path) -> None:
     assert order("--sort", "trainer.epochs") == ["b", "c/0", "a"]
     assert order("--sort", "seed", "--filter", "state=finished") == ["c/0", "a"]
     assert order("--filter", "trainer.compile=false", "--filter", "seed=1") == ["b"]
+    for shown in ("run=./a", f"run={tmp_path / 'a'}", "objective=0.5000", "objective=0.5"):
+        assert order("--filter", shown) == ["a"]
+    date = datetime.fromtimestamp(1795354012.7)
+    for shown in (
+        f"date={date:%Y-%m-%d}",
+        f"date={date:%Y-%m-%d %H:%M}",
+        "commit=59029b0b3e",
+        "speed=5709",
+        "steps=46",
+    ):
+        assert len(order("--filter", shown)) == 3
+
+
+def test_links_and_damaged_records_cost_a_table_no_run(tmp_path: Path) -> None:
+    """Records that are JSON, and lack what a table shows."""
+    make_run(tmp_path / "o" / "good")
+    (tmp_path / "o" / "loop").symlink_to(tmp_path / "o")
+    (tmp_path / "o" / "itself").symlink_to(tmp_path / "o" / "itself")
+    bad: dict[str, Any] = {"objective": {}, "lives": [{}], "cwd": None, "flags": 1, "samples_per_second": "fast"}
+    for number, (key, value) in enumerate(bad.items()):
+        path = make_run(tmp_path / "o" / f"bad{number}") / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    lines, problems = runs(tmp_path, "table", "o", "--columns", "run,objective,speed")
+    assert [line.split()[0] for line in lines[1:]] == ["o/good"]
+    assert problems.count("run.json is no record of format 1; type rm") == len(bad)
 
 
 @pytest.mark.parametrize(

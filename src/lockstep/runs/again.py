@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, path_value
 from lockstep.monitor.code_hashes import ROOT, hash_of_source
 from lockstep.runs.code import DIFF, versions
 from lockstep.runs.compare import differing, explain
@@ -31,16 +31,24 @@ def repeat(folder: Path, into: Path | None) -> int:
     """
     run = read_run(folder)
     require_repeatable(run)
-    target = (into or _free_name(folder)).absolute()
-    if target.exists():
-        raise ConfigError(f"{target} exists already; type --into <a new folder>")
+    target = Path(os.path.abspath(into or _free_name(folder)))
     command = command_of(run, target)
+    _create(target)
     print(f"again: {shlex.join(command)}", flush=True)
     code = _wait_for(command, run["cwd"], {REPEATED: str(folder.absolute())})
     if code != EXIT_FINISHED:
         print(f"again: the repetition ended with exit code {code}; {folder} is as it was", file=sys.stderr)
         return code
     return _report(run, read_run(target))
+
+
+def _create(target: Path) -> None:
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{target} exists already; type --into <a new folder>") from None
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be created ({error.strerror}); type --into <a new folder>") from None
 
 
 def require_repeatable(run: Run) -> None:
@@ -108,11 +116,11 @@ def command_of(run: Run, target: Path) -> list[str]:
     words = [*run["overrides"], *run["flags"]]
     if first["from_step"] > 0:
         words = [word for word in words if not word.startswith("resume=")]
-        words.append(f'resume="{_snapshot(run, first["from_step"])}"')
+        words.append(f"resume={path_value(_snapshot(run, first['from_step']))}")
     if first["launcher"] in ("torchrun", "environment") and first["world_size"] > 1:
         words = [word for word in words if not word.startswith("launch")]
         words += ["launch=torchrun", f"launch.nproc_per_node={first['world_size']}"]
-    return [sys.executable, str(ROOT / "src" / "train.py"), *words, f'hydra.run.dir="{target}"']
+    return [sys.executable, str(ROOT / "src" / "train.py"), *words, f"hydra.run.dir={path_value(target)}"]
 
 
 def _snapshot(run: Run, step: int) -> Path:
@@ -129,10 +137,11 @@ def _snapshot(run: Run, step: int) -> Path:
 
 def _free_name(folder: Path) -> Path:
     """outputs/a -> outputs/a-again, a-again-2, ..."""
-    path, number = folder.with_name(f"{folder.absolute().name}-again"), 1
+    folder = Path(os.path.abspath(folder))  # . and .. have names there
+    path, number = folder.with_name(f"{folder.name}-again"), 1
     while path.exists():
         number += 1
-        path = folder.with_name(f"{folder.absolute().name}-again-{number}")
+        path = folder.with_name(f"{folder.name}-again-{number}")
     return path
 
 

@@ -62,6 +62,9 @@ def first_difference(one: StepTable, other: StepTable, with_loss: bool) -> str:
         return "the models have no weights of the same names, so their digests cannot be compared"
     pairs = [(one.names.index(name), other.names.index(name)) for name in names]
     steps = [step for step in one.rows if step in other.rows]
+    if one.rows and other.rows and (max(one.rows) < min(other.rows) or max(other.rows) < min(one.rows)):
+        a, b = (f"{min(table.rows)} to {max(table.rows)}" for table in (one, other))
+        return f"no step is in both: A has digests of the steps {a}, and B of the steps {b}"
     if not steps:
         return "no step has digests in both; type the same trainer.digest= in both"
     before = None

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,13 @@ from lockstep.errors import ConfigError
 NAME = "run.json"
 FORMAT = 1
 REPEATED = "LOCKSTEP_AGAIN"  # names a run's folder to its repetition, which is refused if it would be another run
-KEYS = {"command", "overrides", "config", "data", "code", "environment", "lives", "objective", "steps"}
-KEYS |= {"samples_per_second"}
+# What readers of a record rely on, and its types.
+KEYS: dict[str, Any] = {"command": str, "cwd": str, "steps": int, "samples_per_second": float | int | None}
+KEYS |= dict.fromkeys(("overrides", "flags", "lives", "improvements"), list)
+KEYS |= dict.fromkeys(("config", "data", "code", "environment", "objective"), dict)
+LIFE: dict[str, Any] = {"state": str, "exit_code": int | None, "hosts": list, "launcher": str}
+LIFE |= {"world_size": int, "from_step": int, "started": float | int}
+OBJECTIVE: dict[str, Any] = {"name": str, "mode": str, "best": float | int | None, "step": int | None}
 RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
 STATES = {"killed": KILLED, "hang": "hang", "silent": "hang"}  # by the kind of a failure report
 # struct flock of <fcntl.h> on 64-bit systems, and where its l_type is.
@@ -52,16 +57,27 @@ def read_run(folder: Path) -> Run:
     """The run of a folder. Raises ConfigError if there is no run.json, or none that this version reads."""
     path = folder / NAME
     try:
-        found = json.loads(path.read_bytes())
+        found: Run = json.loads(path.read_bytes())
     except OSError as error:
         what = "does not exist" if not folder.exists() else f"has no {NAME} ({error.strerror})"
         raise ConfigError(f"{folder} {what}; type python src/runs.py table to see the runs below outputs") from None
     except ValueError:
         raise ConfigError(f"{path} cannot be read: it is no JSON; type rm {path} if the run is not needed") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.keys() >= KEYS or not found["lives"]:
+    if not _is_record(found):
         raise ConfigError(f"{path} is no record of format {FORMAT}; type rm {path} if the run is not needed")
     found["folder"] = str(folder)
     return found
+
+
+def _is_record(found: Any) -> bool:
+    """Whether it is a record of this format, and holds what is read of it: people edit files, and disks fail."""
+    if not _has(found, KEYS) or found.get("format") != FORMAT or not found["lives"]:
+        return False
+    return all(_has(life, LIFE) for life in found["lives"]) and _has(found["objective"], OBJECTIVE)
+
+
+def _has(found: Any, kinds: Mapping[str, Any]) -> bool:
+    return isinstance(found, dict) and all(name in found and isinstance(found[name], kinds[name]) for name in kinds)
 
 
 def find_runs(folders: Sequence[str]) -> Iterator[Path]:
@@ -69,17 +85,31 @@ def find_runs(folders: Sequence[str]) -> Iterator[Path]:
     for name in folders:
         if not os.path.isdir(name):
             raise ConfigError(f"{name} is no folder; type python src/runs.py table <a folder with runs>")
-        yield from _below(name)
+        yield from _below(name, set())
 
 
-def _below(folder: str) -> Iterator[Path]:
+def _below(folder: str, seen: set[str]) -> Iterator[Path]:
+    """seen: the folders without a run of their own that were looked into: links may lead back to them."""
     if os.path.exists(os.path.join(folder, NAME)):
         yield Path(folder)
         return
-    with suppress(PermissionError), os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from _below(entry.path)
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    for path in _folders_in(folder):
+        yield from _below(path, seen)
+
+
+def _folders_in(folder: str) -> list[str]:
+    """Those that can be read: one may be removed meanwhile, or be a link that leads nowhere."""
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if not entry.name.startswith(".") and entry.is_dir():
+                    found.append(entry.path)
+    return sorted(found)
 
 
 def state_of(run: Run) -> str:

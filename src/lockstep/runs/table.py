@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -68,16 +69,22 @@ def filtered(runs: Sequence[Run], filters: Sequence[str]) -> list[Run]:
             raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
         pairs.append((key, wanted))
     check_names(runs, [key for key, _ in pairs], "--filter")
-    return [run for run in runs if all(_is_value(value_of(run, key), wanted) for key, wanted in pairs)]
+    return [run for run in runs if all(_is_value(run, key, wanted) for key, wanted in pairs)]
 
 
-def _is_value(value: Any, typed: str) -> bool:
+def _is_value(run: Run, key: str, typed: str) -> bool:
+    """Whether the run has the value, or shows it in a table. Of a date and a commit the beginning is enough."""
+    value = value_of(run, key)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(typed) == value
-        except ValueError:
-            return False
-    return plain(value) == typed
+        with suppress(ValueError):
+            if float(typed) == value:
+                return True
+    if key == "run":
+        return os.path.relpath(typed) == str(value)
+    cell = shown(run, key, one_objective=True)
+    if key in ("date", "commit") and typed:
+        return cell.startswith(typed) or plain(value).startswith(typed)
+    return typed in (plain(value), cell)
 
 
 def sorted_runs(runs: Sequence[Run], name: str, reverse: bool) -> list[Run]:
