@@ -1,6 +1,7 @@
 """The command of a trained run as the base of mode=evaluate and its like. No torch here."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,8 @@ from lockstep.runs.record import FINISHED, read_run, state_of
 TRAIN, CHECK, DRY = "train", "check", "dry"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
-NOT_TAKEN += ("strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
+NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
+NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
 NORMALISATION = ("mean", "std")
 # What a finished run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
@@ -133,10 +135,17 @@ def _require_flags(folder: Path, typed: list[str]) -> None:
     """A folder of configs may run anything, so the record of a run cannot ask for one."""
     recorded: list[str] = []
     with suppress(ConfigError):
-        recorded = read_run(folder).get("flags", [])
+        run = read_run(folder)
+        recorded = [_from_anywhere(flag, run["cwd"]) for flag in run["flags"]]
     if recorded and not words_of_folders(typed):
         words = " ".join(recorded)
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
+
+
+def _from_anywhere(flag: str, cwd: str) -> str:
+    """A folder of configs with its whole path: the run was started in `cwd`."""
+    name, _, folder = flag.partition("=")
+    return shlex.quote(f"{name}={Path(cwd, folder)}") if name == "--config-dir" else flag
 
 
 def _normalisation(folder: Path) -> Iterator[tuple[str, str]]:

@@ -73,7 +73,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     task = instantiate_as(Task, cfg.task, "task")
     task.mode(cfg.objective)
     job = job_spec(cfg, launcher)
-    check_mode(cfg, launcher, job)
+    mode = check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
     gradient_sync.validate(job, strategy)
@@ -92,16 +92,19 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
-    check_batch_size(cfg, strategy.data_parallel_size(job.world_size))
+    shares = strategy.data_parallel_size(job.world_size)
+    if not mode.trains and not mode.checks:  # no step is taken, so the run's batch may be too small for these ranks
+        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
+    check_batch_size(cfg, shares)
     return strategy, job.world_size
 
 
-def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
-    """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
+def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
+    """The mode. Raises ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
     mode = instantiate_as(Mode, cfg.mode, "mode")
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
-        return
+        return mode
     if launcher.plans and not mode.checks:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if not mode.checks:
@@ -109,6 +112,7 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> None:
     if launcher.recovers_live:
         raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
     mode.validate(job)
+    return mode
 
 
 def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:

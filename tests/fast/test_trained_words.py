@@ -1,18 +1,35 @@
 """The command of a trained run as the base of mode=evaluate and its like."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lockstep.cli_modes import with_trained_run
+from lockstep.errors import ConfigError
+from support.made_runs import make_run
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "predict", "export"])
 def test_how_a_run_was_spread_and_saved_is_not_taken_over(tmp_path: Path, mode: str) -> None:
     """A sharded format would be refused without the strategy that makes parts."""
     words = ["dataset=digits", "strategy=fsdp", "snapshot.format=sharded", "snapshot.every=50steps"]
+    words += ["backend=nccl", "backend.socket_ifname=eth9", "trainer.digest=on", "watch.nan=skip"]
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in words))
     typed = [f"mode={mode}", f"resume={tmp_path}", "mode.snapshot=best"]
     found = with_trained_run(["train.py", *typed])
     assert [word for word in found if not word.startswith("hydra.run.dir=")] == ["train.py", "dataset=digits", *typed]
+
+
+def test_a_folder_of_configs_can_be_typed_from_anywhere(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    run = json.loads((folder / "run.json").read_text())
+    run["flags"] = ["--config-dir=my conf", "--config-name=mine", "hydra.searchpath=[file:///conf]"]
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    with pytest.raises(ConfigError) as refused:
+        with_trained_run(["train.py", "mode=evaluate", f"resume={folder}"])
+    words = [f"'--config-dir={tmp_path}/my conf'", "--config-name=mine", "hydra.searchpath=[file:///conf]"]
+    assert f"; type {' '.join(words)} with this command, too" in str(refused.value)

@@ -25,7 +25,14 @@ def of_values(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / "conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    words = [*TYPED, "dataset=values", "task=regression", "trainer.max_steps=1", "launch=fork", "hydra.run.dir=run"]
+    words = [
+        *TYPED,
+        "dataset=values",
+        "task=regression",
+        "trainer.max_steps=1",
+        "trainer.batch_size=1",
+        "hydra.run.dir=run",
+    ]
     Command([*PYTHON_TRAIN, *words], folder, PYTHONPATH=TESTS).finish()
     return folder
 
