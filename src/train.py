@@ -143,7 +143,7 @@ def train_worker(cfg: DictConfig, record: ConfigRecord, live: "LiveRun | None" =
 
 def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
     """What one rank does in any mode but train: bring the trained net back, and hand it to the mode."""
-    from lockstep import build
+    from lockstep import build, build_trained
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
@@ -165,8 +165,10 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
         state = build.train_state(cfg, strategy, len(train_loader))
         paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
         snapshot, saved = restore_trained(state, paths, build.model_config(record.completed(cfg)))
+        trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
+        build_trained.warn_of_changed_data(trained, record.completed(cfg).shown)
         monitor.enter("mode")
-        return mode.run(TrainedRun(state, train_loader, eval_loader, snapshot, saved))
+        return mode.run(trained)
 
 
 def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "RankLogs") -> None:

@@ -12,6 +12,7 @@ from lockstep.config.run_columns import run_columns
 from lockstep.config.targets import chooses_foreign_target
 from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
+from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.recorded import LogRecord, RecordedLoggers
 from lockstep.loggers.run_facts import require_repetition, run_facts
@@ -46,6 +47,8 @@ def run_info(
     names = {"training_samples": "training samples", "training_data": "training data"}
     data = {name: snapshots.fingerprint[key] for name, key in names.items()}
     data |= {"test_samples": len(eval_loader), "test_data": data_fingerprint(eval_loader.dataset)}
+    if isinstance(train_loader.dataset, TextWindows):
+        data["symbols"] = train_loader.dataset.text.symbols_hash
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.facts, computed, data)

@@ -1,6 +1,8 @@
 """`lockstep.load`: a trained net from its run folder, without the command line and without a process group."""
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ from lockstep.config.instantiate import instantiate_as
 from lockstep.config.targets import is_open
 from lockstep.data.converter import Converter
 from lockstep.errors import ConfigError
-from lockstep.modes.base import folder_of, recorded_classes
+from lockstep.modes.base import TrainedRun, folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
+from lockstep.runs.record import read_run
+from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.exported import trained_weights
 from lockstep.snapshots.finding import load_first_good
 from lockstep.snapshots.trained import PYTHON, snapshots_to_try
 from lockstep.training.setup import model_dtype, model_memory_format
+
+log = logging.getLogger(__name__)
 
 
 def load(run: str | Path, which: str, device: str | torch.device, model: nn.Module | None) -> TrainedNet:
@@ -42,8 +48,26 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
     mean, std = config.get("dataset.mean"), config.get("dataset.std")
     converter = Converter(torch.device(device), model_dtype(precision), memory_format, mean, std)
     trained = TrainedNet(net, converter, precision, recorded_classes(folder_of(path)))
-    trained.mean, trained.std = mean, std
+    trained.mean, trained.std, trained.task = mean, std, str(config.get("task._target_"))
     return trained
+
+
+def warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
+    """Warn if the data has changed since the training, although `config`, a flat one, names the same data."""
+    named = [
+        {key: value for key, value in each.items() if key.startswith("dataset.")}
+        for each in (trained.saved["config"], config)
+    ]
+    recorded: dict[str, Any] = {}
+    with suppress(ConfigError):
+        recorded = read_run(trained.folder)["data"]
+    if named[0] != named[1]:
+        return
+    for name, loader in (("training_data", trained.train_loader), ("test_data", trained.eval_loader)):
+        now = data_fingerprint(loader.dataset)
+        if recorded.get(name, now) != now:
+            what = name.replace("_", " ")
+            log.warning("the %s is not that of the training: it was %s, and is %s", what, recorded[name], now)
 
 
 def build_model(config: Mapping[str, Any]) -> nn.Module:

@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, Command
 
 WORDS = "abcabcabd" * 60
@@ -31,8 +36,17 @@ def test_a_model_of_a_text_goes_on_with_a_prompt_in_the_same_way_for_a_seed(tmp_
     assert len(likeliest) == 24
     assert likeliest.startswith("abcab")  # b always follows a
     assert likeliest == said("mode.top_k=1", "mode.seed=5")
+    assert likeliest == said("mode.temperature=1e-39")  # logits divided by it are infinite
     assert likeliest != said("mode.temperature=50", "mode.seed=1")
     refused = Command([*sample, "mode.prompt=xyz"], tmp_path).finish(code=2)
     assert "the text has no 'x'" in refused.output
     assert "type another prompt" in refused.output
     assert "type launch=env" in Command([*sample, "launch=fork"], tmp_path).finish(code=2).sentence
+    (tmp_path / "text.txt").write_text(WORDS.replace("d", "x"))  # the token numbers stay, and are other characters
+    refused = Command(sample, tmp_path).finish(code=2)
+    assert "the text has other symbols than the one that the model was trained on" in refused.output
+    (tmp_path / "text.txt").write_text(WORDS[::-1])
+    changed = Command([*PYTHON_TRAIN, "mode=evaluate", f"resume={tmp_path / 'run'}"], tmp_path).finish().output
+    assert "the test data is not that of the training: it was " in changed
+    with pytest.raises(ConfigError, match=r"was trained for language_modelling; type net\(samples\)"):
+        lockstep.load(tmp_path / "run").predict(torch.zeros(1, 8, dtype=torch.int64))

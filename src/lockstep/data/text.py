@@ -1,5 +1,6 @@
 """A text file as token numbers in memory: windows of it to train on, and the rest of it, once, for tests."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,11 @@ class Text:
 
     tokens: Tensor
     symbols: list[str] | list[int]
+
+    @property
+    def symbols_hash(self) -> str:
+        """With other symbols the same token numbers are another text."""
+        return hashlib.sha256(repr(self.symbols).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> Tensor:
         """Token numbers (length,) of `text`. Raises ConfigError for a character that is not among the symbols."""

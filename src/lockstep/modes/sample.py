@@ -1,10 +1,13 @@
 """mode=sample: text that a trained language model writes."""
 
 import logging
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
+from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +38,7 @@ class Sample(Mode):
             raise ConfigError(f"mode=sample writes in one process, not in {job.world_size}; type launch=env")
 
     def run(self, trained: TrainedRun) -> None:
-        """Raises ConfigError if the run was not trained on a text, or not on a character of the prompt."""
+        """Raises ConfigError if the run was not trained on a text, on other symbols, or not on those of the prompt."""
         import torch
 
         from lockstep.data.text import TextWindows
@@ -44,6 +47,7 @@ class Sample(Mode):
         dataset = trained.train_loader.dataset
         if not isinstance(dataset, TextWindows):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
+        _require_same_symbols(trained.folder, dataset.text.symbols_hash)
         state, device = trained.state, trained.world.device
         model = state.strategy.model.eval()
         tokens = dataset.text.encode(self.prompt).to(device)
@@ -59,10 +63,25 @@ class Sample(Mode):
         import torch
 
         logits = model(tokens[None])[0, -1].float()
+        likeliest: Tensor = logits.argmax().view(1)
         if self.temperature == 0:
-            chosen: Tensor = logits.argmax().view(1)
-            return chosen
+            return likeliest
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        return torch.multinomial((logits / self.temperature).softmax(0), 1, generator=generator)
+        scores = logits / self.temperature
+        if not scores.max().isfinite():  # of so small a temperature that only the likeliest token is left
+            return likeliest
+        return torch.multinomial(scores.softmax(0), 1, generator=generator)
+
+
+def _require_same_symbols(folder: Path, symbols_hash: str) -> None:
+    """Raise ConfigError if the text is not written with the symbols of the one that the run was trained on."""
+    recorded = None
+    with suppress(ConfigError):
+        recorded = read_run(folder)["data"].get("symbols")
+    if recorded not in (None, symbols_hash):
+        raise ConfigError(
+            "the text has other symbols than the one that the model was trained on, which would be shown in their "
+            "place; type dataset.path=<the text that it was trained on>"
+        )

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.data.converter import Converter
 from lockstep.data.nested import map_tensors
+from lockstep.errors import ConfigError
 from lockstep.training.setup import AUTOCAST_TYPES, autocast
 
 
@@ -16,7 +17,8 @@ class TrainedNet(nn.Module):
     """Raw samples (N, ...) -> the outputs that an evaluation computes: uint8 images, or floats, not normalised yet.
 
     net: the net itself. classes: their names, empty if they have none. precision: as trainer.precision.
-    mean, std: attributes, by which samples are normalised; None where they are not.
+    mean, std: attributes, by which samples are normalised; None where they are not. task: an attribute, the name of the
+    class of the task that it was trained for.
     """
 
     def __init__(self, net: nn.Module, converter: Converter, precision: str, classes: Sequence[str]) -> None:
@@ -24,6 +26,7 @@ class TrainedNet(nn.Module):
         self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
         self.mean: list[float] | None = None
         self.std: list[float] | None = None
+        self.task = ""
         self.eval()
 
     def forward(self, samples: Any) -> Any:
@@ -33,7 +36,13 @@ class TrainedNet(nn.Module):
             return self.net(inputs)
 
     def predict(self, samples: Any) -> list[str | int]:
-        """The class of each sample: its name, or its number if classes have no names."""
+        """The class of each sample: its name, or its number if classes have no names.
+
+        Raises ConfigError for a net that was trained for another of this project's tasks than classification.
+        """
+        if self.task.startswith("lockstep.tasks.") and not self.task.startswith("lockstep.tasks.classification"):
+            name = self.task.split(".")[2]
+            raise ConfigError(f"predict gives classes, and this net was trained for {name}; type net(samples)")
         with torch.no_grad():
             numbers = self(samples).argmax(1).tolist()
         return [self.classes[number] if self.classes else number for number in numbers]
