@@ -10,6 +10,7 @@ from lockstep import build, build_data
 from lockstep.config.instantiate import instantiate
 from lockstep.distributed.dry_world import Traffic, dry_world
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
+from lockstep.errors import TrainingDiverged
 from lockstep.launchers.base import Launcher
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.modes.plan import Job, PlannedRank, lines, take_first_step
@@ -51,7 +52,13 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
         state = build.train_state(cfg, strategy, len(loader))
         planned = PlannedRank(rank, traffic)
         traffic.clear()  # what was sent until now is no part of a step
-        take_first_step(planned, state, loader)
+        try:
+            take_first_step(planned, state, loader)
+        except TrainingDiverged:  # its sentence names other ranks, of which this one knows nothing
+            raise TrainingDiverged(
+                f"the loss or the gradient of rank {rank} is not finite in its first step; "
+                f"type mode=check to see which samples hold NaN"
+            ) from None
         settings, samples = state.settings, len(loader)
         steps = settings.steps_per_epoch(samples), settings.total_steps(samples)
         shares = strategy.data_parallel_size(ranks)

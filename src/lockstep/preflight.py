@@ -93,10 +93,15 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "type strategy=ddp, or launch=fork"
         )
     shares = strategy.data_parallel_size(job.world_size)
-    if not mode.trains and not mode.checks:  # no step is taken, so the run's batch may be too small for these ranks
-        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
+    _fit_batch(cfg, mode, shares)
     check_batch_size(cfg, shares)
     return strategy, job.world_size
+
+
+def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
+    """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
+    if not mode.trains and not mode.checks:
+        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
 def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from lockstep.errors import TrainingDiverged
 from support.configs import composed
 from support.worlds import in_world
 
@@ -35,6 +36,26 @@ def held_by_a_real_rank(cfg: DictConfig, folder: Path) -> dict[str, int]:
 def test_a_planned_rank_holds_what_the_real_one_holds(tmp_path: Path) -> None:
     real = in_world(3, held_by_a_real_rank, composed(*SMALL, "strategy=fsdp"), tmp_path)
     assert [rank.held for rank in in_plan(["strategy=fsdp"], 3, 0, 1, 2)] == real
+
+
+def refused(cfg: DictConfig, ranks: int) -> list[tuple[int, str]]:
+    """The ranks whose plan is refused, and why."""
+    found = []
+    for number in range(ranks):
+        try:
+            planned(cfg, ranks, number)
+        except TrainingDiverged as error:
+            found.append((number, str(error)))
+    return found
+
+
+def test_only_a_rank_with_nan_is_refused() -> None:
+    """One batch has the whole data, and a rank has one of its shares."""
+    data = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
+    data += ["+dataset.train.broken=[100]", "+dataset.test.broken=[]", "dataset.mean=null", "dataset.std=null"]
+    cfg = composed(*data, "model=mlp", "trainer.batch_size=1437", "trainer.epochs=1", "logger=[]")
+    ((number, sentence),) = in_world(1, refused, cfg, 3)[0]
+    assert sentence.startswith(f"the loss or the gradient of rank {number} is not finite in its first step; type mode=")
 
 
 def test_ranks_of_ddp_send_what_a_ring_sends() -> None:

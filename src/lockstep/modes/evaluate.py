@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import TrainingDiverged
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import require_folder, write_output
+from lockstep.modes.output import require_place, write_output
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec
@@ -29,14 +29,14 @@ class Evaluate(Mode):
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_folder(self.file, "mode.file")
+        require_place(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
         """Returns {metric: mean over all samples}, the same on every rank.
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.tasks.base import SampleCount
+        from lockstep.training.evaluation import SampleCount
         from lockstep.training.loop import evaluate
 
         loader, count = trained.loader(self.split), SampleCount()

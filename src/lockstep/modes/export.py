@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import cannot_write, require_folder
+from lockstep.modes.output import cannot_write, require_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Export(Mode):
         self.snapshot, self.format, self.file = snapshot, format, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_folder(self.file, "mode.file")
+        require_place(self.file, "mode.file")
         if self.format == "torch_export" and self.file is not None and Path(self.file).suffix != ".pt2":
             raise ConfigError(f"torch.export.load reads files that end in .pt2; type mode.file={self.file}.pt2")
         missing = [name for name in NEEDS.get(self.format, ()) if importlib.util.find_spec(name) is None]

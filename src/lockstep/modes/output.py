@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
+from lockstep.runs.record import NAME
+
+FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
+FILES_OF_A_RUN = (NAME, "model.pt", "model_best.pt")
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -40,10 +44,22 @@ def _write(path: Path, text: Iterable[str], key: str) -> str | None:
     return None
 
 
-def require_folder(file: str | None, key: str) -> None:
-    """Raise ConfigError if `file` would be in a folder that does not exist. key: the option that names the file."""
-    if file is not None and not Path(file).parent.is_dir():
-        raise ConfigError(cannot_write(Path(file), FileNotFoundError(errno.ENOENT, file), key))
+def require_place(file: str | None, key: str) -> None:
+    """Raise ConfigError for a `file` that cannot be one of a mode's. key: the option that names the file.
+
+    Its folder must exist, and what it replaces may be no folder, no device, and no file that a training has written.
+    """
+    if file is None:
+        return
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise ConfigError(cannot_write(path, FileNotFoundError(errno.ENOENT, file), key))
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file that can be replaced; type {key}=<a file that you can write>")
+    folder = path.parent.resolve()
+    of_run = folder.name in FOLDERS_OF_A_RUN and (folder.parent / NAME).exists()
+    if of_run or (path.name in FILES_OF_A_RUN and (folder / NAME).exists()):
+        raise ConfigError(f"{path} is part of a run, which a mode leaves as it is; type {key}=<another file>")
 
 
 def cannot_write(path: Path, error: OSError, key: str) -> str:

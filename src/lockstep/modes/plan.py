@@ -106,5 +106,7 @@ def _last_batch(job: Job) -> str:
         return ""
     shares = shares_in_words(left, job.ranks, job.shares)
     if left < job.shares == job.ranks:
-        shares = f", one for each of {left} ranks and none for {job.ranks - left}"
-    return f"; the last one of an epoch has {left} samples{shares}"
+        first = "for one rank" if left == 1 else f"one for each of {left} ranks"
+        shares = f", {first} and none for {job.ranks - left}"
+    which = "only" if job.samples < job.batch else "last"
+    return f"; the {which} one of an epoch has {left} {'sample' if left == 1 else 'samples'}{shares}"

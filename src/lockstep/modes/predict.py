@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import require_folder, write_output
+from lockstep.modes.output import require_place, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
+
+OF_CLASSES = ("prediction", "truth")  # columns whose whole numbers may be classes
 
 Columns = dict[str, "Tensor"]
 """{name: (N,) or (N, values)} on the CPU, one row for each sample."""
@@ -34,7 +36,7 @@ class Predict(Mode):
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_folder(self.file, "mode.file")
+        require_place(self.file, "mode.file")
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
@@ -107,19 +109,24 @@ def table(columns: Columns, classes: Sequence[str]) -> Iterator[str]:
         labels = classes if name == "probability" and len(classes) == count else range(count)
         header += [f"{name}_{label}" for label in labels] if count else [name]
     yield csv_line(header)
-    cells = [_texts(values, classes) for values in flat.values()]
+    cells = [_texts(values, classes if name in OF_CLASSES else ()) for name, values in flat.items()]
     for index, row in enumerate(zip(*cells, strict=True)):
         yield csv_line([str(index), *(text for texts in row for text in texts)])
 
 
 def _texts(values: "Tensor", classes: Sequence[str]) -> Iterator[list[str]]:
-    """The cells of each row. Floating-point numbers have as many digits as it takes to read the same number again."""
+    """The cells of each row. Floating-point numbers have as many digits as it takes to read the same number again.
+
+    classes: the names of whole numbers, one in a row; empty if they have none.
+    """
+    import torch
+
     digits = 17 if values.dtype.itemsize == 8 else 9
     for row in values if values.dim() > 1 else values[:, None]:
         numbers = row.tolist()
         if values.is_floating_point():
             yield [f"{number:.{digits}g}" for number in numbers]
-        elif values.dim() == 1 and classes:
+        elif values.dim() == 1 and classes and values.dtype != torch.bool:
             yield [classes[number] if 0 <= number < len(classes) else str(number) for number in numbers]
         else:
             yield [str(number) for number in numbers]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lockstep.data.nested import tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -41,19 +40,6 @@ class Report:
     def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
         """{tag: image (3, height, width) with values from 0 to 1}. classes: their names, empty if they have none."""
         return {}
-
-
-class SampleCount(Report):
-    """Shows nothing. samples: an attribute, how many were evaluated; data that cannot be read may be left out."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        self.samples += len(next(tensors_in(targets)))
-
-    def reduce(self, world: World) -> None:
-        self.samples = sum(world.all_gather_json(self.samples))
 
 
 class Task:

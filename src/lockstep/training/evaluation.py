@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
+from lockstep.data.nested import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingDiverged
 from lockstep.tasks.base import ReadSample, Report, Share
@@ -50,6 +51,19 @@ def wanted_by(loggers: Iterable[Mapping[str, Any]]) -> Wanted:
         histograms=any(node.get("histograms") for node in nodes),
         graph=any(node.get("graph") for node in nodes),
     )
+
+
+class SampleCount(Report):
+    """samples: an attribute, how many were evaluated: data that cannot be read may be left out."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        self.samples += count_samples(targets)
+
+    def reduce(self, world: World) -> None:
+        self.samples = sum(world.all_gather_json(self.samples))
 
 
 def broken_in(loader: BatchLoader, world: World) -> list[Broken]:

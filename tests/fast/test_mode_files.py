@@ -1,0 +1,48 @@
+"""What modes write: where it may go, and what stands in it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.modes.output import require_place
+from lockstep.modes.plan import Job, _last_batch
+from lockstep.modes.predict import table
+from support.made_runs import make_run
+
+
+def test_a_mode_replaces_no_file_of_a_run_and_nothing_that_is_no_file(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    (folder / "snapshots").mkdir()
+    for name in ("run.json", "model.pt", "model_best.pt", "snapshots/step_00000001.pt", "snapshots/new.csv"):
+        with pytest.raises(ConfigError, match=f"a/{name} is part of a run, .*; type mode.file=<another file>"):
+            require_place(str(folder / name), "mode.file")
+    for place in ("/dev/null", str(folder)):
+        with pytest.raises(ConfigError, match="is no file that can be replaced; type mode.file=<a file that you can"):
+            require_place(place, "mode.file")
+    for allowed in (None, str(folder / "rows.csv"), str(tmp_path / "model.pt")):
+        require_place(allowed, "mode.file")
+
+
+def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:
+    """A column of the user's, such as the length of a text, holds numbers."""
+    numbers = torch.tensor([1, 0])
+    columns = {"prediction": numbers, "length": numbers, "sure": numbers == 0, "truth": numbers}
+    rows = list(table(columns, ["cat", "dog"]))
+    assert rows == ["index,prediction,length,sure,truth\n", "0,dog,1,False,dog\n", "1,cat,0,True,cat\n"]
+    assert list(table({"prediction": numbers == 0}, ["cat", "dog"]))[1] == "0,False\n"
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "said"),
+    [
+        (64, 4, ""),
+        (66, 1, "; the last one of an epoch has 2 samples"),
+        (66, 4, "; the last one of an epoch has 2 samples, one for each of 2 ranks and none for 2"),
+        (1, 4, "; the only one of an epoch has 1 sample, for one rank and none for 3"),
+        (1, 1, "; the only one of an epoch has 1 sample"),
+    ],
+)
+def test_a_plan_says_what_is_left_of_an_epoch(samples: int, ranks: int, said: str) -> None:
+    assert _last_batch(Job(ranks, ranks, batch=64, samples=samples, steps=(1, 1))) == said
