@@ -32,6 +32,7 @@ CHAINS: dict[str, list[BatchTransform]] = {
         RandomErasing(0.5),
         MixUp(1.0, CLASSES),
     ],
+    "one of two that do not mix": [OneOf([RandomErasing(0.5), RandomErasing(0.9)])],
     "torchvision": as_batch_transforms([v2.RandomHorizontalFlip(0.5), v2.RandomErasing(0.5), MixUp(1.0, CLASSES)]),
 }
 

@@ -135,6 +135,8 @@ class OneOf(BatchTransform):
         return torch.cat([plan.new_full((count, 1), number), plan], dim=1)
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        if len(plan) == 0:  # a rank without samples; those that mix always have one more
+            return inputs, targets
         return self.transforms[int(plan[0, 0])](inputs, targets, plan[:, 1:])
 
 
