@@ -199,6 +199,12 @@ def test_a_stream_gives_the_same_batches_at_any_ranks_and_after_a_resume_in_its_
     assert not torch.equal(epochs[1], alone)
 
 
+def test_a_stream_is_evaluated_in_the_order_of_epoch_0() -> None:
+    """Its set_epoch may make a seed of the number, and -1 is none."""
+    points = own_data.Points().points
+    assert (evaluated(own_data.PointStream())[0] - points).std(1).max() < 1e-12
+
+
 def test_a_stream_that_is_too_short_or_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match="PointStream has 20 items, and its __len__ says 23; type return 20 there"):
         trained_on(own_data.PointStream(missing=3), 0)

@@ -47,7 +47,7 @@ class Stream:
 
     def _start(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+            self.dataset.set_epoch(max(epoch, 0))  # an evaluation has -1, which is no seed
         seed_all(fold_in(self.seed, epoch, ITEMS))
         self.items, self.epoch, self.position = iter(self.dataset), epoch, -1
 
