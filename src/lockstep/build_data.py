@@ -70,7 +70,8 @@ def complete_config(cfg: DictConfig, dataset: Any) -> None:
         name = key.rpartition(".")[2]
         if name in found:
             OmegaConf.update(cfg, key, found[name])
-    check_shape(dataset, cfg.model.get("shape"))
+    if isinstance(dataset, InMemoryDataset):
+        check_shape(dataset, inputs, cfg.model.get("shape"))
 
 
 def _unknown(cfg: DictConfig) -> list[str]:

@@ -4,13 +4,15 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep.data.cifar10 import cifar10
 from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset, check_shape
+from lockstep.data.in_memory import InMemoryDataset, check_shape, class_names
 from lockstep.data.labels import Labels
 from lockstep.data.mnist import mnist
 from lockstep.data.random_pairs import random_pairs
@@ -87,6 +89,10 @@ def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> No
         check(5, [0, -100, -1])
     check(5, [0, 4, -1], is_signed=True)
     check(1, [0.0, 4.0, 1.0])  # regression
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16):
+        Labels("test data", 70000).check(range(2), torch.tensor([0, 100], dtype=dtype))
+    with pytest.raises(ConfigError, match="sample 1 of the test data has the target 255, .*; type dataset.classes=256"):
+        Labels("test data", 255).check(range(2), torch.tensor([0, 255], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("wrong", [[-0.5, 1.5, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 1.0, 0.0]])
@@ -101,8 +107,31 @@ def test_numbers_that_are_no_probabilities_are_refused_with_their_sample(wrong: 
 
 
 def test_a_shape_that_is_not_the_samples_is_refused() -> None:
-    data = InMemoryDataset(torch.zeros(2, 1, 8, 8), torch.zeros(2))
-    for fitting in (None, [1, 8, 8]):
-        check_shape(data, fitting)
-    with pytest.raises(ConfigError, match=r"the samples have the shape \[1,8,8\]; type dataset.shape=\[1,8,8\]"):
-        check_shape(data, [2, 28, 4])
+    data, cropped = InMemoryDataset(torch.zeros(2, 1, 8, 8), torch.zeros(2)), torch.zeros(1, 1, 6, 6)
+    for fitting in (None, [1, 8, 8], [1, 6, 6]):
+        check_shape(data, cropped, fitting)
+    with pytest.raises(ConfigError, match=r"the samples have the shape \[1,6,6\]; type dataset.shape=\[1,6,6\]"):
+        check_shape(data, cropped, [2, 28, 4])
+
+
+@pytest.mark.parametrize(
+    ("samples", "targets", "said"),
+    [
+        (torch.zeros(4, 2), torch.zeros(3), "has 4 samples and 3 targets, and each sample wants one; type "),
+        (
+            np.zeros((4, 2)),
+            torch.zeros(4),
+            r"samples .* an object of ndarray, .*; type torch.as_tensor\(<samples>\)",
+        ),
+        (torch.zeros(4, 2), torch.tensor(1), r"the targets .* are one number, .*; type torch.as_tensor\(<targets>\)"),
+    ],
+)
+def test_data_in_memory_that_is_no_tensors_of_one_length_is_refused(samples: Any, targets: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        InMemoryDataset(samples, targets)
+
+
+def test_names_of_classes_are_a_collection_of_names() -> None:
+    for stored, names in ((("a", "b"), ["a", "b"]), ({"a": 0}, ["a"]), (2, []), (None, []), ("ab", [])):
+        assert class_names(SimpleNamespace(classes=stored)) == names
+    assert class_names([]) == []

@@ -36,6 +36,7 @@ class Labels:
     def _check_numbers(self, numbers: Sequence[int], targets: Tensor) -> None:
         if self.classes is None:
             return
+        targets = targets.long()  # the number of classes may be more than a small type holds
         wrong = targets >= self.classes
         if not self.is_signed:
             wrong |= (targets < 0) & (targets != IGNORED)
