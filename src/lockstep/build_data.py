@@ -15,6 +15,7 @@ from lockstep.data.random_numbers import random_states_kept
 from lockstep.data.samples import Samples
 from lockstep.data.stream import require_stream
 from lockstep.data.torchvision_batch import as_batch_transforms
+from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
 
 
@@ -49,7 +50,8 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         labels = Labels(name, data.classes, not are_classes, are_classes and is_ours)
         labels.check(range(len(dataset)), dataset.targets)
         return dataset
-    labels = Labels(name, data.classes if are_classes else None, False, are_classes and is_ours)
+    counts_samples = isinstance(task, type) and getattr(task, "count", None) is Task.count
+    labels = Labels(name, data.classes if are_classes else None, False, are_classes and is_ours, counts_samples)
     return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
 
 

@@ -1,5 +1,6 @@
 """A training that diverges ends with a sentence, and leaves only finite weights."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import TrainingDiverged
+from lockstep.training.broken_samples import broken_samples
 from support.configs import composed
 from support.worlds import in_world, train
 
@@ -82,3 +84,9 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     ) or sentence.startswith("the weights are not finite at step 6; no snapshot was saved before")
     assert not list(tmp_path.glob("snapshots/step_*"))
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_rows_that_are_not_those_of_the_samples_name_none() -> None:
+    broken, packed = torch.full((4, 2), math.nan), torch.full((3, 2), math.nan)
+    assert {number for number, _, _ in broken_samples(torch.arange(4), broken, torch.zeros(4))} == {0, 1, 2, 3}
+    assert broken_samples(torch.arange(4), packed, torch.tensor(math.nan)) == []

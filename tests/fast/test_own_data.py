@@ -70,6 +70,16 @@ def test_data_that_says_too_little_is_refused(name: str, said: str) -> None:
         completed(own(name))
 
 
+def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_samples() -> None:
+    cfg = own("Named")
+    OmegaConf.update(cfg, "dataset.collate_fn", {"_target_": "support.own_data.without_the_first", "_partial_": True})
+    for task, refused in (("classification.Classification", True), ("language_modelling.LanguageModelling", False)):
+        OmegaConf.update(cfg, "task._target_", f"lockstep.tasks.{task}")
+        samples = build_data.samples(cfg, build_data.datasets(cfg)[0], "training data")
+        found = samples.collate(samples.__getitems__([(0, 0), (0, 1)]))
+        assert isinstance(found, ConfigError) is refused
+
+
 def test_own_random_data_trains_alike_at_any_ranks_and_workers_and_after_a_resume(tmp_path: Path) -> None:
     def configs(*names: str) -> list[Any]:
         return [own("Noisy", "dataset.classes=2", f"run_dir={tmp_path / name}") for name in names]

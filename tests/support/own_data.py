@@ -125,6 +125,11 @@ def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
 
 
+def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that leaves a sample out, as some leave out those that cannot be read."""
+    return first_two(samples[1:] or samples)
+
+
 class TwoWords(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")

@@ -18,16 +18,24 @@ class Labels:
     """What is allowed. name: of the data set, for messages.
 
     classes: class numbers are below it; None: any are. is_signed: whether negative numbers may mean something to the
-    task. are_probabilities: whether targets of several values a sample must be probabilities.
+    task. are_probabilities: whether targets of several values a sample must be probabilities. one_each: whether the
+    task counts samples, so that there must not be fewer targets.
     """
 
     name: str
     classes: int | None
     is_signed: bool = False
     are_probabilities: bool = False
+    one_each: bool = False
 
     def check(self, numbers: Sequence[int], targets: Any) -> None:
         """Raise ConfigError for the first target that is not allowed. numbers: of their samples."""
+        if self.one_each and isinstance(targets, Tensor) and targets.shape[:1].numel() < len(numbers):
+            raise ConfigError(
+                f"dataset.collate_fn makes {targets.shape[:1].numel()} targets of {len(numbers)} samples of the "
+                f"{self.name}, and a step takes the mean over all of them; return None from __getitem__ for samples to "
+                f"leave out, and type dataset.on_error=skip"
+            )
         if is_class_numbers(targets):
             self._check_numbers(numbers, targets)
         elif self.are_probabilities and isinstance(targets, Tensor) and targets.is_floating_point():

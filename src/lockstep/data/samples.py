@@ -1,11 +1,9 @@
 """Reads a data set sample by sample: each with random numbers of its own, and an error that names it."""
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lockstep.data.collate import COLLATE_ADVICE, collate_samples, require_one_form
@@ -13,6 +11,7 @@ from lockstep.data.labels import Labels
 from lockstep.data.nested import copied, map_tensors, tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.data.random_numbers import random_states_kept, seed_all
+from lockstep.data.sample_transforms import apply_transform
 from lockstep.data.stream import Stream
 from lockstep.errors import ConfigError
 
@@ -171,34 +170,6 @@ def wrong_target(number: int, targets: Any, name: str) -> str:
         f"sample {number} of the {name} has the target {first}, and a number or a tensor is wanted; return one from "
         f"__getitem__, such as its place in a list of all classes, or {COLLATE_ADVICE}"
     )
-
-
-def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
-    """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image. A tensor of
-    the image's height and width is a mask.
-
-    Any other one gets the inputs alone, or the whole sample if that is a dict.
-    """
-    v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
-    if not isinstance(sample, tuple | list):
-        return transform(sample)
-    if v2 is None or not isinstance(transform, v2.Transform):
-        return (transform(sample[0]), *sample[1:])
-    return transform(tuple(_as_mask(value, sample[0]) for value in sample))
-
-
-def _as_mask(value: Any, image: Any) -> Any:
-    """Tensors of an image's height and width as masks: torchvision changes no other ones with their image."""
-    if value is image or type(value) is not Tensor or value.dim() < 2:
-        return value
-    size = (
-        image.size[::-1] if hasattr(image, "getbands") else getattr(image, "shape", ())[-2:]
-    )  # of Pillow, or a tensor
-    if tuple(value.shape[-2:]) != tuple(size):
-        return value
-    from torchvision.tv_tensors import Mask
-
-    return Mask(value)
 
 
 def split_batch(batch: Any, name: str) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.data.batch_transforms import BatchTransform
 from lockstep.data.random_numbers import random_states_kept, seed_all
-from lockstep.data.samples import apply_transform
+from lockstep.data.sample_transforms import apply_transform
 from lockstep.errors import ConfigError
 
 SEEDS = 2**53  # whole numbers that a float64 holds

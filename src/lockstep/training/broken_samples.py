@@ -16,10 +16,15 @@ Broken = tuple[int, str, str]
 
 
 def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[Broken]:
-    """Those of a batch. indices: the numbers of its samples (N,). Reads values: on a GPU the host waits."""
+    """Those of a batch. indices: the numbers of its samples (N,). Reads values: on a GPU the host waits.
+
+    A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
+    """
     found: list[Broken] = []
     for place, value in (("inputs", inputs), ("targets", targets)):
         for tensor in filter(torch.is_floating_point, tensors_in(value)):
+            if tensor.shape[:1] != indices.shape:
+                continue
             rows = tensor.reshape(len(tensor), -1) if len(tensor) else tensor[:, None]
             for kind, is_broken in (("NaN", rows.isnan().any(1)), ("infinite values", rows.isinf().any(1))):
                 found += [(number, kind, place) for number in indices.to(tensor.device)[is_broken].tolist()]

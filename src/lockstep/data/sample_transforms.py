@@ -1,0 +1,54 @@
+"""Applies one transform to one sample: one of torchvision's v2 to all of it, any other one to the inputs."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
+
+
+def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
+    """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image. A tensor or
+    an array of the image's height and width is a mask, and so is an image of Pillow with one number for a pixel beside
+    one of another mode. An image that is an array counts as a tensor where the transform takes no arrays.
+
+    Any other one gets the inputs alone, or the whole sample if that is a dict.
+    """
+    v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
+    if not isinstance(sample, tuple | list):
+        return transform(sample)
+    if v2 is None or not isinstance(transform, v2.Transform):
+        return (transform(sample[0]), *sample[1:])
+    image, *others = sample
+    others = [_as_mask(value, image) for value in others]
+    changed = transform((image, *others))
+    if isinstance(image, np.ndarray) and changed[0] is image:  # it leaves arrays alone; ToImage does not
+        changed = transform((torch.from_numpy(image), *others))
+    return changed
+
+
+def _as_mask(value: Any, image: Any) -> Any:
+    """What has an image's height and width as a mask: torchvision changes no other values with their image."""
+    if hasattr(value, "getbands"):
+        is_mask = value.mode in MASK_MODES and value.mode != getattr(image, "mode", None)
+    else:
+        is_mask = (type(value) is Tensor or isinstance(value, np.ndarray)) and value.ndim >= 2
+    if not is_mask or not any(size in _sizes(image) for size in _sizes(value)[:1]):
+        return value
+    from torchvision.tv_tensors import Mask
+
+    return Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+
+
+def _sizes(image: Any) -> list[tuple[int, ...]]:
+    """(height, width). Of an array with three dimensions both that it may have: the channels come first or last."""
+    if hasattr(image, "getbands"):
+        width, height = image.size
+        return [(height, width)]
+    shape = tuple(getattr(image, "shape", ()))
+    is_array = isinstance(image, np.ndarray) and len(shape) == 3
+    return [shape[-2:], shape[:2]] if is_array else [shape[-2:]]
