@@ -65,6 +65,16 @@ def test_images_of_any_mode_and_in_nested_folders_are_read_and_may_keep_their_si
     assert folder(root, size=None)[1][0].shape == (3, 30, 20)
 
 
+def test_linked_folders_are_read_once(root: Path) -> None:
+    save(root / "elsewhere" / "b.jpg")
+    (root / "train" / "cat" / "linked").symlink_to(root / "elsewhere")
+    (root / "train" / "cat" / "around").symlink_to(root / "train")
+    assert [str(path.relative_to(root / "train")) for path, number in folder(root).files if number == 0] == [
+        "cat/a.jpg",
+        "cat/linked/b.jpg",
+    ]
+
+
 def test_the_test_images_may_lie_in_val(root: Path) -> None:
     (root / "test").rename(root / "val")
     assert len(folder(root, "val")) == 3
@@ -136,3 +146,13 @@ def test_a_jpeg_that_is_cut_anywhere_is_not_read_and_one_with_another_name_is(tm
             ImageReader(None)(path)
     noise("RGB").save(path, "PNG")
     assert ImageReader(None)(path).shape == (3, 31, 47)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_images_of_16_bits_keep_their_upper_8_and_floats_are_refused(tmp_path: Path, name: str) -> None:
+    stored = torch.arange(0, 65536, 64, dtype=torch.int32).view(32, 32)
+    Image.fromarray(stored.numpy().astype("uint16")).save(tmp_path / name)
+    assert torch.equal(ImageReader(None)(tmp_path / name), (stored // 256).to(torch.uint8).expand(3, -1, -1))
+    Image.fromarray(stored.numpy().astype("float32")).save(tmp_path / "floats.tif")
+    with pytest.raises(OSError, match=r"floats.tif: its pixels are floats, .*; store it with 8 or 16 bits"):
+        ImageReader(None)(tmp_path / "floats.tif")

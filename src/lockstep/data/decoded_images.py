@@ -17,7 +17,7 @@ from lockstep.data.image_folder import ImageFiles, ImageFolder
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.errors import ConfigError
 
-FORMAT = 1  # one more when the same files give other pixels
+FORMAT = 2  # one more when the same files give other pixels
 DEVICE_SHARE = 4  # up to 1/4 of the free memory of a GPU is taken; more pixels stay with the host
 
 

@@ -1,6 +1,7 @@
 """Images in one folder per class."""
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -83,8 +84,15 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _images(folder: Path) -> list[Path]:
-    """All images in `folder` and the folders in it, in an order that no file system changes."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and not path.name.startswith(".")]
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
+        found += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
+    return sorted(found)
+
+
+def _holds(folder: Path, place: str) -> bool:
+    """Whether `folder` is a link to a folder that `place` lies in: its files would be found again and again."""
+    return folder.is_symlink() and Path(place).is_relative_to(os.path.realpath(folder))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class ImageReader:
             pixels = self._jpeg(path)
             if pixels is None:
                 with Image.open(path) as file:
-                    pixels = self.to_tensor(file.convert("RGB"))
+                    pixels = self.to_tensor(_with_8_bits(file).convert("RGB"))
             if self.size is not None and pixels.shape[1:] != (self.size, self.size):
                 pixels = self.to_tensor(self.fit(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of them
@@ -52,3 +53,17 @@ class ImageReader:
         except (RuntimeError, ValueError):
             return None
         return pixels.expand(3, -1, -1) if len(pixels) in (1, 3) else None  # four channels are the inks of a print
+
+
+def _with_8_bits(file: Any) -> Any:
+    """An image of 16 bits a pixel with the upper 8 of them: Pillow would turn all above 255 into white.
+
+    Raises ValueError for pixels that are floats, whose range no file says.
+    """
+    from PIL import Image
+
+    if file.mode == "F":
+        raise ValueError("its pixels are floats, and whole numbers are wanted; store it with 8 or 16 bits")
+    if not file.mode.startswith("I"):
+        return file
+    return Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
