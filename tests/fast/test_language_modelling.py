@@ -75,12 +75,14 @@ def test_an_epoch_draws_its_windows_from_seed_and_epoch_alone(tmp_path: Path) ->
 def test_a_text_that_cannot_be_used_is_refused_with_what_to_type(tmp_path: Path) -> None:
     path = written(tmp_path)
     symbols = len(set(WORDS))
+    (tmp_path / "short.txt").write_text("abcab")
     for arguments, said in (
         ((str(tmp_path / "none.txt"), "characters", 8, 9), r"none.txt cannot be read .*type dataset.path="),
         ((str(tmp_path / "tinyshakespeare" / "input.txt"), "characters", 8, 9), r"curl --create-dirs -o \S+input.txt"),
         ((path, "characters", 8, symbols + 1), f"type dataset.classes={symbols}"),
         ((path, "bytes", 8, symbols), "type dataset.classes=256"),
         ((path, "characters", 300, symbols), "type dataset.block=25, or dataset.path"),
+        ((str(tmp_path / "short.txt"), "characters", 1, 3), "short.txt to train on; type dataset.path=<a longer text>"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_text(*arguments)

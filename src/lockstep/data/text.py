@@ -86,9 +86,11 @@ def check_text(path: str, symbols: str, block: int, classes: int) -> None:
         )
     tokens = _train_tokens(text)
     if tokens <= block or len(text.tokens) - tokens < 2:
+        shorter = max(1, tokens // 10)
+        advice = f"dataset.block={shorter}, or " if shorter < block and len(text.tokens) - tokens >= 2 else ""
         raise ConfigError(
             f"dataset.block={block} is too long for the {tokens} tokens of {path} to train on; "
-            f"type dataset.block={max(1, tokens // 10)}, or dataset.path=<a longer text>"
+            f"type {advice}dataset.path=<a longer text>"
         )
 
 
