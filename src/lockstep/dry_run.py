@@ -14,7 +14,7 @@ from lockstep.errors import TrainingDiverged
 from lockstep.launchers.base import Launcher
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.modes.plan import Job, PlannedRank, lines, take_first_step
-from lockstep.preflight import check_options
+from lockstep.preflight import check_options, prepare_data
 from lockstep.training.setup import set_determinism
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups
@@ -30,7 +30,7 @@ def dry_run(cfg: DictConfig, launcher: Launcher, options: Mapping[str, str | Non
     postpone_dynamo()
     with rank_logs() as logs:
         logging.getLogger().handlers = logs.files  # warnings are shown below the plan, once
-        instantiate(cfg.dataset.prepare)
+        prepare_data(cfg)
         data = build_data.datasets(cfg)
         numbers = sorted({0, ranks // 2, ranks - 1})
         planned = [plan_rank(cfg, data, rank, ranks) for rank in numbers]

@@ -19,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
+from lockstep.monitor.exception_record import exception_record
 from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
@@ -38,8 +39,25 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> None:
     if not launcher.runs_elsewhere:
         check_run_folder(cfg.run_dir)
     if launcher.starts_processes:
-        instantiate(cfg.dataset.prepare)
+        prepare_data(cfg)
         check_model(cfg, strategy, world_size)
+
+
+def prepare_data(cfg: DictConfig) -> None:
+    """Call dataset.prepare. Raises ConfigError for whatever it raises: no rank has started that could report it."""
+    try:
+        instantiate(cfg.dataset.prepare)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if "Error locating target" in str(error):  # what is said of other targets is said of this one
+            raise
+        failed = exception_record(error)
+        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
+        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
+        raise ConfigError(
+            f"dataset.prepare failed{place} ({said}); correct that, or type dataset.prepare=null if the data is ready"
+        ) from error
 
 
 def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:

@@ -108,9 +108,11 @@ def prepare():
 """
 
 
-def test_a_connection_of_the_users_that_fails_before_the_ranks_start_is_not_blamed_on_a_rank(train, tmp_path):
+def test_a_preparation_that_fails_before_the_ranks_start_is_one_sentence_and_blames_no_rank(train, tmp_path):
     (tmp_path / "fetching.py").write_text(PREPARE)
     words = ["launch=fork", "dataset.prepare={_target_: fetching.prepare}"]
-    output = train(*words, code=1, PYTHONPATH=tmp_path).output
-    assert "Connection refused: the server of the data" in output
-    assert "another rank" not in output
+    run = train(*words, code=2, PYTHONPATH=tmp_path)
+    said = "fetching.py:3 (ConnectionError: Connection refused: the server of the data); correct that, or type "
+    assert said in run.sentence
+    assert "another rank" not in run.output
+    assert "Traceback" not in run.output
