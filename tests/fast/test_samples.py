@@ -133,6 +133,14 @@ def test_lists_of_numbers_become_tensors() -> None:
             "Ragged",
             r"sample 0 .* has the shape \[3\] and sample 1 has the shape \[4\], .*; type dataset.collate_fn=",
         ),
+        (
+            "Targetless",
+            "sample 0 .* has an object of NoneType, and .*; return one from __getitem__, or type dataset.collate",
+        ),
+        (
+            "Pictures",
+            r"sample 0 .* has an object of Image, .*; type dataset.transforms='\[{_target_:.*.ToImage}\]'$",
+        ),
         ("Gone", "sample 5 of the training data is None; return .* from __getitem__, or type dataset.on_error=skip"),
     ],
 )

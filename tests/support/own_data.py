@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -169,6 +170,20 @@ class Words(Points):
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)[0], "cat"
+
+
+class Targetless(Points):
+    """The target is None."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], None
+
+
+class Pictures(Points):
+    """The inputs are images of Pillow."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
 
 
 class OfTokenizer(Points):

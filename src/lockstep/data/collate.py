@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 from lockstep.errors import ConfigError
 
+COLLATED = (Tensor, np.ndarray, np.generic, int, float, str, bytes, list)  # values of a batch; lists are of numbers
 # A function that makes (inputs, targets) of a list of samples.
 COLLATE_ADVICE = "type dataset.collate_fn='{_target_:<module>.<function>,_partial_:true}' as docs/data.md shows"
 
@@ -43,7 +44,8 @@ def _stacked(values: Any, first: Any) -> Any:
 
 
 def require_one_form(numbers: Sequence[int], samples: Sequence[Any], name: str) -> None:
-    """Raise ConfigError if one of the samples, which cannot be a batch, is None or has another shape or type.
+    """Raise ConfigError if one of the samples, which cannot be a batch, is None, has another shape or type, or has a
+    value that is no part of a batch.
 
     numbers: of the samples in the data set, which is called `name`.
     """
@@ -63,16 +65,38 @@ def require_one_form(numbers: Sequence[int], samples: Sequence[Any], name: str) 
                 f"sample {numbers[0]} of the {name} has{place} {one} and sample {number} has {other}, and a batch "
                 f"wants one shape; {COLLATE_ADVICE}"
             )
+    unknown = [(place, value) for place, value in _values(samples[0]) if not isinstance(value, COLLATED)]
+    for place, value in unknown[:1]:
+        raise ConfigError(
+            f"sample {numbers[0]} of the {name} has{place} an object of {type(value).__name__}, and a tensor, an array "
+            f"or a number is wanted; {_advice(value, name)}"
+        )
 
 
-def _forms(value: Any, place: str = "") -> list[tuple[str, str]]:
+def _advice(value: Any, name: str) -> str:
+    """What to type for a value that is no part of a batch."""
+    if not hasattr(value, "getbands"):  # no image of Pillow
+        return f"return one from __getitem__, or {COLLATE_ADVICE}"
+    key = "test_transforms" if name == "test data" else "transforms"
+    return f"type dataset.{key}='[{{_target_:torchvision.transforms.v2.ToImage}}]'"
+
+
+def _forms(sample: Any) -> list[tuple[str, str]]:
     """(place, shape or type) of each value in a sample."""
+    return [(place, _form(value)) for place, value in _values(sample)]
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} numbers"
+    return f"the shape {list(value.shape)}" if isinstance(value, Tensor | np.ndarray) else type(value).__name__
+
+
+def _values(value: Any, place: str = "") -> list[tuple[str, Any]]:
+    """(place, value) of each value in a sample. A list of numbers is one."""
     if isinstance(value, Mapping):
-        return [form for key in value for form in _forms(value[key], f" as {key}")]
-    if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
-        return [(place, f"{len(value)} numbers")]
-    if isinstance(value, tuple | list):
-        return [form for item in value for form in _forms(item, place)]
-    if isinstance(value, Tensor | np.ndarray):
-        return [(place, f"the shape {list(value.shape)}")]
-    return [(place, type(value).__name__)]
+        return [found for key in value for found in _values(value[key], f" as {key}")]
+    is_numbers = isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+    if isinstance(value, tuple | list) and not is_numbers:
+        return [found for item in value for found in _values(item, place)]
+    return [(place, value)]
