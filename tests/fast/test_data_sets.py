@@ -17,6 +17,7 @@ from lockstep.data.labels import Labels
 from lockstep.data.mnist import mnist
 from lockstep.data.random_pairs import random_pairs
 from lockstep.errors import ConfigError
+from support.small_data import write_idx
 
 
 def test_digits_are_the_real_ones_and_split_once() -> None:
@@ -30,13 +31,12 @@ def test_digits_are_the_real_ones_and_split_once() -> None:
 
 def test_idx_files_are_read_as_images_and_classes(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    images = torch.arange(2 * 784).remainder(256).to(torch.uint8)
-    (folder / "t10k-images-idx3-ubyte").write_bytes(bytes(16) + images.numpy().tobytes())
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(bytes(8) + bytes([7, 3]))
+    write_idx(folder, train=3, test=2)
     data = mnist(str(tmp_path), "MNIST", train=False)
-    assert torch.equal(data.samples, images.view(2, 1, 28, 28))
-    assert data.targets.tolist() == [7, 3]
+    assert data.samples.shape == (2, 1, 28, 28)
+    stored = (folder / "t10k-images-idx3-ubyte").read_bytes()
+    assert bytes(data.samples.flatten().tolist()) == stored[16:]
+    assert data.targets.tolist() == [0, 1]
 
 
 @pytest.mark.skipif("LOCKSTEP_DATA" not in os.environ, reason="LOCKSTEP_DATA does not say where MNIST lies")

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from lockstep.data.download import download
+from lockstep.data.mnist import mnist
 from lockstep.errors import ConfigError
+from support.small_data import write_idx, write_small_data
 from support.worlds import in_world
 
-LAST_FILE = Path("MNIST/raw/t10k-labels-idx1-ubyte")
+RAW = Path("MNIST/raw")
 
 
 def slow_download(root: str, train: bool, download: bool) -> None:
@@ -22,8 +24,7 @@ def slow_download(root: str, train: bool, download: bool) -> None:
         file.write(".")
     (folder / "running").touch(exist_ok=False)
     time.sleep(0.3)
-    (folder / LAST_FILE).parent.mkdir(parents=True)
-    (folder / LAST_FILE).touch()
+    write_idx(folder / RAW, 3, 2)
     (folder / "running").unlink()
 
 
@@ -35,7 +36,7 @@ def download_as_a_node(data_dir: str) -> bool:
     """What the first rank of a machine does. Returns whether the data set was there when it was done."""
     sys.modules["torchvision"] = torchvision_with(slow_download)  # type: ignore[assignment]
     download(data_dir, "MNIST")
-    return (Path(data_dir) / LAST_FILE).exists()
+    return len(list((Path(data_dir) / RAW).iterdir())) == 4
 
 
 def test_machines_that_share_a_folder_download_once_and_one_at_a_time(tmp_path: Path) -> None:
@@ -65,12 +66,34 @@ def test_a_failed_download_keeps_what_was_there(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "mine.txt").exists()
 
 
-@pytest.mark.parametrize(("name", "last"), [("MNIST", LAST_FILE), ("CIFAR10", Path("cifar-10-batches-py/test_batch"))])
-def test_data_that_is_there_is_not_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, last: Path
+@pytest.mark.parametrize("name", ["MNIST", "CIFAR10"])
+def test_data_that_is_there_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision_with(no_network))
+    folder = write_small_data(tmp_path)
+    before = sorted(folder.rglob("*"))
+    download(str(folder), name)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_files_that_are_missing_are_downloaded_and_those_that_are_cut_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", torchvision_with(no_network))
-    (tmp_path / last).parent.mkdir(parents=True)
-    (tmp_path / last).touch()
-    download(str(tmp_path), name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [last.parts[0]]
+    raw = tmp_path / RAW
+    write_idx(raw, train=3, test=2)
+    images, labels = raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"
+    content = labels.read_bytes()
+    for damaged, said in (
+        (content[:-1], f"{labels} is not whole: it has 10 bytes, and .*; type rm {labels}, and the command again"),
+        (b"", f"{labels} is not whole: it has 0 bytes"),
+        (content[:7] + b"\x04" + content[8:] + b"0", f"{images} has 3 images and {labels.name} has 4 labels; type rm "),
+    ):
+        labels.write_bytes(damaged)
+        for read in (lambda: download(str(tmp_path), "MNIST"), lambda: mnist(str(tmp_path), "MNIST", train=False)):
+            with pytest.raises(ConfigError, match=said):
+                read()
+    labels.unlink()
+    with pytest.raises(ConfigError, match="cannot be downloaded"):
+        download(str(tmp_path), "MNIST")
+    with pytest.raises(ConfigError, match="MNIST is not in data_dir"):
+        mnist(str(tmp_path), "MNIST", train=False)

@@ -13,15 +13,20 @@ _noise = np.random.default_rng(0)
 def write_small_data(folder: Path) -> Path:
     """Write MNIST, FashionMNIST, CIFAR10, folders of images and a text for `data_dir=folder`. Returns `folder`."""
     for name in ("MNIST", "FashionMNIST"):
-        raw = folder / name / "raw"
-        raw.mkdir(parents=True)
-        for split, count in (("train", TRAIN), ("t10k", TEST)):
-            (raw / f"{split}-images-idx3-ubyte").write_bytes(bytes(16) + _pixels(count, 28, 28).tobytes())
-            (raw / f"{split}-labels-idx1-ubyte").write_bytes(bytes(8) + _classes(count).tobytes())
+        write_idx(folder / name / "raw", TRAIN, TEST)
     _write_cifar10(folder / "cifar-10-batches-py")
     _write_images(folder)
     _write_text(folder / "tinyshakespeare")
     return folder
+
+
+def write_idx(raw: Path, train: int, test: int) -> None:
+    """The four files of MNIST with so many images of noise."""
+    raw.mkdir(parents=True)
+    for split, count in (("train", train), ("t10k", test)):
+        for kind, values in (("images", _pixels(count, 28, 28)), ("labels", _classes(count))):
+            header = np.array([0x800 + values.ndim, *values.shape], dtype=">i4").tobytes()
+            (raw / f"{split}-{kind}-idx{values.ndim}-ubyte").write_bytes(header + values.tobytes())
 
 
 def _write_cifar10(folder: Path) -> None:
