@@ -1,0 +1,40 @@
+"""What a transform of torchvision's v2 changes in a sample: images of any form, and their masks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from lockstep.data.samples import Samples
+
+PIXELS, NUMBERS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.arange(4).reshape(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [
+        (PIXELS, NUMBERS),
+        (torch.from_numpy(PIXELS), NUMBERS),
+        (Image.fromarray(PIXELS.transpose(1, 2, 0).copy()), Image.fromarray(NUMBERS.astype(np.uint8))),
+        (Image.fromarray(PIXELS.transpose(1, 2, 0).copy()), Image.fromarray(NUMBERS.astype(np.uint8)).convert("P")),
+    ],
+)
+def test_arrays_and_images_are_changed_with_their_masks(image: Any, mask: Any) -> None:
+    to_tensor = [v2.ToImage()] if isinstance(image, Image.Image) else []
+    flipped = Samples([(image, mask)], transforms=[v2.RandomHorizontalFlip(1.0), *to_tensor]).one()
+    assert flipped[0][0].tolist() == PIXELS[:, :, ::-1].tolist()
+    assert flipped[1].squeeze().tolist() == NUMBERS[:, ::-1].tolist()
+
+
+def test_class_numbers_of_a_mask_are_not_mixed_and_arrays_with_channels_last_become_images() -> None:
+    picture, mask = Image.new("RGB", (8, 8)), Image.fromarray(np.eye(8, dtype=np.uint8) * 7)
+    resized = Samples([(picture, mask)], transforms=[v2.Resize(3), v2.ToImage()]).one()
+    assert set(resized[1].flatten().tolist()) <= {0, 7}
+    last = Samples(
+        [(PIXELS.transpose(1, 2, 0), NUMBERS)], transforms=[v2.ToImage(), v2.RandomHorizontalFlip(1.0)]
+    ).one()
+    assert last[0][0].tolist() == PIXELS[:, :, ::-1].tolist()
+    assert last[1].squeeze().tolist() == NUMBERS[:, ::-1].tolist()

@@ -1,0 +1,60 @@
+"""Folders of images, and the decoded ones beside them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from lockstep.data.decode import decode_images
+from lockstep.data.decoded_images import DecodedImages, image_folder
+from lockstep.data.image_folder import ImageFolder
+
+SIZE = 8
+
+
+def save(path: Path, mode: str = "RGB", width: int = 20, height: int = 30) -> None:
+    """Noise, so that every step of decoding shows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = sum(map(ord, f"{path.parent.name}{path.name}"))
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    noise = torch.randint(0, 256, (height * width * channels,), generator=torch.Generator().manual_seed(seed))
+    Image.frombytes(mode, (width, height), bytes(noise.tolist())).save(path, quality=70)
+
+
+def write_pictures(folder: Path) -> Path:
+    """24 training and 4 test images of two classes: JPEGs and others, of several modes and sizes. Returns `folder`."""
+    for number in range(10):
+        for name in ("cat", "dog"):
+            save(folder / "train" / name / f"{number}.jpg", width=10 + number)
+    for name, mode in {"grey.jpg": "L", "print.jpg": "CMYK", "glass.png": "RGBA", "exact.jpg": "RGB"}.items():
+        exact = SIZE if name == "exact.jpg" else 30
+        save(folder / "train" / "cat" / name, mode, width=exact, height=exact)
+    for number in range(4):
+        save(folder / "test" / "dog" / f"{number}.jpg")
+    return folder
+
+
+def decode(root: Path, cache: str = "auto", limit: float = 1, on_error: str = "fail", size: int | None = SIZE) -> None:
+    decode_images(str(root), "test", size, size, None, cache, str(root / "decoded"), limit, on_error)
+
+
+def images(root: Path, cache: str = "auto", split: str = "train", size: int | None = SIZE) -> Any:
+    return image_folder(str(root), split, size, None, cache, str(root / "decoded"))
+
+
+def decoded(root: Path) -> Path:
+    """The one file of training pixels."""
+    (path,) = (root / "decoded").glob("train-*.pixels")
+    return path
+
+
+def assert_current(root: Path) -> None:
+    """The decoded images are what is read from the files now."""
+    read, found = images(root, "off"), images(root, "on")
+    assert isinstance(read, ImageFolder)
+    assert isinstance(found, DecodedImages)
+    assert len(found) == len(read)
+    for index in range(len(read)):
+        assert torch.equal(found[index][0], read[index][0])
+        assert found[index][1] == read[index][1]
