@@ -10,6 +10,7 @@ from lockstep.strategies.data_parallel import UnevenDataParallel, part_sizes
 from lockstep.strategies.model_parallel import rank_devices
 from support.configs import composed
 from support.event_files import scalars
+from support.models import WithConstants
 from support.worlds import distance, in_world, train_all, weights
 
 SMALL = [
@@ -74,3 +75,12 @@ def test_with_two_workers_gradients_are_stale_and_every_step_is_taken(tmp_path: 
     shown = scalars(tmp_path)
     assert [step for step, _ in shown["train/loss"]] == [4, 8]
     assert max(value for _, value in shown["async/staleness_max"]) >= 1  # two workers start from the same weights
+
+
+def test_a_server_sends_every_type_exactly_and_leaves_weights_without_a_gradient_alone(tmp_path: Path) -> None:
+    model = ["model=linear", "model._target_=support.models.WithConstants", "optimizer=adamw", "trainer.max_steps=3"]
+    served = ["dataset=random", "strategy=async_parameter_server", "logger=[]", *model]
+    in_world(2, train_all, [composed(f"run_dir={tmp_path}", *served)])
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    WithConstants([saved["layer.weight"].shape[1]], 1).assert_constant(saved)
+    assert saved["seen"] == 3 * 64

@@ -60,6 +60,32 @@ def float_digits(train: bool) -> InMemoryDataset:
     return InMemoryDataset(images.samples.double() / 255, images.targets)
 
 
+class WithConstants(nn.Module):
+    """A linear layer, buffers that no step changes, a counter of samples, and weights that nothing uses."""
+
+    LARGE = 2**24 + 1  # float32 cannot hold it
+    seen: Tensor
+
+    def __init__(self, shape: list[int], classes: int) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(shape[0], classes), nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.full((2, 2), torch.finfo(torch.float32).min).triu(1))
+        self.register_buffer("thirds", torch.arange(100) / 3)
+        self.register_buffer("large", torch.tensor([self.LARGE]))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(inputs)
+        outputs: Tensor = self.layer(inputs)
+        return outputs
+
+    def assert_constant(self, saved: dict[str, Tensor]) -> None:
+        """Fail unless what no step changes has, in a run's model.pt, the bits that the model began with."""
+        for name in ("mask", "thirds", "large", "unused"):
+            assert torch.equal(saved[name], self.state_dict()[name]), name
+
+
 def lazy_layers(shape: list[int], classes: int) -> nn.Sequential:
     """Layers that get their shapes from the first samples."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))

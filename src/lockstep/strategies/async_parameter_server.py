@@ -9,7 +9,7 @@ Rank 0 does not train: a training thread in the same process would delay every a
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Advance, JobSpec, StepRunner, Strategy
+from lockstep.strategies.packed import from_bytes, to_bytes
 
 
 class AsyncParameterServer(Strategy):
@@ -76,20 +77,21 @@ class AsyncParameterServer(Strategy):
 
         Returns each gradient's staleness: the steps taken since its worker received the weights.
         """
-        message = to_vector(model_tensors(self.model))
+        parameters = list(self.model.parameters())
+        has_gradient = torch.empty(len(parameters), dtype=torch.bool, device=self.world.device)
+        message = to_bytes([*model_tensors(self.model), has_gradient]).cpu()
         last_sent, staleness = [0] * self.world.size, []
         for step in range(steps):
             # gloo, on the CPU: NCCL cannot receive from any rank.
             worker: int = dist.recv(message, group=self.world.control)
-            for parameter in self.model.parameters():
-                parameter.grad = torch.empty_like(parameter)
-            from_vector(
-                message, [*(p.grad for p in self.model.parameters() if p.grad is not None), *self.model.buffers()]
-            )
+            gradients = [torch.empty_like(parameter) for parameter in parameters]
+            from_bytes(message, [*gradients, *self.model.buffers(), has_gradient])
+            for parameter, gradient, has in zip(parameters, gradients, has_gradient.tolist(), strict=True):
+                parameter.grad = gradient if has else None
             runner.apply_gradients()
             staleness.append(step - last_sent[worker])
             last_sent[worker] = step + 1
-            dist.send(to_vector(model_tensors(self.model)), worker, group=self.world.control)
+            dist.send(to_bytes(model_tensors(self.model)).cpu(), worker, group=self.world.control)
         return staleness
 
     def _work(self, runner: StepRunner, steps: int) -> None:
@@ -101,18 +103,20 @@ class AsyncParameterServer(Strategy):
         for step, batch in zip(range(steps)[turns], runner.batches(turns), strict=True):
             runner.compute_gradients(batch, steps_ahead=step)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
-            message = to_vector([*gradients, *self.model.buffers()])
+            has_gradient = torch.tensor([p.grad is not None for p in self.model.parameters()])
+            message = to_bytes([*gradients, *self.model.buffers(), has_gradient.to(self.world.device)]).cpu()
             self.model.zero_grad(set_to_none=True)
             dist.send(message, 0, group=self.world.control)
-            dist.recv(message, 0, group=self.world.control)
-            from_vector(message, model_tensors(self.model))
+            weights = message[: -len(has_gradient)]  # the answer is as long, without the flags
+            dist.recv(weights, 0, group=self.world.control)
+            from_bytes(weights, model_tensors(self.model))
 
     def _broadcast_weights(self, runner: StepRunner) -> None:
         """Copy the server's weights, buffers and moving average to every rank."""
         tensors = [*model_tensors(self.model), *runner.ema_tensors]
-        message = to_vector(tensors)
+        message = to_bytes(tensors).cpu()
         dist.broadcast(message, 0, group=self.world.control)
-        from_vector(message, tensors)
+        from_bytes(message, tensors)
 
     def epoch_metrics(self) -> dict[str, float]:
         if not self.staleness:
@@ -124,15 +128,3 @@ class AsyncParameterServer(Strategy):
 def model_tensors(model: nn.Module) -> list[Tensor]:
     """All parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
-
-
-def to_vector(tensors: Sequence[Tensor]) -> Tensor:
-    """All values of `tensors` in one vector on the CPU."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).cpu()
-
-
-@torch.no_grad()
-def from_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The reverse of `to_vector`: copy the values into `tensors`, in place."""
-    for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view(tensor.shape))
