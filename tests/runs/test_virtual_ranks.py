@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.shared_memory import tree_sum
 from support.configs import composed, with_values
+from support.models import WithConstants
 from support.worlds import distance, in_world, same_bits, train_all, weights
 
 SHORT = [
@@ -20,7 +21,11 @@ SHORT = [
     "trainer.batch_size=61",
     "logger=[]",
 ]
-MODELS = {"batch norm": ["model=convnet"], "dropout": ["model=mlp", "model.dropout=0.3"]}
+MODELS = {
+    "batch norm": ["model=convnet"],
+    "dropout": ["model=mlp", "model.dropout=0.3"],
+    "constants": ["dataset=random", "model=linear", "model._target_=support.models.WithConstants"],
+}
 
 
 def test_one_two_and_four_ranks_end_in_identical_bits(tmp_path: Path) -> None:
@@ -32,6 +37,9 @@ def test_one_two_and_four_ranks_end_in_identical_bits(tmp_path: Path) -> None:
     for name in MODELS:
         assert same_bits(tmp_path / name / "1", tmp_path / name / "2"), name
         assert same_bits(tmp_path / name / "1", tmp_path / name / "4"), name
+    saved = torch.load(tmp_path / "constants" / "2" / "model.pt", weights_only=True)
+    WithConstants([saved["layer.weight"].shape[1]], 1).assert_constant(saved)
+    assert saved["seen"] == 5 * 15  # of the last virtual rank: 61 samples in parts of 16, 15, 15 and 15
 
 
 def test_without_batch_norm_and_dropout_virtual_ranks_are_plain_training(tmp_path: Path) -> None:
@@ -107,8 +115,9 @@ def one_step(parts: list[list[float]]) -> dict[str, Any]:
         strategy.setup(model, world, GradientSync())
         for number, part in enumerate(parts, start=1):
             inputs = torch.tensor(part, dtype=torch.float64)
+            targets: Any = {"one": inputs, "other": inputs}  # what counts is the samples in it
             is_last = number == len(parts)
-            strategy.forward_backward(inputs, inputs, lambda outputs, _: outputs.sum(), nullcontext(), is_last)
+            strategy.forward_backward(inputs, targets, lambda outputs, _: outputs.sum(), nullcontext(), is_last)
     assert model.trained.grad is not None
     return {"gradient": model.trained.grad.item(), "frozen": model.fixed.grad, "buffer": model.total.item()}
 
