@@ -79,6 +79,7 @@ def test_with_two_workers_gradients_are_stale_and_every_step_is_taken(tmp_path: 
 
 def test_a_server_sends_every_type_exactly_and_leaves_weights_without_a_gradient_alone(tmp_path: Path) -> None:
     model = ["model=linear", "model._target_=support.models.WithConstants", "optimizer=adamw", "trainer.max_steps=3"]
+    model += ["trainer.ema=0.9"]  # which leaves an infinite mask as it is
     served = ["dataset=random", "strategy=async_parameter_server", "logger=[]", *model]
     in_world(2, train_all, [composed(f"run_dir={tmp_path}", *served)])
     saved = torch.load(tmp_path / "model.pt", weights_only=True)

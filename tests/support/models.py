@@ -70,6 +70,7 @@ class WithConstants(nn.Module):
         super().__init__()
         self.layer, self.unused = nn.Linear(shape[0], classes), nn.Parameter(torch.ones(3))
         self.register_buffer("mask", torch.full((2, 2), torch.finfo(torch.float32).min).triu(1))
+        self.register_buffer("infinite", torch.full((2, 2), -torch.inf).triu(1))
         self.register_buffer("thirds", torch.arange(100) / 3)
         self.register_buffer("large", torch.tensor([self.LARGE]))
         self.register_buffer("seen", torch.tensor(0))
@@ -82,7 +83,7 @@ class WithConstants(nn.Module):
 
     def assert_constant(self, saved: dict[str, Tensor]) -> None:
         """Fail unless what no step changes has, in a run's model.pt, the bits that the model began with."""
-        for name in ("mask", "thirds", "large", "unused"):
+        for name in ("mask", "infinite", "thirds", "large", "unused"):
             assert torch.equal(saved[name], self.state_dict()[name]), name
 
 

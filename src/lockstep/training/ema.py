@@ -12,7 +12,8 @@ class ExponentialMovingAverage:
     """The average of `model`'s weights over the steps of a run (Polyak and Juditsky 1992), from the first update on.
 
     averages: {name: tensor} of the parameters, and of the floating-point buffers that are saved with them. Averaged
-    weights give other activations than the latest ones, so batch norm needs the average of its statistics, too.
+    weights give other activations than the latest ones, so batch norm needs the average of its statistics, too. Buffers
+    that begin with infinite values, such as an attention's mask or a running minimum, are taken as they are.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -20,16 +21,21 @@ class ExponentialMovingAverage:
         self.average_into = get_ema_multi_avg_fn(decay)
         self.averages: dict[str, Tensor] = {}
         saved = model.state_dict().keys()
-        self.buffers = {name for name, buffer in model.named_buffers() if buffer.is_floating_point() and name in saved}
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and name in saved}
+        self.buffers = set(buffers)
+        self.copied = {name for name, buffer in buffers.items() if not buffer.isfinite().all()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights as they are now."""
         if self.averages:
             weights = self._weights()
-            for kind in {type(average) for average in self.averages.values()}:  # torch cannot mix DTensors with others
-                names = [name for name, average in self.averages.items() if type(average) is kind]
+            averaged = {name: average for name, average in self.averages.items() if name not in self.copied}
+            for kind in {type(average) for average in averaged.values()}:  # torch cannot mix DTensors with others
+                names = [name for name, average in averaged.items() if type(average) is kind]
                 self.average_into([self.averages[n] for n in names], [weights[n] for n in names], None)
+            for name in self.copied:  # the way from one infinity to another is no number
+                self.averages[name].copy_(weights[name])
         else:
             self.averages = {name: weight.clone() for name, weight in self._weights().items()}
 
