@@ -16,8 +16,9 @@ class DDP(Strategy):
     """A replica per rank (Li et al. 2020). `gradient_sync` says how gradients are averaged.
 
     In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
-    Buffers are not broadcast before every forward pass, because training does not read them; `sync_buffers` does it
-    before an evaluation.
+    Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
+    `sync_buffers` does it before an evaluation. A snapshot has those of rank 0, so a model that reads them in training
+    does not resume bit for bit on several ranks.
     """
 
     uses_communication_hooks = True
