@@ -15,6 +15,7 @@ from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
+from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
@@ -184,3 +185,5 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         return
     if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
         strategy.validate_model(model, world_size)
+        if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):
+            validate_batch_norms(model)

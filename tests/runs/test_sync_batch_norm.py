@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm
+from lockstep.distributed.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, validate_batch_norms
 from lockstep.distributed.world import init_distributed
+from lockstep.errors import ConfigError
 from lockstep.tasks.classification import Classification
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
@@ -79,6 +80,42 @@ def evaluate() -> bool:
 
 def test_an_evaluation_uses_the_running_statistics_and_is_no_collective() -> None:
     assert in_world(2, evaluate) == [True, True]
+
+
+class Twice(nn.Module):
+    """A batch norm under two names, one of them inside of a layer that has two names, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.inner = nn.Sequential(self.norm)
+        self.again, self.same = self.inner, self.norm
+
+
+def converted_twice() -> list[bool]:
+    with init_distributed("gloo", 60) as world:
+        model = convert_sync_batch_norm(Twice(), world)
+        norms = [model.norm, model.same, model.inner[0], model.again[0]]  # type: ignore[index]
+        return [isinstance(norm, SyncBatchNorm) and norm is model.norm for norm in norms]
+
+
+def test_a_batch_norm_with_two_names_stays_one_layer() -> None:
+    assert in_world(1, converted_twice) == [[True] * 4]
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+def test_a_batch_norm_with_a_forward_pass_or_a_hook_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in place of 0, and WithActivation has a forward pass .*type sync_bn=off"):
+        validate_batch_norms(nn.Sequential(WithActivation(3)))
+    hooked = nn.BatchNorm2d(3)
+    hooked.register_forward_hook(lambda module, inputs, outputs: outputs.relu())
+    with pytest.raises(ConfigError, match="BatchNorm2d has a forward hook"):
+        validate_batch_norms(nn.Sequential(hooked))
+    validate_batch_norms(nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
 
 
 CONVNET = ["model=convnet", "trainer.precision=fp64", "trainer.max_steps=3", "logger=[]", "trainer.batch_size=61"]

@@ -14,24 +14,49 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.distributed.shared_memory import InPlaceAllReduce, sum_of_vectors
 from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+
+
+def validate_batch_norms(module: nn.Module) -> None:
+    """Raise ConfigError for a batch norm that computes something else than torch's: its replacement would not."""
+    for name, norm in module.named_modules():
+        if not isinstance(norm, _BatchNorm):
+            continue
+        is_plain = type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        if not is_plain or norm._forward_hooks or norm._forward_pre_hooks:
+            what = "a forward hook" if is_plain else "a forward pass of its own"
+            raise ConfigError(
+                f"sync_bn puts torch's batch norm over all ranks in place of {name}, and {type(norm).__name__} has "
+                f"{what}, which would be lost; type sync_bn=off"
+            )
 
 
 def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
-    """Replace every batch norm in `module` by one over all ranks. Parameters, buffers and their names stay."""
+    """Replace every batch norm in `module` by one over all ranks. Parameters, buffers and their names stay.
+
+    Raises ConfigError as `validate_batch_norms` does.
+    """
+    validate_batch_norms(module)
     if world.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return converted
     channels = [norm.num_features for norm in module.modules() if isinstance(norm, _BatchNorm)]
     if not channels:
         return module
-    return _convert(module, sum_of_vectors(world, 2 * max(channels) + 1, torch.float64))
+    return _convert(module, sum_of_vectors(world, 2 * max(channels) + 1, torch.float64), {})
 
 
-def _convert(module: nn.Module, sum_in_place: InPlaceAllReduce) -> nn.Module:
+def _convert(module: nn.Module, sum_in_place: InPlaceAllReduce, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """done: {module: what stands in its place}. A layer with two names stays one layer."""
+    if module in done:
+        return done[module]
     if isinstance(module, _BatchNorm):
-        return SyncBatchNorm.from_batch_norm(module, sum_in_place)
-    for name, child in module.named_children():
-        setattr(module, name, _convert(child, sum_in_place))
+        done[module] = SyncBatchNorm.from_batch_norm(module, sum_in_place)
+        return done[module]
+    done[module] = module
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(module, name, _convert(child, sum_in_place, done))
     return module
 
 
