@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from lockstep.errors import ConfigError
 from lockstep.training.optimizers import MuonWithAdamW
+from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.schedulers import AnySchedule, Plateau
 from support.configs import with_values
 from support.event_files import scalars
@@ -140,3 +143,9 @@ def test_muon_and_a_schedule_with_warm_up_go_on_where_they_stopped(tmp_path: Pat
     expected = [0.02 * 0.5 ** ((step - 1) // 8) * min(1, step / 12) for step in range(1, 25)]
     found = [rate for _, rate in scalars(tmp_path / "whole")["train/lr"]]
     assert found[:-1] == pytest.approx(expected[1:], rel=1e-5)
+
+
+def test_what_makes_no_optimizer_is_refused() -> None:
+    strategy: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), world=None)
+    with pytest.raises(ConfigError, match="gives an object of NoneType, and torch.optim.Optimizer is wanted; type opt"):
+        ParameterRules([], []).optimizer(lambda parameters: None, strategy)  # type: ignore[arg-type,return-value]

@@ -31,7 +31,9 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
     for name, parameter in model.named_parameters():
         if name in found:
             parameter.requires_grad_(False)
-    if found and not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        if not found:
+            raise ConfigError("the model has no parameter to train; type model=<an option in conf/model>")
         raise ConfigError(
             f"freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; type freeze=[<fewer names>]"
         )

@@ -37,6 +37,11 @@ class ParameterRules:
     ) -> torch.optim.Optimizer:
         """`make` with `parameters`. Raises ConfigError, too, for a hyperparameter that the optimizer does not have."""
         optimizer = make(self.parameters(strategy.model, strategy.world))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"the function or class in optimizer._target_ gives an object of {type(optimizer).__name__}, and "
+                "torch.optim.Optimizer is wanted; type optimizer=<an option in conf/optimizer>, or return one"
+            )
         for key, _, values in self.rules:
             for name in values:
                 if name not in optimizer.defaults:  # torch would keep it, and never read it
