@@ -37,7 +37,7 @@ def require_words_of_finished_run(argv: list[str]) -> list[str]:
     if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
         return argv
     left_out = _recorded_words(folder, typed)
-    words = " ".join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
+    words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
     if words:
         raise ConfigError(
             f"{folder} is a finished run of {words}; to train it on type {words} in this command, too, or "
@@ -113,7 +113,10 @@ def _require_open_targets(folder: Path, words: list[str]) -> None:
     """Raise ConfigError for words of a record that may run anything: the record may be a stranger's."""
     for word in words:
         if chooses_foreign_target(word):
-            raise ConfigError(f"{folder} was trained with {word}, which may run anything; if you trust it, type {word}")
+            typed = shlex.quote(word)
+            raise ConfigError(
+                f"{folder} was trained with {word}, which may run anything; if you trust it, type {typed}"
+            )
 
 
 def _is_replaced(word: str, typed: list[str]) -> bool:
@@ -138,7 +141,7 @@ def _require_flags(folder: Path, typed: list[str]) -> None:
         run = read_run(folder)
         recorded = [_from_anywhere(flag, run["cwd"]) for flag in run["flags"]]
     if recorded and not words_of_folders(typed):
-        words = " ".join(recorded)
+        words = shlex.join(recorded)
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
 
 

@@ -33,3 +33,10 @@ def test_a_folder_of_configs_can_be_typed_from_anywhere(tmp_path: Path) -> None:
         with_trained_run(["train.py", "mode=evaluate", f"resume={folder}"])
     words = [f"'--config-dir={tmp_path}/my conf'", "--config-name=mine", "hydra.searchpath=[file:///conf]"]
     assert f"; type {' '.join(words)} with this command, too" in str(refused.value)
+
+
+def test_what_is_to_be_typed_again_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- 'model={_target_:own.Net,width:8}'\n")
+    with pytest.raises(ConfigError, match=r"type 'model=\{_target_:own.Net,width:8\}'$"):
+        with_trained_run(["train.py", "mode=evaluate", f"resume={tmp_path}"])
