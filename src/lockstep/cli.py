@@ -22,6 +22,7 @@ from lockstep.cli_report import exit_code, show_error
 from lockstep.config.check import Node, check_config
 from lockstep.config.floats import with_floats
 from lockstep.config.schema import register_schema
+from lockstep.config.switches import with_switches
 from lockstep.config.targets import check_targets
 from lockstep.config.token_models import check_tokens
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
@@ -104,9 +105,9 @@ def check_values(cfg: DictConfig) -> Node:
 
 
 def resolve(cfg: DictConfig) -> Node:
-    """The values of cfg with every interpolation resolved. Raises ConfigError for a missing value."""
+    """The values of cfg, interpolations resolved and switches as words. Raises ConfigError for a missing value."""
     try:
-        return cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+        return with_switches(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
     except OmegaConfBaseException as error:
         if find_cause(error) is not None:
             raise

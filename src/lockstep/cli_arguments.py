@@ -9,7 +9,8 @@ from hydra._internal.utils import get_args_parser
 
 from lockstep.cli_errors import compose_typed, typed_value
 from lockstep.config.check import NEEDED_GROUPS
-from lockstep.config.suggest import removed_key
+from lockstep.config.schema import SECTIONS, find_rule
+from lockstep.config.suggest import closest, removed_key
 from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
@@ -38,8 +39,13 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
         )
     overrides, flags = _split(words)
-    _check_config_folders(_parse_flags(flags), Path(argv[0]).parent)
+    parsed = _parse_flags(flags)
+    _check_package(parsed)
+    _check_config_folders(parsed, Path(argv[0]).parent)
+    _check_search_path(typed_value("hydra.searchpath", overrides))
     for word in overrides:
+        if not word.partition("=")[0].strip("+~"):
+            raise ConfigError(f"{word} has no key; type <key>=<value>")
         _check_group_override(*word.partition("=")[::2])
     return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
 
@@ -84,7 +90,7 @@ def _parse_flags(flags: list[str]) -> Namespace:
     """Hydra's flags. Raises ConfigError for those that it does not take, where argparse would print its usage."""
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; type python src/train.py --help to see the flags")
+        raise ConfigError(f"{message}; type python src/train.py --hydra-help to see the flags")
 
     parser = get_args_parser()
     setattr(parser, "error", refuse)  # noqa: B010  (mypy refuses the assignment)
@@ -108,11 +114,39 @@ def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
             refuse_foreign_record(folder, flags.config_name or "config")
 
 
+def _check_search_path(typed: str | None) -> None:
+    """Raise ConfigError for a folder that does not exist, which Hydra would leave out with a warning."""
+    for item in (typed or "").strip("'\"[]").split(","):
+        folder = item.strip(" '\"").removeprefix("file://")
+        if folder and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
+            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
+
+
+def _check_package(flags: Namespace) -> None:
+    """Raise ConfigError for --package where Hydra would ignore it, or find nothing."""
+    package = flags.package
+    if package is None:
+        return
+    if not flags.cfg:
+        raise ConfigError(f"--package={package} is a part of what --cfg prints; type --cfg job --package={package}")
+    if find_rule(package) is not None:
+        raise ConfigError(f"--package={package} is a value, and no section; type --cfg {flags.cfg} to see it")
+    sections = {*SECTIONS, *GROUPS_OF_ONE, "logger", "hydra"}
+    first = package.partition(".")[0]
+    meant = None if first in sections else closest(first, sections)
+    if meant is not None:
+        raise ConfigError(f"--package={package} is no section; type --cfg {flags.cfg} --package={meant}")
+
+
 def _check_group_override(group: str, option: str) -> None:
     """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
     if option.lower() == "null" and group in ("experiment", "logger"):
         instead = "logger=[]" if group == "logger" else "the command without experiment=null"
         raise ConfigError(f"{group}=null is no option; type {instead}")
+    plain = group.lstrip("+")
+    if group != plain and option and (plain in GROUPS_OF_ONE or group == "++logger"):
+        instead = f"+logger={option}" if plain == "logger" else f"{plain}={option}"
+        raise ConfigError(f"{plain} is a config group, which {group} cannot add; type {instead}")
     if group not in GROUPS_OF_ONE:
         return
     several = re.fullmatch(r"\[(.*,.*)\]", option)

@@ -16,17 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from lockstep.cli_missing import missing_option, unreadable_text
+from lockstep.cli_override import unreadable_override
 from lockstep.cli_yaml import unreadable_yaml
 from lockstep.config.check import NEEDED_GROUPS, flatten, wrong_value
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
-from lockstep.config.suggest import closest, removed_key, unknown_key
+from lockstep.config.suggest import removed_key, unknown_key, value_for_section
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError
 
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
-PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
-PLUGINS |= {"ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher"}
 
 
 def as_config_error(error: BaseException, arguments: list[str]) -> ConfigError | None:
@@ -52,9 +52,12 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
     if isinstance(error, YAMLError):
         return unreadable_yaml(error)
     if isinstance(error, MissingConfigException):
-        return _missing_option(error)
+        return missing_option(error, arguments)
     if isinstance(error, OverrideParseException):
-        return _unreadable_override(error)
+        typed = str(error.override)
+        return unreadable_override(error) if "=" in typed else _without_value(typed, arguments)
+    if isinstance(error, UnicodeDecodeError):
+        return unreadable_text(error)
     if isinstance(error, ConfigCompositionException | OmegaConfBaseException):
         return _composition_error(error, arguments)
     if isinstance(error, OSError):
@@ -71,30 +74,13 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
     return None
 
 
-def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    for plugin, package in PLUGINS.items():
-        if group.startswith("hydra/") and option.startswith(plugin):
-            instead = {"submitit": ", or launch=slurm", "optuna": ", or sweep.search=tpe sweep.trials=20"}.get(plugin)
-            instead = f"{instead} without it" if instead else ""
-            return f"{group}={option} needs a plugin of Hydra; type pip install {package}{instead}"
-    renamed = renamed_option(group, option)
-    if renamed is not None:
-        return renamed
-    options = sorted(error.options or [path.stem for path in (CONF / group).glob("*.yaml")])
-    if not group or not options:
-        return f"there is no config {error.missing_cfg_file}; type --config-dir=<folder> to add a folder of configs"
-    meant = closest(option, options)
-    instead = f"{group}={meant}" if meant else f"one of {' '.join(f'{group}={name}' for name in options)}"
-    return f"{group}={option} is no option; type {instead}"
-
-
-def _unreadable_override(error: OverrideParseException) -> str:
-    typed = str(error.override)
-    if "=" not in typed:
+def _without_value(typed: str, arguments: list[str]) -> str:
+    """The sentence for a word without `=`, which is a key or none."""
+    keys = composed_keys(arguments)
+    plain = typed.lstrip("+")
+    if plain != typed or (CONF / plain).is_dir() or any(f"{key}.".startswith(f"{plain}.") for key in keys):
         return f"{typed} has no value; type {typed}=<value>"
-    reason = str(error.message).splitlines()[0]
-    return f"{typed} cannot be read ({reason}); type key=value, with quotes around special characters"
+    return unknown_key(typed, None, keys, chosen_options(arguments))
 
 
 def _composition_error(error: BaseException, arguments: list[str]) -> str:
@@ -111,13 +97,19 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     if key is not None and "Could not append" in text:
         return f"{key} has a value already; type {key}={typed_value(key, arguments) or '<value>'}"
     if key in SECTIONS and "Cannot merge" in text:
-        return f"{key} is a section, not a value; type {key}.<key>=<value>"
+        return value_for_section(key, "<value>")
+    if key is not None and "To append to your default list" in text:
+        return f"config.yaml chooses no option of {key}; type +{key}={typed_value(key, arguments) or '<option>'}"
     if key is not None and ("not in" in text or "Could not override" in text):
         return unknown_key(key, typed_value(key, arguments), composed_keys(arguments), chosen_options(arguments))
     rule = find_rule(re.sub(r"\[\d+\]$", "", key)) if key else None
     if key is not None and rule is not None:
         return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
-    reason = _one_line(error) or type(error).__name__
+    misplaced = re.search(r"Merge error: \w+ is not a subclass of (\w+)\. value: (.*)", text)
+    if misplaced is not None:  # a preset with `backend: gloo`
+        section = next(name for name, schema in SECTIONS.items() if schema.__name__ == misplaced[1])
+        return value_for_section(section, misplaced[2])
+    reason = _first_line(error.__cause__) or _one_line(error) or type(error).__name__
     for word in arguments:
         if "=" in word and _compose((word,)) is None:
             return f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
@@ -247,3 +239,8 @@ def _group(pattern: str, text: str) -> str | None:
 
 def _one_line(error: object) -> str:
     return " ".join(str(error).split())
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Without OmegaConf's lines of the key and the type."""
+    return _one_line(str(error or "").strip().partition("\n")[0])

@@ -22,6 +22,13 @@ ANSWERS = [
     ("logger=null", "logger=null is no option; type logger=[]"),
     ("logger=[csv,foo]", "logger=foo is no option; type one of logger=console"),
     ("model=convnett", "model=convnett is no option; type model=convnet"),
+    ("dataset=Digits", "dataset=Digits is no option; type dataset=digits"),
+    ("+model=mlp", "model is a config group, which +model cannot add; type model=mlp"),
+    ("++logger=csv", "logger is a config group, which ++logger cannot add; type +logger=csv"),
+    ("modle=mlp", "modle is no key of this config; type model=mlp"),
+    ("=3", "=3 has no key; type <key>=<value>"),
+    ("+", "+ has no key; type <key>=<value>"),
+    ("foo", f"foo is no key of this config; {ALL_KEYS}"),
     ("model=[mlp,convnet]", "chooses several options, and a run has one; type model=mlp, or for a sweep -m model=mlp,"),
     ("model=mlp,convnet", "model=mlp,convnet is a sweep; type -m model=mlp,convnet"),
     ("optimizer.lr=interval(0.1,1)", "is a sweep; type -m optimizer.lr=interval(0.1,1)"),
@@ -35,6 +42,22 @@ ANSWERS = [
     ("epochs=3", "epochs is no key of this config; type trainer.epochs=3"),
     ("nonsense=3", f"nonsense is no key of this config; {ALL_KEYS}"),
     ("hydra.nonsense=3", "hydra.nonsense is no key of this config; type python src/train.py --cfg hydra"),
+    ("hydra.job.env_set={OMP_NUM_THREADS:1}", "type +hydra.job.env_set.OMP_NUM_THREADS=<value>"),
+    ("hydra.mode=foo", "cannot be composed (Invalid value 'foo', expected one of [RUN, MULTIRUN]); type hydra.mode="),
+    ("hydra.searchpath=[file:///nowhere]", "/nowhere in hydra.searchpath is no folder; type --config-dir=<a folder"),
+    ("dataset.augment=null", "is a section, not a value; type dataset.augment.pad=0 dataset.augment.flip=false"),
+    ("dataset.shape=null", "wants a list of 3 items, each a whole number of 1 or more; type the command without"),
+    ("dataset.transforms=[{a:1}]", "names no class or function; type _target_:<module>.<class> in dataset.transforms["),
+    ("dataset.prepare={}", "names no class or function; type ++dataset.prepare._target_=<module>.<class>"),
+    ("task.loss={}", "task.loss={} names no class or function; type ++task.loss._target_=<module>.<class>"),
+    ("+task.measures.x=3", "names no class or function; type ++task.measures.x._target_=<module>.<class>"),
+    ("model._target_=", "model._target_ names no class; type model=<an option in conf/model>"),
+    ("model._target_=a..Net", "=a..Net names no class; type model._target_=<module>.<class>, or model=<an option in"),
+    ("launch=fork ~model.shape ~model.classes model._target_=torch.nn.Flatten", "no parameter to train; type model="),
+    ("task.loss={_target_:torch.nn.functional.mse_loss}", "with (outputs, targets); type ++task.loss._partial_=true"),
+    ("--package=trainer", "is a part of what --cfg prints; type --cfg job --package=trainer"),
+    ("--cfg=job --package=trainr", "--package=trainr is no section; type --cfg job --package=trainer"),
+    ("--cfg=job --package=run_dir", "--package=run_dir is a value, and no section; type --cfg job to see it"),
     ("+trainer.epochs=3", "trainer.epochs has a value already; type trainer.epochs=3"),
     ("+trainer.foo=3", f"trainer.foo is no key of this config; {ALL_KEYS}"),
     ("+dataset.augment.rotate=3", f"dataset.augment.rotate is no key of this config; {ALL_KEYS}"),
@@ -62,14 +85,14 @@ ANSWERS = [
     ("~logger", "the list of loggers cannot be removed; type logger=[]"),
     ("~nothing", f"there is no nothing to remove; {ALL_KEYS}"),
     ("trainer.epochs", "trainer.epochs has no value; type trainer.epochs=<value>"),
-    ("trainer.epochs={", "trainer.epochs={ cannot be read (no viable alternative at input '{'); type key=value"),
+    ("trainer.epochs={", "trainer.epochs={ cannot be read (no viable alternative at input '{'); type trainer."),
     ("optimizer.lr=${foo}", "optimizer.lr has no usable value (Interpolation key 'foo' not found); type optimizer.lr="),
     ("hydra/sweeper=nevergrad", "needs a plugin of Hydra; type pip install hydra-nevergrad-sweeper"),
     ("hydra/launcher=ray", "hydra/launcher=ray needs a plugin of Hydra; type pip install hydra-ray-launcher"),
     ("--experimental-rerun=x", "needs a pickled config, which these runs do not write; type hydra.run.dir=<the run's"),
 ]
-# Advice that needs a GPU, torchvision (which takes seconds to import) or the user's own class, or is no override.
-NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "type key=value")
+# Advice that needs a GPU, torchvision (which takes seconds to import), the user's own class or the word refused.
+NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "_partial_")
 
 
 @pytest.mark.parametrize(("typed", "said"), ANSWERS, ids=[typed for typed, _ in ANSWERS])

@@ -40,6 +40,7 @@ PASSED_FIRST = {
     "dataset.collate_fn": "the samples of a batch",
 }
 TRANSFORM = re.compile(r"dataset\.(test_)?transforms\[\d+\]")
+OWN_PART = re.compile(r"task\.loss|task\.measures\.[^.]+")
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps", "objective_mode"})}
 # What build.py does not pass.
 KEPT_BACK = {"optimizer": frozenset({"no_decay", "groups"})}
@@ -100,6 +101,8 @@ def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -
 
 def locate(key: str, path: str, group: str) -> Callable[..., Any]:
     """The object with the dotted `path`. Raises ConfigError with the error of the import."""
+    if not all(path.split(".")):
+        raise ConfigError(f"{key}={path} names no class; type {key}=<module>.<class>, or {_options(group)}")
     try:
         found = _import(path)
     except ForeignName as error:
@@ -130,8 +133,6 @@ def _how_to_import(key: str, path: str, error: Exception) -> str:
 
 def _import(path: str) -> Any:
     parts = path.split(".")
-    if not all(parts):
-        raise ValueError("it is not a dotted name")
     found = importlib.import_module(parts[0])
     for count, name in enumerate(parts[1:], start=2):
         place = ".".join(parts[:count])
@@ -172,6 +173,8 @@ def _missing_sentence(key: str, node: Node, missing: list[str], is_function: boo
     name = node["_target_"]
     if is_function and TRANSFORM.fullmatch(key):
         return f"{name} is called later, with a sample; type _partial_: true beside _target_: {name} in {key}"
+    if is_function and OWN_PART.fullmatch(key):
+        return f"{name} is called later, with (outputs, targets); type ++{key}._partial_=true"
     sentence = f"{name} needs {enumerate_words(missing, 'and')}"
     if "[" in key:  # Hydra reads no override of an item of a list
         typed = " and ".join(f"{item}: <value>" for item in missing)

@@ -6,13 +6,14 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.dataset_checks import check_dataset, check_model
 from lockstep.config.dataset_options import DATASETS
-from lockstep.config.fields import Rule, rules, show
+from lockstep.config.fields import Rule, as_number, rules, show
 from lockstep.config.optimizer_checks import check_optimizer, check_scheduler
 from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
-from lockstep.config.suggest import removed_key, unknown_key
+from lockstep.config.suggest import NOT_ON_CONFIG, PRESET_WITHOUT_PACKAGE, removed_key, unknown_key, value_for_section
 from lockstep.errors import ConfigError
 
 Node = dict[str, Any]
@@ -32,8 +33,9 @@ def check_config(cfg: DictConfig | Node) -> None:
         for name, rule in rules(schema).items():
             if name in node:
                 check_value(join(prefix, name), node[name], rule)
-    _check_dataset(config)
-    _check_model(config)
+    check_dataset(config["dataset"])
+    check_model(config["model"], config["dataset"])
+    _check_called(config)
     _check_loggers(config)
     _check_metrics(config)
     check_optimizer(config["optimizer"])
@@ -42,13 +44,22 @@ def check_config(cfg: DictConfig | Node) -> None:
 
 def check_value(key: str, value: object, rule: Rule) -> None:
     """Raise ConfigError if `rule` does not accept the value of `key`."""
-    if not rule.accepts(value):
-        raise ConfigError(wrong_value(key, value, rule))
+    if rule.accepts(value):
+        return
+    number = as_number(value) if rule.kind in (int, float) else None
+    if number is not None and rule.accepts(number):
+        decoded = f"""'{key}="${{oc.decode:${{oc.env:NAME}}}}"'"""
+        raise ConfigError(
+            f'{key}="{value}" is text, and wants {rule.wants}; type {key}={show(number)}, or {decoded} for the number '
+            f"in an environment variable"
+        )
+    raise ConfigError(wrong_value(key, value, rule))
 
 
 def wrong_value(key: str, value: object, rule: Rule) -> str:
     """The sentence for a value that `rule` does not accept."""
-    return f"{key}={show(value)} wants {rule.wants}; type {rule.what_to_type(key)}"
+    shown = str(value) if rule.kind is int and isinstance(value, float) else show(value)  # 2.0, where 2 is right
+    return f"{key}={shown} wants {rule.wants}; type {rule.what_to_type(key)}"
 
 
 def unchecked_keys(cfg: DictConfig) -> list[str]:
@@ -144,12 +155,17 @@ def _refuse_old_sections(config: Node) -> None:
 
 def _check_sections(config: Node) -> None:
     """`~key`, `key=value` for a whole section, and `+key` can change what the composition guarantees."""
+    if config.get("experiment"):
+        raise ConfigError(PRESET_WITHOUT_PACKAGE)
+    if len(SECTIONS.keys() - config.keys()) > len(SECTIONS) // 2:
+        raise ConfigError(NOT_ON_CONFIG)
     for name in (*SECTIONS, *NEEDED_GROUPS):
         if name not in config or config[name] is None:
             raise ConfigError(removed_key(name, []))
         if not isinstance(config[name], dict):
-            raise ConfigError(f"{name} is a section, not a value; type {name}.<key>={show(config[name])}")
-        if name in NEEDED_GROUPS and name != "dataset" and not isinstance(config[name].get("_target_"), str):
+            raise ConfigError(value_for_section(name, show(config[name])))
+        target = config[name].get("_target_")
+        if name in NEEDED_GROUPS and name != "dataset" and not (isinstance(target, str) and target):
             raise ConfigError(f"{name}._target_ names no class; type {name}=<an option in conf/{name}>")
     for section, schema in (("", Run), *OPEN_SECTIONS.items()):
         node = _open_section(config, section)
@@ -168,7 +184,7 @@ def _open_section(config: Node, section: str) -> Node:
     for name in filter(None, section.split(".")):
         node = node.get(name, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{section} is a section, not a value; type {section}.<key>={show(node)}")
+            raise ConfigError(value_for_section(section, show(node)))
     return cast(Node, node)
 
 
@@ -178,54 +194,19 @@ def _known_keys(config: Node) -> list[str]:
     return keys + [join(group, key) for group in NEEDED_GROUPS for key in config[group]]
 
 
-def _check_dataset(config: Node) -> None:
-    """Both halves have a reader, and mean and std have one number for each channel, or one for all."""
-    dataset = config["dataset"]
-    for half in ("train", "test"):
-        reader = dataset.get(half)
-        if half == "test" and reader is None:
-            raise ConfigError(
-                "dataset.test=null leaves nothing to evaluate, and every run is evaluated; "
-                "type dataset.test='${dataset.train}' to evaluate the training data"
-            )
-        if not isinstance(reader, dict) or "_target_" not in reader:
-            raise ConfigError(
-                f"dataset.{half}={show(reader)} reads no data; type dataset=<an option in conf/dataset>, "
-                f"or +dataset.{half}._target_=<module>.<class>"
-            )
-    shape, augment = dataset.get("shape"), dataset["augment"]
-    if isinstance(shape, list) and len(shape) != 3 and (augment["pad"] or augment["flip"]):
-        raise ConfigError(
-            f"dataset.augment is for images, and the samples have the shape {show(shape)}; "
-            f"type dataset.augment.pad=0 dataset.augment.flip=false"
-        )
-    if not isinstance(shape, list) or len(shape) != 3:
-        return
-    for name in ("mean", "std"):
-        values = dataset[name]
-        if values is not None and len(values) not in (1, shape[0]):
-            numbers = "1 number" if shape[0] == 1 else f"1 or {shape[0]} numbers"
-            raise ConfigError(
-                f"dataset.{name}={show(values)} wants {numbers}, as the images have the shape {show(shape)}; "
-                f"type dataset.{name}=[0.5] or dataset.{name}=null"
-            )
-
-
-def _check_model(config: Node) -> None:
-    """A model of this project takes the samples of the data set, and has an output for each of its classes."""
-    model, dataset = config["model"], config["dataset"]
-    if model["_target_"] not in TARGETS or not {"shape", "classes"} <= model.keys() & dataset.keys():
-        return
-    if model["shape"] != dataset["shape"]:
-        raise ConfigError(
-            f"model.shape={show(model['shape'])} does not fit dataset.shape={show(dataset['shape'])}; "
-            f"type model.shape={show(dataset['shape'])}"
-        )
-    if None not in (model["classes"], dataset["classes"]) and model["classes"] < dataset["classes"]:
-        raise ConfigError(
-            f"model.classes={model['classes']} is less than dataset.classes={dataset['classes']}; "
-            f"type model.classes={dataset['classes']}"
-        )
+def _check_called(config: Node) -> None:
+    """What is called has a `_target_`: a node without one stays a dict, or is left out without a word."""
+    dataset, task = config["dataset"], config["task"]
+    nodes = {f"dataset.{name}": dataset[name] for name in ("prepare", "collate_fn")}
+    for name in ("transforms", "test_transforms", "batch_transforms"):
+        nodes |= {f"dataset.{name}[{index}]": node for index, node in enumerate(dataset[name])}
+    if task["_target_"] in TARGETS:
+        nodes["task.loss"] = task.get("loss")
+        nodes |= {f"task.measures.{name}": node or {} for name, node in task.get("measures", {}).items()}
+    for key, node in nodes.items():
+        if node is not None and not (isinstance(node, dict) and node.get("_target_")):
+            typed = f"_target_:<module>.<class> in {key}" if "[" in key else f"++{key}._target_=<module>.<class>"
+            raise ConfigError(f"{key}={show(node)} names no class or function; type {typed}")
 
 
 def _check_loggers(config: Node) -> None:

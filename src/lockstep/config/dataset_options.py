@@ -28,7 +28,9 @@ def reads(target: str, *options: str) -> Callable[[type], type]:
 @reads("lockstep.data.cifar10.cifar10", "cifar10")
 @dataclass
 class TenClasses(Dataset):
-    shape: list[int] = number("Shape of an image.", min=1, length=3, example=[1, 28, 28])
+    shape: list[int] = number(
+        "Shape of an image.", min=1, length=3, example=[1, 28, 28], advice="the command without dataset.shape"
+    )
     classes: int = number("Outputs of the model; the labels are 0 to 9.", min=10, example=10)
 
 

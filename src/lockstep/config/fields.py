@@ -3,6 +3,7 @@
 import re
 import sys
 import types
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -168,6 +169,14 @@ def show(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
     return str(value)
+
+
+def as_number(value: object) -> int | float | None:
+    """The number that a text is, None for other texts and values."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value) if isinstance(value, str) else None
+    return None
 
 
 def enumerate_words(words: list[str], conjunction: str) -> str:

@@ -48,7 +48,7 @@ class Trainer:
     channels_last: bool | str = choice("auto", True, False, help="Memory layout; auto: for models with convolutions.")
     compile: bool | str = choice(False, True, "reduce-overhead", "max-autotune", help="torch.compile, or a mode of it.")
     deterministic: bool = value("Use deterministic algorithms only.", example=True)
-    digest: int | str = number(
+    digest: int | bool | str = number(  # bool: on and off without quotes in a YAML file, see switches.py
         "Steps between two rows of digests of loss, gradients and weights; on: 10.",
         min=1,
         words=("off", "on"),

@@ -1,6 +1,7 @@
 """The key or option that was probably meant, for one that does not exist."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,12 +30,32 @@ OWN_CLASSES = frozenset({"model", "optimizer", "scheduler", "strategy", "gradien
 DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo"}
 ALL_KEYS = "python src/train.py --cfg job to see all keys"
 ALL_HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
+# Nodes of Hydra that take any key.
+OPEN_HYDRA_KEYS = ("hydra.job.env_set.", "hydra.callbacks.", "hydra.job_logging.", "hydra.hydra_logging.")
+PRESET_WITHOUT_PACKAGE = (
+    "the preset stands under the key experiment, which nothing reads; "
+    'type "# @package _global_" as the first line of its file'
+)
+NOT_ON_CONFIG = (
+    "the config named by --config-name does not build on config.yaml; "
+    "type `defaults: [config, _self_]` at the top of its file"
+)
 
 
 def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | None:
     """The one of `words` that is spelled most like `word`, None if none is. similarity: from 0 to 1."""
-    match = difflib.get_close_matches(word, list(words), 1, similarity)
+    names = list(words)
+    small = {name.lower(): name for name in names}  # for dataset=MNIST
+    match = difflib.get_close_matches(word, names, 1, similarity)
+    match = match or [small[name] for name in difflib.get_close_matches(word.lower(), list(small), 1, similarity)]
     return match[0] if match else None
+
+
+def closest_group(name: str, option: str | None) -> str | None:
+    """The config group that was probably meant: one with this option, or of the same letters, or spelled alike."""
+    with_option = [group for group, options in GROUPS.items() if option in options]
+    same_letters = [group for group in GROUPS if sorted(group) == sorted(name)]
+    return closest(name, with_option) or closest(name, same_letters) or closest(name, GROUPS)
 
 
 def closest_key(key: str, keys: Sequence[str]) -> str | None:
@@ -54,6 +75,17 @@ def closest_key(key: str, keys: Sequence[str]) -> str | None:
     return None
 
 
+def value_for_section(key: str, value: str) -> str:
+    """The sentence for a value in the place of a whole section. value: as typed."""
+    if key == "dataset.augment":
+        typed = "dataset.augment.pad=0 dataset.augment.flip=false"
+    elif key in GROUPS:
+        typed = f"`override /{key}: {value}` in the defaults list of its YAML file"
+    else:
+        typed = f"{key}.<key>={value}"
+    return f"{key} is a section, not a value; type {typed}"
+
+
 def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
@@ -66,6 +98,14 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
     renamed = renamed_key(key, value)
     if renamed is not None:
         return renamed
+    if "@experiment" in key:  # model@experiment.model
+        return PRESET_WITHOUT_PACKAGE
+    without_slash = re.fullmatch(r"experiment/(\w+)(@.*)?", key)
+    if without_slash is not None:
+        group = without_slash[1]
+        return f"experiment/{group} is no config group; type `override /{group}: <option>` in the preset"
+    if key in GROUPS or (find_rule(key) is not None and not key.startswith("dataset.")):
+        return NOT_ON_CONFIG
     group, _, name = key.partition(".")
     if group == "launch" and name in RANK_COUNTS and chosen.get("launch") != "dry":
         launcher = "" if "launch.nproc_per_node" in keys else "launch=torchrun "
@@ -86,9 +126,12 @@ def _replacement(key: str, value: str | None, keys: Sequence[str]) -> str:
         return f"backend={DEVICE_BACKENDS.get(typed.partition(':')[0], 'auto')}"
     if last in ALIASES and not any(candidate.endswith(f".{last}") for candidate in keys):
         return f"{ALIASES[last]}={typed}"
-    meant = closest_key(key, keys)
+    meant = None if "." in key else closest_group(key, value)
+    meant = meant or closest_key(key, keys)
     if meant is not None:
         return f"{meant}={typed}"
+    if key.startswith(OPEN_HYDRA_KEYS):
+        return f"+{key}={typed}"
     group, _, rest = key.partition(".")
     if rest and group in GROUPS.keys() - SECTIONS.keys() and not key.startswith("dataset.augment."):
         return f"+{key}={typed} if your class takes it"
