@@ -82,7 +82,7 @@ def run(cfg: DictConfig) -> Any:
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)
-    record = replace(record, notice=launcher.notice)
+    record = replace(record, notice="; ".join(filter(None, [record.notice, launcher.notice])))
     cli.collect_garbage()
     wait_for_turn()
     if not mode.trains:

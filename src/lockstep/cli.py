@@ -25,6 +25,7 @@ from lockstep.config.schema import register_schema
 from lockstep.config.switches import with_switches
 from lockstep.config.targets import check_targets
 from lockstep.config.token_models import check_tokens
+from lockstep.config.typed_keys import check_folders, check_typed_keys
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.distributed.temporary_folder import remove_temporary_folder
@@ -99,6 +100,8 @@ def check_values(cfg: DictConfig) -> Node:
     values = resolve(cfg)
     check_tokens(values)  # before the shapes, which would tell less
     check_config(values)
+    check_folders(values, HydraConfig.get())
+    check_typed_keys(cfg, values, HydraConfig.get())
     values = with_floats(values)
     check_targets(values, HydraConfig.get())
     return values

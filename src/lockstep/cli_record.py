@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.config.check import as_dict, flatten
 from lockstep.config.environment_values import as_written, values_as_written
+from lockstep.config.typed_keys import notice_of_unread_keys
 from lockstep.launchers.slurm import config_flags
 
 
@@ -22,7 +23,8 @@ class ConfigRecord:
     flat: {key: value}, resolved. shown: the same, as files and messages may have it: without the values that
     environment variables decide. files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself,
     once it holds the run folder's lock: a refused command must not overwrite the record of a running one. options:
-    {config group: the option chosen}. facts: what run.json says of the command. notice: see Launcher.
+    {config group: the option chosen}. facts: what run.json says of the command. notice: what is
+    logged when the run begins.
     """
 
     flat: Mapping[str, Any]
@@ -60,7 +62,8 @@ def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -
         "seed": shown["seed"],
         "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
     }
-    return ConfigRecord(flat, shown, files, cast(dict[str, str | None], dict(hydra_cfg.runtime.choices)), facts)
+    options = cast(dict[str, str | None], dict(hydra_cfg.runtime.choices))
+    return ConfigRecord(flat, shown, files, options, facts, notice_of_unread_keys(composed, hydra_cfg))
 
 
 def words_of_folders(words: Sequence[str]) -> list[str]:
