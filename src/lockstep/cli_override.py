@@ -34,6 +34,8 @@ def _quoted(value: str, quote: str) -> str:
 
 def _reason(message: str, typed: str) -> str:
     lines = [line for line in message.splitlines() if not line.startswith(("See ", "Error parsing override"))]
+    if not lines:
+        return "it is not in Hydra's grammar"
     if lines[0].startswith(LEXER):
         place = lines[1].find("^") - len(LEXER) if len(lines) > 1 else -1
         return f"{typed[place]} wants quotes" if 0 <= place < len(typed) else "a character wants quotes"

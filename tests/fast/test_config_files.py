@@ -45,6 +45,10 @@ def test_a_preset_that_changes_nothing_or_cannot_be_read_is_refused(tmp_path: Pa
     assert said in str(answer(*preset(tmp_path, text)))
 
 
+def test_values_of_this_machine_that_nothing_reads_are_refused() -> None:
+    assert NO_PACKAGE in str(answer("+local={seed:3}"))
+
+
 def test_switches_without_quotes_are_words(tmp_path: Path) -> None:
     text = f"{GLOBAL}watch: {{weights: off}}\nsync_bn: {{mode: on}}\ntrainer: {{digest: off, compile: off}}\n"
     values = cli.resolve(composed(*preset(tmp_path, text)))

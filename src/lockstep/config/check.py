@@ -13,7 +13,7 @@ from lockstep.config.optimizer_checks import check_optimizer, check_scheduler
 from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
-from lockstep.config.suggest import NOT_ON_CONFIG, PRESET_WITHOUT_PACKAGE, removed_key, unknown_key, value_for_section
+from lockstep.config.suggest import NOT_ON_CONFIG, removed_key, unknown_key, value_for_section, without_package
 from lockstep.errors import ConfigError
 
 Node = dict[str, Any]
@@ -155,8 +155,9 @@ def _refuse_old_sections(config: Node) -> None:
 
 def _check_sections(config: Node) -> None:
     """`~key`, `key=value` for a whole section, and `+key` can change what the composition guarantees."""
-    if config.get("experiment"):
-        raise ConfigError(PRESET_WITHOUT_PACKAGE)
+    for name in ("experiment", "local"):
+        if config.get(name):
+            raise ConfigError(without_package(name))
     if len(SECTIONS.keys() - config.keys()) > len(SECTIONS) // 2:
         raise ConfigError(NOT_ON_CONFIG)
     for name in (*SECTIONS, *NEEDED_GROUPS):

@@ -32,10 +32,6 @@ ALL_KEYS = "python src/train.py --cfg job to see all keys"
 ALL_HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
 # Nodes of Hydra that take any key.
 OPEN_HYDRA_KEYS = ("hydra.job.env_set.", "hydra.callbacks.", "hydra.job_logging.", "hydra.hydra_logging.")
-PRESET_WITHOUT_PACKAGE = (
-    "the preset stands under the key experiment, which nothing reads; "
-    'type "# @package _global_" as the first line of its file'
-)
 NOT_ON_CONFIG = (
     "the config named by --config-name does not build on config.yaml; "
     "type `defaults: [config, _self_]` at the top of its file"
@@ -75,6 +71,14 @@ def closest_key(key: str, keys: Sequence[str]) -> str | None:
     return None
 
 
+def without_package(group: str) -> str:
+    """The sentence for a preset, or the values of this machine, that Hydra has put under the name of their folder."""
+    place = "conf/local/default.yaml stands" if group == "local" else "the preset stands"
+    return (
+        f'{place} under the key {group}, which nothing reads; type "# @package _global_" as the first line of its file'
+    )
+
+
 def value_for_section(key: str, value: str) -> str:
     """The sentence for a value in the place of a whole section. value: as typed."""
     if key == "dataset.augment":
@@ -98,8 +102,9 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
     renamed = renamed_key(key, value)
     if renamed is not None:
         return renamed
-    if "@experiment" in key:  # model@experiment.model
-        return PRESET_WITHOUT_PACKAGE
+    placed = re.search("@(experiment|local)", key)  # model@experiment.model
+    if placed is not None:
+        return without_package(placed[1])
     without_slash = re.fullmatch(r"experiment/(\w+)(@.*)?", key)
     if without_slash is not None:
         group = without_slash[1]
