@@ -1,6 +1,7 @@
 """The command of a trained run as the base of mode=evaluate and its like."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def test_a_folder_of_configs_can_be_typed_from_anywhere(tmp_path: Path) -> None:
     (folder / ".hydra" / "overrides.yaml").write_text("[]")
     with pytest.raises(ConfigError) as refused:
         with_trained_run(["train.py", "mode=evaluate", f"resume={folder}"])
-    words = [f"'--config-dir={tmp_path}/my conf'", "--config-name=mine", "hydra.searchpath=[file:///conf]"]
-    assert f"; type {' '.join(words)} with this command, too" in str(refused.value)
+    words = [f"--config-dir={tmp_path}/my conf", "--config-name=mine", "hydra.searchpath=[file:///conf]"]
+    assert f"; type {shlex.join(words)} with this command, too" in str(refused.value)
 
 
 def test_what_is_to_be_typed_again_is_quoted_for_the_shell(tmp_path: Path) -> None:
