@@ -148,7 +148,7 @@ def _require_flags(folder: Path, typed: list[str]) -> None:
 def _from_anywhere(flag: str, cwd: str) -> str:
     """A folder of configs with its whole path: the run was started in `cwd`."""
     name, _, folder = flag.partition("=")
-    return shlex.quote(f"{name}={Path(cwd, folder)}") if name == "--config-dir" else flag
+    return f"{name}={Path(cwd, folder)}" if name == "--config-dir" else flag
 
 
 def _normalisation(folder: Path) -> Iterator[tuple[str, str]]:
