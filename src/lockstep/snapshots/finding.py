@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import ConfigError, path_value
+from lockstep.errors import ConfigError, path_value, path_word
 from lockstep.snapshots.files import FORMAT, accepted_checksums, list_snapshots
 from lockstep.snapshots.parts import FORMAT_IN_PARTS, open_parts, sha256
 
@@ -97,7 +97,8 @@ def _way_out(damaged: list[Path], keys: Keys) -> str:
         return f"type {keys.which}={'best' if _is_good(best) else '<another snapshot>'}"
     start = f"to start afresh type mv {folder} {moved} and the command again"
     if _is_good(best):
-        return f"{start}; to go on from best.pt, which can be read, type that and resume={moved}/best.pt"
+        typed = path_word("resume", f"{moved}/best.pt")
+        return f"{start}; to go on from best.pt, which can be read, type that and {typed}"
     return f"{start}; to go on from elsewhere type that and resume=<another snapshot>"
 
 
