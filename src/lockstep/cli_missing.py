@@ -1,5 +1,6 @@
 """A config file that does not exist, or that is no text, as one sentence. No torch here."""
 
+import shlex
 import traceback
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def _missing_config(name: str, arguments: list[str]) -> str:
     if name.removesuffix(".yaml") != chosen:  # named in a defaults list
         return f"there is no config {name}; type --config-dir=<folder> to add a folder of configs"
     if flags.config_path is not None and flags.config_name is None:
-        path = flags.config_path
-        return f"--config-path={path} has no config.yaml; type --config-dir={path} to add the folder to conf/"
+        typed = shlex.quote(f"--config-dir={flags.config_path}")
+        return f"--config-path={flags.config_path} has no config.yaml; type {typed} to add the folder to conf/"
     folder = flags.config_path or flags.config_dir
     names = sorted(file.stem for file in Path(folder).glob("*.yaml")) if folder else []
     if not names:

@@ -2,9 +2,10 @@
 
 import os
 import re
-import shlex
 
 from hydra.errors import OverrideParseException
+
+from lockstep.errors import path_word
 
 LEXER = "LexerNoViableAltException: "  # then the word, and a line with ^ below the character
 
@@ -16,20 +17,7 @@ def unreadable_override(error: OverrideParseException) -> str:
     sentence = f"{typed} cannot be read ({_reason(str(error.message), typed)})"
     if re.match(r"[\[{'\"]|\w+\(", value):  # quotes around all of it would make it text
         return f"{sentence}; type {key}=<value>, with every bracket and quote closed"
-    return f"{sentence}; type {in_quotes(key, os.path.expanduser(value))}"  # quotes would keep a ~ as it is
-
-
-def in_quotes(key: str, value: str) -> str:
-    """key=value as it is typed in a shell, with a value of any characters."""
-    if "'" in value:
-        return shlex.quote(f"{key}=" + _quoted(value, "'"))
-    return f"'{key}=" + _quoted(value, '"') + "'"
-
-
-def _quoted(value: str, quote: str) -> str:
-    """As Hydra reads it: a backslash is special before a quote and at the end, and nowhere else."""
-    escaped = re.sub(rf"(\\*)({quote}|\Z)", lambda found: found[1] * 2 + found[2].replace(quote, f"\\{quote}"), value)
-    return f"{quote}{escaped}{quote}"
+    return f"{sentence}; type {path_word(key, os.path.expanduser(value))}"  # quotes would keep a ~ as it is
 
 
 def _reason(message: str, typed: str) -> str:

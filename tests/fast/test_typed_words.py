@@ -8,9 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.cli_override import in_quotes
 from lockstep.config.typed_keys import check_folders, check_typed_keys, notice_of_unread_keys
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_word
 from support.configs import composed
 from support.refusals import answer
 
@@ -19,7 +18,7 @@ ODD_VALUES = ["a=b", "a'b", 'a"b', "a\\b", "a\\", 'a\\"b', "a\\'", "~", "日本"
 
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> None:
-    (word,) = shlex.split(in_quotes("key", value))
+    (word,) = shlex.split(path_word("key", value))
     assert OverridesParser.create().parse_override(word).value() == value
 
 
@@ -28,7 +27,7 @@ def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> No
     [
         ("resume=a/b.lr=0.1", """(mismatched input '=' expecting <EOF>); type 'resume="a/b.lr=0.1"'"""),
         ("resume=日本", """resume=日本 cannot be read (日 wants quotes); type 'resume="日本"'"""),
-        ("data_dir=~/data", """data_dir=~/data cannot be read (~ wants quotes); type 'data_dir="/home/me/data"'"""),
+        ("data_dir=~/data", """data_dir=~/data cannot be read (~ wants quotes); type data_dir=/home/me/data"""),
         ("seed=${oc.decode:${oc.env:S}}", """'}' expecting <EOF>); type 'seed="${oc.decode:${oc.env:S}}"'"""),
         ("model={_target_:a.B", "); type model=<value>, with every bracket and quote closed"),
     ],

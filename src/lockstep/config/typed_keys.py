@@ -12,7 +12,7 @@ from lockstep.config.fields import enumerate_words, rules
 from lockstep.config.options import GROUPS
 from lockstep.config.schema import SECTIONS, Run
 from lockstep.config.suggest import ALIASES, closest, unknown_key
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_word
 
 GROUPS_AND_SECTIONS = {*GROUPS, *SECTIONS}
 READ = {*GROUPS_AND_SECTIONS, *rules(Run), "local", "experiment"}
@@ -62,5 +62,5 @@ def check_folders(values: Node, hydra_cfg: HydraConf) -> None:
         if isinstance(folder, str) and not Path(folder).is_absolute():
             raise ConfigError(
                 f"hydra.job.chdir=true looks for {key}={folder} in the run's folder; "
-                f"type {key}={Path(hydra_cfg.runtime.cwd) / folder}, or hydra.job.chdir=false"
+                f"type {path_word(key, Path(hydra_cfg.runtime.cwd) / folder)}, or hydra.job.chdir=false"
             )
