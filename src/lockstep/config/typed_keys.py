@@ -27,7 +27,8 @@ def check_typed_keys(cfg: DictConfig, values: Node, hydra_cfg: HydraConf) -> Non
     names = {key.rpartition(".")[2] for key in keys if key.partition(".")[0] in GROUPS_AND_SECTIONS}
     for key, value in _unread(cfg, hydra_cfg).items():
         top, dot, _ = key.partition(".")
-        if closest(top, GROUPS_AND_SECTIONS) or (not dot and (key in names or key in ALIASES)):
+        is_name = key in names and key != "name"  # which is a label of the run, and no backend.name
+        if closest(top, GROUPS_AND_SECTIONS) or (not dot and (is_name or key in ALIASES)):
             others = [other for other in keys if other != key]
             raise ConfigError(unknown_key(key, value, others, {}))
 
