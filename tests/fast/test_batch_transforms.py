@@ -32,7 +32,7 @@ CHAINS: dict[str, list[BatchTransform]] = {
         RandomErasing(0.5),
         MixUp(1.0, CLASSES),
     ],
-    "one of two that do not mix": [OneOf([RandomErasing(0.5), RandomErasing(0.9)])],
+    "one of two that do not mix": [OneOf([RandomErasing(0.5), v2.RandomHorizontalFlip(0.5)])],
     "torchvision": as_batch_transforms([v2.RandomHorizontalFlip(0.5), v2.RandomErasing(0.5), MixUp(1.0, CLASSES)]),
 }
 
@@ -121,6 +121,14 @@ def test_samples_that_are_no_images_and_targets_that_are_no_classes_are_refused(
     for targets in (torch.zeros(5, 4, 4, dtype=torch.int64), torch.rand(5)):
         with pytest.raises(ConfigError, match="MixUp and CutMix mix class numbers .*; type dataset.batch_transforms="):
             MixUp(0.4, CLASSES)(points, targets, plan)
+    with pytest.raises(ConfigError, match="classes 0 to 2, and the targets are -100 to 1; type dataset.batch_tr"):
+        MixUp(0.4, CLASSES)(points, torch.tensor([0, 1, -100, 1, 0]), plan)
+    for inputs, found in ((torch.arange(20).view(5, 4), "torch.int64"), ((points, points), "several inputs")):
+        with pytest.raises(ConfigError, match=f"MixUp mixes .* these are {found}; type dataset.batch_transforms="):
+            MixUp(0.4, CLASSES)(inputs, LABELS[:5], plan)
+    for inputs in (points, (points, points)):
+        with pytest.raises(ConfigError, match=r"ColorJitter is for images .*; type dataset.batch_transforms=\[\]"):
+            as_batch_transforms([v2.ColorJitter(0.5)])[0](inputs, LABELS[:5], plan)
 
 
 def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -> None:

@@ -4,6 +4,7 @@ To add one: a class derived from `BatchTransform`, and its node in `dataset.batc
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,12 @@ class MixUp(BatchTransform):
         return draw_beta(self.alpha, generator).expand(count, 1)
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            found = f"{inputs.dtype}" if isinstance(inputs, Tensor) else "several inputs"
+            raise ConfigError(
+                f"MixUp mixes samples that are one tensor of floats, and these are {found}; "
+                f"type dataset.batch_transforms=[]"
+            )
         ratio = plan[1:, 0].to(inputs.device, inputs.dtype)
         mixed = inputs[:-1].lerp(inputs[1:], like(ratio, inputs))
         return mixed, mix_targets(targets, ratio, self.classes)
@@ -118,9 +125,12 @@ class RandomErasing(BatchTransform):
 
 
 class OneOf(BatchTransform):
-    """One of several transforms, drawn for each global batch."""
+    """One of several transforms, drawn for each global batch. Transforms of torchvision's v2 may be among them."""
 
-    def __init__(self, transforms: Sequence[BatchTransform]) -> None:
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        from lockstep.data.torchvision_batch import as_batch_transforms  # which imports this module
+
+        transforms = as_batch_transforms(transforms)
         if len({transform.mixes for transform in transforms}) != 1:
             raise ConfigError(
                 "OneOf wants one transform or more that all mix samples, or that all mix none; "
@@ -193,9 +203,20 @@ def mix_targets(targets: Tensor, ratio: Tensor, classes: int) -> Tensor:
             f"type dataset.batch_transforms=[]"
         )
     if targets.dim() == 1:
-        targets = F.one_hot(targets, classes)
+        targets = _one_hot(targets, classes)
     probabilities = targets.to(ratio.dtype)
     return probabilities[:-1].lerp(probabilities[1:], ratio[:, None])
+
+
+def _one_hot(targets: Tensor, classes: int) -> Tensor:
+    """Raises ConfigError for numbers that are none of the classes, such as the label -100 that a loss leaves out."""
+    try:
+        return F.one_hot(targets, classes)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"MixUp and CutMix mix the classes 0 to {classes - 1}, and the targets are {int(targets.min())} to "
+            f"{int(targets.max())}; type dataset.batch_transforms=[]"
+        ) from error
 
 
 def like(values: Tensor, samples: Tensor) -> Tensor:

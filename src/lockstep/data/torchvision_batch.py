@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.augment import require_images
 from lockstep.data.batch_transforms import BatchTransform
 from lockstep.data.random_numbers import random_states_kept, seed_all
 from lockstep.data.sample_transforms import apply_transform
@@ -29,10 +30,14 @@ class PerSample(BatchTransform):
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
         changed = []
-        with random_states_kept():
-            for sample, target, seed in zip(inputs, targets, plan[:, 0].tolist(), strict=True):
-                seed_all(int(seed))
-                changed.append(apply_transform(self.transform, (sample, target)))
+        try:
+            with random_states_kept():
+                for sample, target, seed in zip(inputs, targets, plan[:, 0].tolist(), strict=True):
+                    seed_all(int(seed))
+                    changed.append(apply_transform(self.transform, (sample, target)))
+        except Exception:  # whatever torchvision raises for samples that are no images
+            require_images(inputs, type(self.transform).__name__, "dataset.batch_transforms=[]")
+            raise
         if not changed:
             return inputs, targets
         return torch.stack([sample for sample, _ in changed]), torch.stack([target for _, target in changed])
