@@ -1,5 +1,7 @@
 """Downloads by a torchvision that is played by the test: there is no network here."""
 
+import logging
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.download import download
+from lockstep.data.download import download, one_at_a_time
 from lockstep.data.mnist import mnist
 from lockstep.errors import ConfigError
 from support.small_data import write_idx, write_small_data
@@ -43,6 +45,26 @@ def test_machines_that_share_a_folder_download_once_and_one_at_a_time(tmp_path: 
     folder = tmp_path / "data"
     assert in_world(3, download_as_a_node, str(folder)) == [True] * 3
     assert (folder / "started").read_text() == "."
+
+
+HOLD = """
+import fcntl, sys, time
+with open(sys.argv[1], "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print(flush=True)
+    time.sleep(0.3)
+"""
+
+
+def test_who_waits_for_another_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    with caplog.at_level(logging.INFO), one_at_a_time(tmp_path / ".lock"):
+        assert other.wait() == 0
+    assert caplog.messages == [f"waiting for another run that writes into {tmp_path}"]
+    with one_at_a_time(tmp_path / ".lock"):
+        assert len(caplog.messages) == 1
 
 
 def no_network(root: str, train: bool, download: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.data.decoded_images import is_whole, pixel_bytes, pixel_file
-from lockstep.data.download import one_at_a_time
+from lockstep.data.download import one_at_a_time, say
 from lockstep.data.image_folder import ImageFiles
 from lockstep.data.image_reader import ImageReader
 from lockstep.data.samples import EVALUATION, Key
@@ -112,7 +112,7 @@ def _decode(files: ImageFiles, size: int, path: Path) -> None:
     if shutil.disk_usage(path.parent).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     reader = ImageReader(size)  # imports torchvision
-    _say(f"decoding the {len(files)} images of {files.folder} once: {needed / 1e6:.0f} MB in {path}")
+    say(f"decoding the {len(files)} images of {files.folder} once: {needed / 1e6:.0f} MB in {path}")
     begun, temporary = time.monotonic(), path.with_suffix(UNFINISHED)
     try:
         with open(temporary, "wb", buffering=0) as out:
@@ -124,7 +124,7 @@ def _decode(files: ImageFiles, size: int, path: Path) -> None:
         os.replace(temporary, _list_of_unreadable(path) if unreadable else path)
     finally:
         temporary.unlink(missing_ok=True)
-    _say(f"decoded them in {time.monotonic() - begun:.2f} s")
+    say(f"decoded them in {time.monotonic() - begun:.2f} s")
 
 
 def _decode_into(file: int, files: ImageFiles, size: int, read: ImageReader) -> list[str]:
@@ -145,7 +145,7 @@ def _decode_into(file: int, files: ImageFiles, size: int, read: ImageReader) -> 
             unreadable += errors
             done += images
             if time.monotonic() > report_at:
-                _say(f"decoded {done} of {len(files)} images")
+                say(f"decoded {done} of {len(files)} images")
                 report_at += REPORT_EVERY
     finally:
         reader.close()
@@ -176,10 +176,3 @@ class _Decoder:
 
     def collate(self, read: tuple[int, list[str] | OSError]) -> tuple[int, list[str] | OSError]:
         return read
-
-
-def _say(sentence: str) -> None:
-    """In the log, or printed by a process that has none yet: the one that starts the ranks."""
-    log.info(sentence)
-    if not log.hasHandlers():
-        print(sentence, flush=True)

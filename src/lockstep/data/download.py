@@ -1,6 +1,8 @@
 """Downloads of torchvision's data sets: once per machine, even if several machines share the folder."""
 
+import errno
 import fcntl
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 LOCK = ".download.lock"
 IDX_HEADER = 16  # bytes that hold the header of images: a number for the type, and the sizes of up to three dimensions
@@ -91,8 +95,21 @@ def _idx_count(file: Path) -> int:
 def one_at_a_time(lock: Path) -> Iterator[None]:
     """Hold the file `lock`: the first ranks of several machines may share its folder over a network file system."""
     with open(lock, "w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            say(f"waiting for another run that writes into {lock.parent}")
+            fcntl.lockf(file, fcntl.LOCK_EX)
         yield
+
+
+def say(sentence: str) -> None:
+    """In the log, or printed by a process that has none yet: the one that starts the ranks."""
+    log.info(sentence)
+    if not log.hasHandlers():
+        print(sentence, flush=True)
 
 
 def _remove_empty(folder: Path) -> None:
