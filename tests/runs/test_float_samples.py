@@ -26,6 +26,8 @@ def test_samples_are_scaled_and_normalised_by_channel(shape: tuple[int, ...]) ->
         tolerance = {"rtol": 0, "atol": 1e-6 if samples.dtype == torch.float32 else 1e-14}
         torch.testing.assert_close(converted(samples, classes, normalise=False)[0], scaled, **tolerance)
         torch.testing.assert_close(converted(samples, classes, normalise=True)[0], (scaled - mean) / std, **tolerance)
+        alone = Converter(torch.device("cpu"), torch.float64, std=STD)
+        torch.testing.assert_close(alone(samples, classes)[0], scaled / std, **tolerance)
 
 
 def test_classes_and_tokens_stay_integers_and_other_targets_take_the_models_type() -> None:

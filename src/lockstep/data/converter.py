@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from lockstep.data.nested import map_tensors
+from lockstep.errors import ConfigError
 
 
 class Converter:
     """Brings raw samples and targets to the device, type and memory layout that a model computes in.
 
-    uint8 samples are scaled to 0..1. With `mean` and `std`, one number for each channel (the second dimension) or one
+    uint8 samples are scaled to 0..1. With `mean` or `std`, one number for each channel (the second dimension) or one
     for all, samples are normalised. Integer samples of another type stay as they are. Targets that are whole numbers
     become int64, others take the model's type.
     """
@@ -28,6 +29,7 @@ class Converter:
         self.device, self.dtype, self.memory_format = device, dtype, memory_format
         deviation = self._per_channel([1.0] if std is None else std)
         self.float_scale, self.image_scale = 1 / deviation, 1 / (255 * deviation)
+        self.normalises = mean is not None or std is not None
         self.shift = None if mean is None else -self._per_channel(mean) / deviation
 
     def _per_channel(self, values: Sequence[float]) -> Tensor:
@@ -56,7 +58,7 @@ class Converter:
             samples = self._shifted(samples.mul_(_beside(self.image_scale, samples))) if normalised else samples / 255
         elif samples.is_floating_point():
             samples = samples.to(self.dtype)
-            if self.shift is not None and normalised:
+            if self.normalises and normalised:
                 samples = self._shifted(samples * _beside(self.float_scale, samples))
         if samples.dim() == 4:
             samples = samples.contiguous(memory_format=self.memory_format)
@@ -69,6 +71,23 @@ class Converter:
 
     def _shifted(self, scaled: Tensor) -> Tensor:
         return scaled if self.shift is None else scaled.add_(_beside(self.shift, scaled))
+
+
+def require_channels(inputs: Any, **options: Sequence[float] | None) -> None:
+    """Raise ConfigError if `mean` or `std` has another number of values than samples have channels.
+
+    inputs: a batch of raw ones. Several inputs, and whole numbers that are no images, are not normalised.
+    """
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        return
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return
+    for name, values in options.items():
+        if values is not None and len(values) not in (1, inputs.shape[1]):
+            raise ConfigError(
+                f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(inputs.shape[1:])}; "
+                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+            )
 
 
 def _beside(values: Tensor, samples: Tensor) -> Tensor:

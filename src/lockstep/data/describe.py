@@ -53,9 +53,10 @@ def class_count(dataset: Any, targets: Any) -> int:
         return len(names)
     stored = dataset.tensors[-1] if isinstance(dataset, torch.utils.data.TensorDataset) else dataset
     numbers = stored if isinstance(stored, Tensor) else getattr(dataset, "targets", None)
-    if numbers is None:
+    try:
+        return int(torch.as_tensor(numbers).max()) + 1
+    except (TypeError, ValueError, RuntimeError):  # there are none, or they are no numbers, such as names
         raise ConfigError(
             "the data set does not say how many classes it has; type dataset.classes=<how many>, "
             "or give it an attribute `classes` with their names"
-        )
-    return int(torch.as_tensor(numbers).max()) + 1
+        ) from None
