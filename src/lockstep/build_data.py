@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config.check import as_dict, nodes_with_target
 from lockstep.config.instantiate import instantiate
 from lockstep.data.batch_transforms import BatchTransform
+from lockstep.data.converter import require_channels
 from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
 from lockstep.data.in_memory import InMemoryDataset, check_shape
 from lockstep.data.labels import Labels
@@ -39,7 +40,8 @@ def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
     """`dataset` as a loader reads it. name: "training data" or "test data".
 
-    Raises ConfigError if data in memory has targets that the task does not take.
+    Raises ConfigError if data in memory has targets that the task does not take, and if unreadable samples are left
+    out and many in a row are.
     """
     data = cfg.dataset
     transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
@@ -52,7 +54,10 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         return dataset
     counts_samples = isinstance(task, type) and getattr(task, "count", None) is Task.count
     labels = Labels(name, data.classes if are_classes else None, False, are_classes and is_ours, counts_samples)
-    return Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
+    found = Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
+    if found.skips:
+        found.one()  # that none can be read shall not be found by the first evaluation
+    return found
 
 
 def complete_config(cfg: DictConfig, dataset: Any) -> None:
@@ -61,6 +66,7 @@ def complete_config(cfg: DictConfig, dataset: Any) -> None:
     Raises ConfigError where the data and a value in the config contradict each other.
     """
     inputs, targets = first_sample(samples(cfg, dataset, "training data"))
+    require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}
     found: dict[str, Any] = {}

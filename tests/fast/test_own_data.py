@@ -60,6 +60,7 @@ def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
     ("name", "said"),
     [
         ("Empty", "the training data has no samples; check the keys of dataset.train"),
+        ("NamedTargets", "does not say how many classes it has; type dataset.classes=<how many>"),
         ("Points", "does not say how many classes it has; type dataset.classes=<how many>"),
         ("Pairs", "the samples have several inputs, and this model has a key for one shape"),
         ("Triples", "a sample of the training data has 3 values"),
@@ -68,6 +69,21 @@ def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
 def test_data_that_says_too_little_is_refused(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         completed(own(name))
+
+
+@pytest.mark.parametrize("name", ["mean", "std"])
+def test_a_number_for_each_channel_is_wanted_where_the_data_tells_the_shape(name: str) -> None:
+    completed(own("Named", f"dataset.{name}=[1, 1, 1, 1]"))
+    with pytest.raises(ConfigError, match=rf"dataset.{name} has 3 numbers, and .* the shape \[4\]; type "):
+        completed(own("Named", f"dataset.{name}=[1, 1, 1]"))
+
+
+@pytest.mark.parametrize("name", ["training data", "test data"])
+def test_data_of_which_nothing_can_be_read_is_refused_at_the_start(name: str) -> None:
+    cfg = own("AllBroken", "dataset.on_error=skip")
+    said = f"none of 23 samples of the {name} in a row can be read; sample 0 .* no such disk; correct that, or type "
+    with pytest.raises(ConfigError, match=said):
+        build_data.samples(cfg, build_data.datasets(cfg)[0], name)
 
 
 def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_samples() -> None:

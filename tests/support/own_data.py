@@ -74,6 +74,11 @@ class NaNValues(Values):
         return point * torch.nan if index == BROKEN else point, value
 
 
+class AllBroken(Points):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("no such disk")
+
+
 class Dicts(Points):
     def __getitem__(self, index: int) -> Any:
         point, label = super().__getitem__(index)
@@ -163,6 +168,14 @@ class Named(Points):
     """Says how many classes it has, as the data sets of torchvision do."""
 
     classes = ("left", "right")
+
+
+class NamedTargets(Points):
+    """All targets are there, as words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets = ["left", "right"]
 
 
 class Words(Points):

@@ -202,7 +202,7 @@ class BatchLoader:
         """
         if self.reader is None:
             return indices, *next(self._load([(epoch, indices)]))
-        found = self.samples.__getitems__([(epoch, number) for number in indices.tolist()])
+        found = self.samples.read([(epoch, number) for number in indices.tolist()])
         collated = self.samples.collate(found)
         if isinstance(collated, ConfigError):
             raise collated

@@ -68,7 +68,15 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> Read:
+    def __getitems__(self, keys: list[Key]) -> Read | ConfigError:
+        """As `read`. A sentence for the user is returned, since a worker cannot raise it without a traceback."""
+        try:
+            return self.read(keys)
+        except ConfigError as error:
+            return error
+
+    def read(self, keys: list[Key]) -> Read:
+        """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
             read = [(number, sample) for key in keys for number, sample in self._read(*key)]
             kept = len(read)
@@ -89,7 +97,8 @@ class Samples:
             return []
 
     def _readable(self, epoch: int, number: int) -> tuple[int, Any]:
-        """The first sample from `number` on that can be read."""
+        """The first sample from `number` on that can be read. Raises ConfigError if many in a row cannot."""
+        errors = list[SampleError]()
         for later in range(number, number + min(len(self), MOST_UNREADABLE)):
             candidate = later % len(self)
             try:
@@ -98,8 +107,11 @@ class Samples:
                 if not self.skips:
                     raise
                 self._note(candidate, f"{error}; the next one takes its place")
-                last = error
-        raise last
+                errors.append(error)
+        raise ConfigError(
+            f"none of {len(errors)} samples of the {self.name} in a row can be read; {errors[0]}; "
+            f"correct that, or type dataset=<another data set>"
+        ) from errors[0]
 
     def _note(self, number: int, sentence: str) -> None:
         if number not in self.named:
@@ -138,9 +150,10 @@ class Samples:
             raise found
         return found
 
-    def collate(self, read: Read) -> tuple[Any, Any] | ConfigError:
-        """(inputs, targets) of the kept samples. A sentence for the user is returned, since a worker cannot raise it
-        without a traceback around it."""
+    def collate(self, read: Read | ConfigError) -> tuple[Any, Any] | ConfigError:
+        """(inputs, targets) of the kept samples. A sentence for the user is returned, as of `__getitems__`."""
+        if isinstance(read, ConfigError):
+            return read
         try:
             inputs, targets = split_batch(self._batch(read), self.name)
             if next(tensors_in(targets), None) is None:
