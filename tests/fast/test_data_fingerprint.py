@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torchvision.io import write_jpeg
@@ -84,3 +85,7 @@ def test_of_other_data_targets_are_sampled() -> None:
     assert data_fingerprint(pairs) != data_fingerprint([(sample, target + 1) for sample, target in pairs])
     assert data_fingerprint(pairs) != data_fingerprint([*pairs, pairs[0]])
     assert file_times(pairs) is None
+    for kind in (np.int64, np.float32, np.array, torch.tensor, lambda target: torch.tensor([target])):
+        typed = [(sample, kind(target)) for sample, target in pairs]
+        assert data_fingerprint(typed) == data_fingerprint(pairs)
+    assert data_fingerprint([{"x": sample, "label": target} for sample, target in pairs]) == data_fingerprint(pairs)

@@ -3,16 +3,19 @@
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from lockstep.data.decoded_images import DecodedImages
 from lockstep.data.image_folder import ImageFiles
 from lockstep.data.in_memory import InMemoryDataset
 from lockstep.data.random_numbers import random_states_kept
+from lockstep.data.samples import TARGET_KEYS
 from lockstep.training.weight_check import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
@@ -128,12 +131,15 @@ def _numeric_targets(dataset: Any) -> list[float | None]:
 
 def _numeric_target(dataset: Any, index: int) -> float | None:
     try:
-        item = dataset[index]
-        if not isinstance(item, tuple | list) or not item:
-            return None
-        target = item[-1]
-        if isinstance(target, int | float) or (torch.is_tensor(target) and target.dim() == 0):
-            return float(target)
-    except Exception:  # the data set's own code: training will show what is wrong
+        target = _target_of(dataset[index])
+        if isinstance(target, torch.Tensor | np.ndarray):
+            return float(target.item())  # one number, whatever its shape
+        return float(target) if isinstance(target, Number | np.generic) else None
+    except Exception:  # the data set's own code, or several numbers: training will show what is wrong
         return None
-    return None
+
+
+def _target_of(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return next((item[key] for key in TARGET_KEYS if key in item), None)
+    return item[-1] if isinstance(item, tuple | list) and item else None
