@@ -177,9 +177,9 @@ def _outputs(state: TrainState, inputs: Any, seed: int) -> list[Tensor]:
 def _read_twice(samples: Samples, is_stream: bool) -> list[list[Tensor]]:
     """The tensors of the first samples of an epoch, read in order and then backwards; a stream in order."""
     numbers = list(range(min(SAMPLES_READ, len(samples))))
-    forwards = samples.__getitems__([(0, number) for number in numbers])
+    forwards = samples.read([(0, number) for number in numbers])
     turn = 1 if is_stream else -1
-    read = samples.__getitems__([(0, number) for number in numbers[::turn]])
+    read = samples.read([(0, number) for number in numbers[::turn]])
     found = []
     for batch in (forwards, read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn])):
         collated = samples.collate(batch)

@@ -4,8 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from numbers import Number
-from typing import Any
+from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -134,7 +133,7 @@ def _numeric_target(dataset: Any, index: int) -> float | None:
         target = _target_of(dataset[index])
         if isinstance(target, torch.Tensor | np.ndarray):
             return float(target.item())  # one number, whatever its shape
-        return float(target) if isinstance(target, Number | np.generic) else None
+        return float(target) if isinstance(target, SupportsFloat) else None
     except Exception:  # the data set's own code, or several numbers: training will show what is wrong
         return None
 
