@@ -1,12 +1,16 @@
 """strategy=pipeline: stages, small batches, and what each rank keeps."""
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config.instantiate import instantiate
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
 from support.configs import composed, with_values
@@ -37,6 +41,25 @@ def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> N
     in_world(3, train_all, [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()])
     for name in runs:
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+
+
+@pytest.mark.parametrize("frozen", ["0", "2"])
+def test_a_stage_may_have_frozen_layers_only_and_tensors_that_are_no_buffers(tmp_path: Path, frozen: str) -> None:
+    layers = [*SMALL[:2], SMALL[-1], *SHORT, "model=linear", "model._target_=support.models.scaled_layers"]
+    layers += [f"freeze=['{frozen}']", "trainer.max_grad_norm=0.3", "trainer.ema=0.8"]
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *layers)])
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'piped'}", *layers, "strategy=pipeline")])
+    assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
+
+
+@pytest.mark.parametrize(("inputs", "targets", "said"), [("dict", "tensor", "a sample here is a dict"),
+                                                         ("tensor", "dict", "a target here is a dict")])  # fmt: skip
+def test_a_batch_of_several_tensors_is_refused(inputs: str, targets: str, said: str) -> None:
+    values: dict[str, Any] = {"tensor": torch.ones(4, 2), "dict": {"left": torch.ones(4, 2)}}
+    strategy = instantiate(composed("strategy=pipeline").strategy)
+    strategy.world = World(0, 2, 0, 2, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{said} of tensors; type strategy=fsdp"):
+        strategy.forward_backward(values[inputs], values[targets], None, nullcontext(), is_last=True)
 
 
 def test_the_norm_of_a_gradient_in_parts_is_that_of_the_whole(tmp_path: Path) -> None:
@@ -86,8 +109,6 @@ def test_a_rank_keeps_the_parameters_of_its_own_stage_only() -> None:
 
 @pytest.mark.parametrize(("model", "said"), [("resnet18", "type model=convnet"), ("linear", "type model=mlp")])
 def test_a_model_that_cannot_be_cut_into_stages_is_refused_before_a_rank_starts(model: str, said: str) -> None:
-    from lockstep.errors import ConfigError
-
     cfg = composed("strategy=pipeline", f"model={model}", "launch=spawn", "launch.nproc_per_node=2")
     with pytest.raises(ConfigError, match=said):
         preflight(cfg, instantiate(cfg.launch))

@@ -87,6 +87,22 @@ class WithConstants(nn.Module):
             assert torch.equal(saved[name], self.state_dict()[name]), name
 
 
+class Scale(nn.Module):
+    """Keeps its factors (1,) in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.full((1,), 2.0, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.factors
+
+
+def scaled_layers(shape: list[int], classes: int) -> nn.Sequential:
+    """Two linear layers with a `Scale` behind the first."""
+    return nn.Sequential(nn.Linear(shape[0], 16), Scale(), nn.Linear(16, classes))
+
+
 def lazy_layers(shape: list[int], classes: int) -> nn.Sequential:
     """Layers that get their shapes from the first samples."""
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))

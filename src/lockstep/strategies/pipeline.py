@@ -88,7 +88,7 @@ class Pipeline(Strategy):
         stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
         self.stage = stages[world.rank]
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
-        self.shapes = [deepcopy(stage).to("meta").eval() for stage in stages[: world.rank + 1]]
+        self.shapes = [_without_values(stage) for stage in stages[: world.rank + 1]]
         self.module = self.model = self.stage
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -130,6 +130,12 @@ class Pipeline(Strategy):
         autocast: AbstractContextManager[Any],
     ) -> None:
         """All of a batch, in micro-batches of one size and perhaps a smaller last one."""
+        for name, values in (("sample", inputs), ("target", targets)):
+            if not isinstance(values, Tensor):
+                raise ConfigError(
+                    f"strategy=pipeline passes one tensor from rank to rank, and a {name} here is a "
+                    f"{type(values).__name__} of tensors; type strategy=fsdp"
+                )
         self.stage.autocast, self.loss_function = autocast, loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
@@ -179,7 +185,10 @@ class Pipeline(Strategy):
 
     def grad_norm(self) -> Tensor:
         norm = super().grad_norm()
-        return norm if self.world.size == 1 else self.world.all_reduce_sum(norm.square()).sqrt()
+        if self.world.size == 1:
+            return norm
+        norm = norm.to(next(self.model.parameters()))  # of frozen layers only, torch's norm is a 0 in float32 on the CPU
+        return self.world.all_reduce_sum(norm.square()).sqrt()
 
     def sync_buffers(self) -> None:
         """No two ranks hold the same buffers."""
@@ -197,6 +206,16 @@ class Pipeline(Strategy):
     def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = tree_map_only(Tensor, whole_block, named)
         return result
+
+
+def _without_values(stage: Stage) -> nn.Module:
+    """A copy that computes shapes: it has no values, also where a layer keeps a tensor that is no buffer."""
+    copied = deepcopy(stage).to("meta").eval()
+    for layer in copied.modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, value.to("meta"))
+    return copied
 
 
 def _refuse_shared_parameters(groups: list[dict[str, nn.Module]]) -> None:

@@ -59,7 +59,7 @@ class ParameterRules:
         """
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not self.rules:
-            return list(trained.values())
+            return list(trained.values()) or [{"params": []}]  # a rank of a pipeline may hold frozen layers only
         matched = self._matched(model, world)
         kinds = {name: [number for number, names in enumerate(matched) if name in names] for name in trained}
         everyones = [kind for kinds_there in world.all_gather_json(list(kinds.values())) for kind in kinds_there]
