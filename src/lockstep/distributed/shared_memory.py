@@ -19,6 +19,8 @@ from lockstep.monitor import rank as monitor
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
+LONGEST_WAIT = 2**31 - 1  # milliseconds, of poll
+
 InPlaceAllReduce = Callable[[torch.Tensor], object]
 """Takes a vector (n,), which becomes the sum over all ranks. The returned value is not used."""
 
@@ -127,7 +129,7 @@ class SharedMemorySum:
                     self.page.waits_for(peer)
                 arrival = select.poll()
                 arrival.register(pipe, select.POLLIN)
-                if not arrival.poll(1000 * self.world.timeout):
+                if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
                     raise TimeoutError(f"Timed out waiting {self.world.timeout:g} s for rank {peer}")
                 if not os.read(pipe, 1):
                     raise ConnectionError(f"rank {peer} is gone: closed by peer")
