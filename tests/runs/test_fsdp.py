@@ -45,8 +45,20 @@ def test_blocks_can_be_named_by_their_class() -> None:
     both = blocks_to_wrap(model, ["Block", "LayerNorm"], 0)
     assert len(both) == 3 + 7
     assert all(both.index(norm) < both.index(block) for block in model.blocks for norm in (block.norm1, block.norm2))
-    with pytest.raises(ConfigError, match=r"names no class of this model .*; type strategy.wrap_classes=\[\]"):
+    assert blocks_to_wrap(model, ["TinyGPT"], 0) == []  # the whole model is wrapped in any case
+    with pytest.raises(
+        ConfigError, match=r"names no class of this model \(Block, [A-Z].*; type strategy.wrap_classes="
+    ):
         blocks_to_wrap(model, ["Layer"], 0)
+
+
+def test_a_parameter_without_dimensions_is_refused() -> None:
+    model = nn.Module()
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    strategy = FSDP(1, True, [], 0)
+    strategy.validate_model(model, 1)
+    with pytest.raises(ConfigError, match="temperature has none; make it one .*type strategy=ddp"):
+        strategy.validate_model(model, 2)
 
 
 def test_tied_weights_are_left_to_the_whole_model() -> None:
@@ -157,3 +169,11 @@ def test_a_small_gpt_with_tied_weights_has_ddps_numbers(tmp_path: Path) -> None:
     assert objectives[0] == objectives[1]
     for name in ("children", "blocks", "kept"):
         assert distance(weights(tmp_path / "ddp"), weights(tmp_path / name)) < 1e-9
+
+
+def test_lists_of_parameters_and_transposed_parameters_have_ddps_numbers(tmp_path: Path) -> None:
+    odd = ["dataset=random", "model=linear", "model._target_=support.models.OddParameters", "trainer.precision=fp64"]
+    odd += ["trainer.max_steps=3", "optimizer.fused=false", "logger=[]"]
+    cut = composed(*odd, f"run_dir={tmp_path / 'cut'}", "strategy=fsdp", "strategy.wrap_min_parameters=1")
+    in_world(2, train_all, [composed(*odd, f"run_dir={tmp_path / 'ddp'}"), cut])
+    assert distance(weights(tmp_path / "ddp"), weights(tmp_path / "cut")) < 1e-11

@@ -87,6 +87,20 @@ class WithConstants(nn.Module):
             assert torch.equal(saved[name], self.state_dict()[name]), name
 
 
+class OddParameters(nn.Module):
+    """A list of parameters, one of which is transposed in memory."""
+
+    def __init__(self, shape: list[int], classes: int) -> None:
+        super().__init__()
+        self.lists = nn.ModuleList([nn.ParameterList([torch.eye(shape[0]) + 0.1, torch.ones(6, shape[0]).t() / 9])])
+        self.last = nn.Linear(6, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second = self.lists[0]
+        outputs: Tensor = self.last((inputs @ first @ second).relu())
+        return outputs
+
+
 class Scale(nn.Module):
     """Keeps its factors (1,) in a tensor that is no buffer."""
 

@@ -55,6 +55,12 @@ class FSDP(Strategy):
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)
+        for name, parameter in model.named_parameters():
+            if world_size > 1 and parameter.dim() == 0:
+                raise ConfigError(
+                    f"strategy=fsdp cuts each parameter along its first dimension, and {name} has none; make it one "
+                    f"with the shape (1,), or type strategy=ddp"
+                )
 
     def building(self, world_size: int) -> AbstractContextManager[None]:
         if world_size == 1:
@@ -68,7 +74,8 @@ class FSDP(Strategy):
             self.ranks_agree = True
             return
         self.ranks_per_model = world.size // self.replicas
-        model.to(memory_format=torch.contiguous_format)  # FSDP2 cannot cut another layout
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # FSDP2 cannot cut another layout
         mesh = self._mesh(world)
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -131,14 +138,15 @@ def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters:
     """The blocks of `model` that are gathered one at a time; the rest is gathered with the whole model.
 
     With class names: every module of these classes. Without: the model's children with at least `min_parameters`
-    parameters, where a container (Sequential, ModuleList, ModuleDict) is not a block but a list of blocks. A module
-    that shares a parameter with the rest of the model (tied weights) is left to the whole model.
+    parameters, where a container (Sequential, ModuleList, ModuleDict, any module without a forward pass) is not a block
+    but a list of blocks. A module that shares a parameter with the rest of the model (tied weights) is left to the
+    whole model.
     """
     if class_names:
         blocks = [module for module in model.modules() if type(module).__name__ in class_names and module is not model]
         blocks.reverse()  # fully_shard wants inner modules before outer ones
-        if not blocks:
-            classes = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+        if not blocks and type(model).__name__ not in class_names:
+            classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if module is not model}))
             raise ConfigError(
                 f"strategy.wrap_classes={list(class_names)} names no class of this model ({classes}); "
                 f"type strategy.wrap_classes=[]"
@@ -150,7 +158,7 @@ def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters:
 
 def _children_of_containers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, CONTAINERS):
+        if isinstance(child, CONTAINERS) or type(child).forward is nn.Module.forward:  # it is never called
             yield from _children_of_containers(child)
         elif _parameter_count(child):
             yield child

@@ -187,7 +187,7 @@ class Pipeline(Strategy):
         norm = super().grad_norm()
         if self.world.size == 1:
             return norm
-        norm = norm.to(next(self.model.parameters()))  # of frozen layers only, torch's norm is a 0 in float32 on the CPU
+        norm = norm.to(next(self.model.parameters()))  # of frozen layers torch's norm is a float32 on the CPU
         return self.world.all_reduce_sum(norm.square()).sqrt()
 
     def sync_buffers(self) -> None:
