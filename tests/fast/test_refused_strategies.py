@@ -27,6 +27,10 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (["strategy=data_parallel", "launch=spawn"], "type strategy=ddp"),
         (["strategy=data_parallel", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=data_parallel", "trainer.compile=true"], "type trainer.compile=false"),
+        (
+            ["strategy.static_graph=true", "trainer.gradient_accumulation_steps=2", *THREE],
+            "type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1",
+        ),
         (["strategy=fsdp", "optimizer.fused=true"], "type optimizer.fused=false"),
         ([*ADAFACTOR, "strategy=fsdp", *THREE], "torch's Adafactor cannot step on parts of weights; type strategy=ddp"),
         (["strategy=fsdp", "strategy.wrap_classes=[Nothing]", *THREE], r"type strategy.wrap_classes=\[\]"),

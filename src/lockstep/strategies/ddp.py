@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed.world import World
-from lockstep.strategies.base import LossFunction, Strategy
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync.base import GradientSync
 
 
@@ -37,6 +38,13 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
         }
+
+    def validate(self, job: JobSpec) -> None:
+        if self.options["static_graph"] and job.gradient_accumulation_steps > 1 and job.world_size > 1:
+            raise ConfigError(
+                "strategy.static_graph=true wants gradients averaged in every backward pass; "
+                "type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1"
+            )
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
