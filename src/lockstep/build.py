@@ -112,7 +112,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.data_parallel_size(ranks or world.size)),
+        batch_size=check_batch_size(cfg, strategy.batch_shares(ranks or world.size)),
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,

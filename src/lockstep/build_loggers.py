@@ -60,7 +60,7 @@ def run_info(
         hyperparameters=run_columns(record.shown, record.options, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
-        data_parallel_size=train_loader.size,
+        data_parallel_size=state.strategy.batch_shares(world.size),
         train_samples=len(train_loader),
         eval_samples=len(eval_loader),
         batch_size=state.settings.batch_size,

@@ -53,7 +53,7 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
         remove_new_folder(Path(cfg.run_dir))
     strategy, ranks = check_options(cfg, launcher)
-    shares = strategy.data_parallel_size(ranks)
+    shares = strategy.batch_shares(ranks)
     per_rank = cfg.trainer.batch_size_per_rank is not None
     cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank = check_batch_size(cfg, shares), None
     cfg.backend.name, cfg.trainer.compile, cfg.profiler.enabled = "gloo", False, False

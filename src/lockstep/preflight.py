@@ -111,7 +111,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
-    shares = strategy.data_parallel_size(job.world_size)
+    shares = strategy.batch_shares(job.world_size)
     _fit_batch(cfg, mode, shares)
     check_batch_size(cfg, shares)
     return strategy, job.world_size
@@ -162,11 +162,11 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
     )
 
 
-def check_batch_size(cfg: DictConfig, data_parallel_size: int) -> int:
+def check_batch_size(cfg: DictConfig, shares: int) -> int:
     """Samples of a global batch. Raises ConfigError if a rank would get none."""
     trainer = cfg.trainer
     return global_batch_size(
-        data_parallel_size, trainer.batch_size, trainer.batch_size_per_rank, trainer.gradient_accumulation_steps
+        shares, trainer.batch_size, trainer.batch_size_per_rank, trainer.gradient_accumulation_steps
     )
 
 

@@ -137,6 +137,7 @@ def test_a_torch_that_cannot_reconfigure_a_group_is_refused(launch: str, monkeyp
         ["strategy=fsdp", "optimizer=muon", *THREE],
         [*ADAFACTOR, *THREE],
         ASYNC,
+        [*ASYNC, "trainer.batch_size=2"],  # of which each of the two workers takes a whole one
     ],
     ids=" ".join,
 )

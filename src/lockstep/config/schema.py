@@ -40,7 +40,7 @@ class Trainer:
     )
     batch_size: int = number("Samples of a global batch, over all ranks.", min=1, example=128)
     batch_size_per_rank: int | None = number(
-        "Replaces batch_size by this times the number of ranks.", min=1, example=64
+        "Replaces batch_size by this times the number of ranks that share a batch.", min=1, example=64
     )
     gradient_accumulation_steps: int = number("Micro-batches that a global batch is cut into.", min=1, example=2)
     max_grad_norm: float | None = number("Clip the norm of the gradient to this.", above=0, example=1.0)

@@ -52,6 +52,9 @@ class AsyncParameterServer(Strategy):
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
             )
 
+    def batch_shares(self, world_size: int) -> int:
+        return 1
+
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """All of a global batch: a worker computes whole batches. An evaluation is shared by all ranks."""
         return micro_batch_parts(batch, accumulation_steps, rank=0, size=1)

@@ -135,6 +135,10 @@ class Strategy:
         """How many different shares a global batch is cut into. Ranks that work on the same samples count once."""
         return world_size
 
+    def batch_shares(self, world_size: int) -> int:
+        """How many ranks share a global batch of the training, unlike a batch of an evaluation."""
+        return self.data_parallel_size(world_size)
+
     def data_parallel_rank(self, world: World) -> int:
         """Which of these shares is this rank's."""
         return world.rank
