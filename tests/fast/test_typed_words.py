@@ -60,7 +60,8 @@ def test_a_plus_does_not_bring_in_a_misspelled_key(typed: str, said: str) -> Non
 
 
 def test_keys_of_the_users_own_are_accepted_and_named_if_nothing_reads_them() -> None:
-    cfg, values, hydra_cfg = typed_config("+foo.bar=1", "+tag=a", "+name=b", "+width=8", "model=mlp", "model.width=${width}")
+    labels = ["+foo.bar=1", "+tag=a", "+name=b"]
+    cfg, values, hydra_cfg = typed_config(*labels, "+width=8", "model=mlp", "model.width=${width}")
     check_typed_keys(cfg, values, hydra_cfg)
     assert notice_of_unread_keys(cfg, hydra_cfg) == "nothing in this run reads foo.bar, tag or name"
     hydra_cfg.run = {"dir": "outputs/${tag}-${name}-${oc.select:foo.bar,0}"}

@@ -41,8 +41,8 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"Expected more than 1 value per channel",
         "batch norm has one value to normalise: the last batch of an epoch, or a rank's share of it, is one sample",
-        "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks of strategy=ddp or "
-        "strategy=fsdp sync_bn=on",
+        "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks of strategy=ddp "
+        "or strategy=fsdp sync_bn=on",
     ),
     (
         r"view size is not compatible",
