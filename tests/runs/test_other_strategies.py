@@ -33,6 +33,14 @@ def test_data_parallel_without_a_gpu_and_model_parallel_have_one_processes_numbe
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-12
 
 
+def test_layers_called_with_none_tuples_and_keywords_can_be_spread_over_devices(tmp_path: Path) -> None:
+    model = [*SMALL[:2], "model=linear", "model._target_=support.models.Recurrent", "trainer.precision=fp64"]
+    runs = {"whole": [], "spread": ["strategy=model_parallel", "strategy.devices=3"]}
+    short = [*model, "trainer.max_steps=2", "logger=[]"]
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / name}", *short, *more) for name, more in runs.items()])
+    assert distance(weights(tmp_path / "whole"), weights(tmp_path / "spread")) == 0
+
+
 @pytest.mark.parametrize(
     ("samples", "devices", "first_share", "sizes"),
     [(7, 1, 0.5, [7]), (9, 3, 1.0, [3, 3, 3]), (7, 2, 0.5, [2, 5]), (10, 4, 0.5, [1, 3, 3, 3]), (1, 3, 0.1, [1, 0, 0])],

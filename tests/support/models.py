@@ -101,6 +101,21 @@ class OddParameters(nn.Module):
         return outputs
 
 
+class Recurrent(nn.Module):
+    """Calls its layers with None, with a tuple and by keyword."""
+
+    def __init__(self, shape: list[int], classes: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LSTM(shape[0] // 4, shape[0] // 4, batch_first=True) for _ in range(2))
+        self.last = nn.Linear(shape[0] // 4, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs, state = self.first(inputs.unflatten(1, (4, -1)), None)
+        outputs, _ = self.second(outputs, state)
+        logits: Tensor = self.last(input=outputs[:, -1])
+        return logits
+
+
 class Scale(nn.Module):
     """Keeps its factors (1,) in a tensor that is no buffer."""
 

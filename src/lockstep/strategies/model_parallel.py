@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lockstep.data.nested import map_tensors
 from lockstep.distributed.world import World
@@ -34,7 +35,7 @@ class ModelParallel(DDP):
         for group, device in zip(layer_groups(model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
-                child.register_forward_pre_hook(_MoveInputs(device))
+                child.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
         super().setup(model, world, gradient_sync)
 
@@ -45,8 +46,11 @@ class _MoveInputs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(self.device) for tensor in inputs)
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, self._moved, (inputs, keywords))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
 
 
 def rank_devices(world: World, count: int) -> list[torch.device]:
