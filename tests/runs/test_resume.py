@@ -102,10 +102,41 @@ def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
 def test_a_typed_lr_keeps_the_factor_that_the_schedule_has_reached():
     saved, saved_initial = {"lr": 0.05, "momentum": 0.8, "fused": True}, {"lr": 0.1, "momentum": 0.9}
     built = initial = {"lr": 0.01, "momentum": 0.9, "fused": False}
-    group = resumed_group(saved, saved_initial, built, initial, same_scheduler=True)
+    group = resumed_group(saved, saved_initial, built, initial, same_schedule=True)
     assert group == {"lr": pytest.approx(0.005), "momentum": 0.8, "fused": False}
-    other = resumed_group(saved, saved_initial, built, initial, same_scheduler=False)
-    assert other["momentum"] == 0.9
+    other = resumed_group(saved, saved_initial, built, initial, same_schedule=False)
+    assert (other["lr"], other["momentum"]) == (0.01, 0.9)
+
+
+def last_rate(folder: Path) -> float:
+    return float(newest_snapshot(folder)["optimizer"]["param_groups"][0]["lr"])
+
+
+PLATEAU, LARGE = "scheduler=plateau", "trainer.batch_size=180"  # 2 steps an epoch, and 6 with the batch size of SMALL
+CHANGED_SCHEDULES = [
+    ([PLATEAU, LARGE], [PLATEAU]),
+    ([PLATEAU, "scheduler.warmup_epochs=0"], [PLATEAU]),
+    (["scheduler=cosine"], [PLATEAU]),
+    ([PLATEAU], ["scheduler=cosine"]),
+    (["scheduler=one_cycle"], ["scheduler=torch"]),
+    ([LARGE, "scheduler=cosine"], ["scheduler=cosine"]),
+    ([LARGE, "scheduler=one_cycle"], ["scheduler=one_cycle"]),
+    ([LARGE, "scheduler=torch"], ["scheduler=torch"]),
+]
+
+
+def test_another_schedule_or_batch_size_goes_on_at_the_runs_place(tmp_path):
+    """The learning rate after the third epoch of four is that of a run that was so from the start."""
+    configs, four = [], "trainer.epochs=4"
+    for number, (first, second) in enumerate(CHANGED_SCHEDULES):
+        run, whole = tmp_path / f"run_{number}", tmp_path / f"whole_{number}"
+        configs.append(runs(run, *first, four, "trainer.pause_after=1"))
+        configs += [runs(folder, *second, four, "trainer.pause_after=3") for folder in (run, whole)]
+    in_world(1, train_all, configs)
+    for number, case in enumerate(CHANGED_SCHEDULES):
+        rates = [last_rate(tmp_path / f"{name}_{number}") for name in ("run", "whole")]
+        assert rates[0] == pytest.approx(rates[1], rel=1e-6), case
+        assert rates[0] > 1e-4
 
 
 def test_a_ddp_snapshot_with_fused_sgd_goes_on_under_fsdp(tmp_path):

@@ -4,10 +4,13 @@ What the config did not change continues where the snapshot left it, since sched
 """
 
 import logging
+import warnings
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.training.schedulers import WithWarmup
 
 log = logging.getLogger(__name__)
 
@@ -15,19 +18,20 @@ Group = dict[str, Any]
 
 # How a step is computed, not what it computes. These follow the device and the strategy of each run.
 IMPLEMENTATION_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-CYCLED_WITH_LR = frozenset({"momentum", "betas"})  # what OneCycleLR and CyclicLR move besides the lr
+MOVED_BY_SCHEDULE = frozenset({"lr", "momentum", "betas"})  # OneCycleLR and CyclicLR move more than the lr
 
 
-def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Group, same_scheduler: bool) -> Group:
+def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Group, same_schedule: bool) -> Group:
     """The hyperparameters of one parameter group after a resume, without its parameters.
 
     saved: as the snapshot holds them. saved_initial: as that run built them, before its scheduler changed any. built,
     initial: the same of this run. An lr that the config changed keeps the factor which the schedule has reached.
+    same_schedule: the schedule goes on from its own state; else it moves what it moves from this run's values.
     Keys that a scheduler added (initial_lr, max_lr) are this run's: it computed them from its own lr and settings.
     """
     group = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_FLAGS} | built
     for key in built.keys() & saved.keys() & saved_initial.keys() & initial.keys() - IMPLEMENTATION_FLAGS:
-        if key in CYCLED_WITH_LR and not same_scheduler:
+        if key in MOVED_BY_SCHEDULE and not same_schedule:
             continue
         if is_same(saved_initial[key], initial[key]):
             group[key] = _in_form_of(built[key], saved[key])
@@ -54,7 +58,17 @@ def restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], saved
     is progress and is restored. The rest is settings, such as base_lrs and total_steps: these stay this run's.
     """
     scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
+    if isinstance(scheduler, WithWarmup):
+        scheduler.factor = saved["factor"]  # it is in the restored lr, even where it equals the one of a first step
     scheduler._last_lr = [_detached(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def move_scheduler(scheduler: LRScheduler, steps: int) -> None:
+    """Bring a scheduler that has not stepped yet, and its optimizer, to where they are after `steps` steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch misses the steps of the optimizer
+        for _ in range(steps):
+            scheduler.step()
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -22,7 +22,7 @@ from lockstep.snapshots.finite import require_finite_loss, require_good_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.loading import Found, load_on_all_ranks
 from lockstep.snapshots.saver import Saver
-from lockstep.snapshots.state_dict import model_state, plain_copy, restore_state
+from lockstep.snapshots.state_dict import model_state, plain_copy, restore_state, without_parameters
 from lockstep.snapshots.writer import BackgroundWriter
 from lockstep.training.state import TrainState
 
@@ -62,6 +62,7 @@ class SnapshotManager:
         self.writer = BackgroundWriter(MAX_PENDING)
         self.saver = Saver(state, self.folder, self.writer, keep_last, form)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
+        self.fresh_groups = copy.deepcopy([without_parameters(group) for group in state.optimizer.param_groups])
         self.scheduler_as_built = plain_copy(self.fresh_schedule)
         self.before_save: Callable[[], None] = lambda: None
         self.resumed_from: Path | None = None
@@ -99,8 +100,10 @@ class SnapshotManager:
             return None
         saved, path = found
         self.state.scheduler.load_state_dict(copy.deepcopy(self.fresh_schedule))  # a rollback has moved on from it
+        for group, fresh in zip(self.state.optimizer.param_groups, copy.deepcopy(self.fresh_groups), strict=True):
+            group.update(fresh)
         with self.world.disk_access():  # parts are read from their files now
-            restore_state(self.state, saved)
+            restore_state(self.state, saved, self.epoch_samples)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.hyperparameters import log_changes, restore_scheduler, resumed_group
+from lockstep.snapshots.hyperparameters import log_changes, move_scheduler, restore_scheduler, resumed_group
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.stored_tensor import Block, whole
+from lockstep.training.schedulers import Plateau
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -52,19 +53,19 @@ def collect_state(
     }
 
 
-def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
+def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int | None = None) -> None:
     """Bring `state`, which has not trained yet, to what `collect_state` gave. Every rank passes all of it.
 
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
+    epoch_samples: global samples in an epoch; None if the snapshot was made with this run's batch size.
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
     restore_weights(state, saved)
-    _restore_optimizer(state, saved)
-    restore_scheduler(state.scheduler, saved["scheduler"]["built"], saved["scheduler"]["state"])
-    if saved["scaler"]:  # empty after a run without loss scaling
-        state.scaler.load_state_dict(saved["scaler"])
     for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
         setattr(state.progress, name, value)
+    _restore_optimizer_and_schedule(state, saved, epoch_samples)
+    if saved["scaler"]:  # empty after a run without loss scaling
+        state.scaler.load_state_dict(saved["scaler"])
     _restore_measurements(state, saved)
 
 
@@ -125,21 +126,41 @@ def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
     names = _parameter_names(state.strategy.model, state.optimizer)
     indexed = state.optimizer.state_dict()
     named = {names[index]: values for index, values in indexed["state"].items()}
-    groups = [_hyperparameters(group) for group in indexed["param_groups"]]
+    groups = [without_parameters(group) for group in indexed["param_groups"]]
     return {"state": spread(named), "param_groups": groups}
 
 
-def _restore_optimizer(state: TrainState, saved: dict[str, Any]) -> None:
+def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int | None) -> None:
+    """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
+    the run's position instead. Plateau keeps its state, which evaluations have made."""
+    place, schedule = state.progress.step, saved["scheduler"]
+    if epoch_samples is not None:
+        place = state.schedule_place(epoch_samples)
+    goes_on = schedule["class"] == _class_name(state.scheduler)
+    goes_on &= place == state.progress.step or isinstance(state.scheduler, Plateau)
+    _restore_optimizer(state, saved, goes_on)
+    if not goes_on:
+        log.info("the scheduler or the batch size changed: the schedule goes on as after %d of its own steps", place)
+        move_scheduler(state.scheduler, place)
+        return
+    restore_scheduler(state.scheduler, schedule["built"], schedule["state"])
+    if isinstance(state.scheduler, Plateau):
+        state.scheduler.number = place
+
+
+def _restore_optimizer(state: TrainState, saved: dict[str, Any], same_schedule: bool) -> None:
     indexed = state.optimizer.state_dict()
     named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"])
     names = _parameter_names(state.strategy.model, state.optimizer)
-    groups = _resumed_groups(state, saved, indexed["param_groups"])
+    groups = _resumed_groups(state, saved, indexed["param_groups"], same_schedule)
     by_index = {index: named[name] for index, name in names.items() if name in named}
     state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
     log_changes(saved["initial_hyperparameters"], state.initial_hyperparameters)
 
 
-def _resumed_groups(state: TrainState, saved: dict[str, Any], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _resumed_groups(
+    state: TrainState, saved: dict[str, Any], built: list[dict[str, Any]], same_schedule: bool
+) -> list[dict[str, Any]]:
     """This run's parameter groups, `built`, with the hyperparameters to go on with."""
     saved_groups, saved_initial = saved["optimizer"]["param_groups"], saved["initial_hyperparameters"]
     if len(saved_groups) != len(built):
@@ -147,12 +168,11 @@ def _resumed_groups(state: TrainState, saved: dict[str, Any], built: list[dict[s
             f"the optimizer has {len(built)} parameter groups and the snapshot's had {len(saved_groups)}; "
             f"type the optimizer=... that it was made with"
         )
-    same_scheduler = saved["scheduler"]["class"] == _class_name(state.scheduler)
     resumed = []
     for number, group in enumerate(built):
         initial = state.initial_hyperparameters[number]
         values = resumed_group(
-            saved_groups[number], saved_initial[number], _hyperparameters(group), initial, same_scheduler
+            saved_groups[number], saved_initial[number], without_parameters(group), initial, same_schedule
         )
         resumed.append(group | values)
     return resumed
@@ -169,7 +189,8 @@ def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
         state.progress.best, state.progress.best_step, state.progress.evals_since_best = None, None, 0
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
     return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
 
 

@@ -138,6 +138,18 @@ class TrainState:
     def _evaluates_each_time(self) -> bool:
         return self.progress.epoch % self.settings.eval_every == 0
 
+    def schedule_place(self, epoch_samples: int) -> int:
+        """The steps that the schedule has behind it: those of this batch size up to the run's place in its epochs.
+
+        Where trainer.max_steps is the end, a schedule is one of steps, and its place is the run's step.
+        """
+        settings, progress = self.settings, self.progress
+        per_epoch = settings.steps_per_epoch(epoch_samples)
+        if settings.max_steps is not None and settings.max_steps < settings.epochs * per_epoch:
+            return progress.step
+        done = progress.epoch * per_epoch + math.ceil(progress.samples / settings.batch_size)
+        return min(done, settings.epochs * per_epoch)
+
     def ema_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model holds the averaged weights, if the run keeps an average."""
         return nullcontext() if self.ema is None else self.ema.applied()
