@@ -132,7 +132,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | 
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
-    return fresh_state(settings, task, strategy, optimizer, with_facts, trainer.ema, cfg.watch.nan)
+    state = fresh_state(settings, task, strategy, optimizer, with_facts, trainer.ema, cfg.watch.nan)
+    state.objective = cfg.objective, task.mode(cfg.objective)
+    return state
 
 
 def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:

@@ -139,6 +139,25 @@ def test_another_schedule_or_batch_size_goes_on_at_the_runs_place(tmp_path):
         assert rates[0] > 1e-4
 
 
+def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path):
+    judged = ["scheduler=plateau", "scheduler.patience=0", "objective=test/loss"]
+    ema, metric = tmp_path / "ema", tmp_path / "metric"
+    configs = [
+        runs(metric, *judged, "trainer.epochs=1", "optimizer.lr=1e-4"),
+        runs(metric, *judged[:2], "trainer.epochs=2", "optimizer.lr=1e-4"),
+        runs(ema, "trainer.epochs=1", "trainer.ema=0.98", "optimizer.lr=1e-9"),
+        runs(ema, "trainer.epochs=2", "optimizer.lr=1e-9"),
+    ]
+    in_world(1, train_all, configs)
+    saved = newest_snapshot(metric)
+    assert saved["progress"]["best_step"] == 12
+    assert saved["progress"]["best"] == saved["scheduler"]["state"]["schedule"]["best"] <= 1
+    assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-4)
+    assert newest_snapshot(ema)["progress"]["best_step"] == 12
+    assert "the objective changed: the best evaluation before step 6 does not count" in read_log(metric)
+    assert "trainer.ema changed: the best evaluation before step 6 does not count" in read_log(ema)
+
+
 def test_a_ddp_snapshot_with_fused_sgd_goes_on_under_fsdp(tmp_path):
     exact = ["trainer.precision=fp64", "scheduler=constant", "trainer.epochs=2"]
     ddp, fsdp = tmp_path / "ddp", tmp_path / "fsdp"

@@ -155,7 +155,9 @@ class Task:
     metrics: dict[str, Any] = value(
         "min or max for each metric: whether lower or higher is better.", example={"loss": "min"}
     )
-    monitor: str = value("The metric that decides which weights are the best.", example="loss")
+    monitor: str = value(
+        "The metric of the default objective, which decides which weights are the best.", example="loss"
+    )
 
 
 @describes("lockstep.tasks.regression.Regression", "task/regression")

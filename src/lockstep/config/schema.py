@@ -27,7 +27,10 @@ class Run:
     init: str | None = value("File of weights, snapshot or run folder whose weights a run begins with.", example="null")
     new_layers: list[int] = names("With init: parameters that keep their random weights.", example=["fc"])
     freeze: list[int] = names("Parameters that are not trained.", example=["layer1"])
-    objective: str = value("What a run returns to a sweeper: test/<metric of the task>.", example="test/loss")
+    objective: str = value(
+        "Decides which weights are the best, and is what a run returns to a sweeper: test/<metric of the task>.",
+        example="test/loss",
+    )
     run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
 
 

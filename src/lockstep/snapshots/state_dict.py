@@ -49,6 +49,8 @@ def collect_state(
         "scaler": state.scaler.state_dict(),
         "meter": {"names": state.meter.names, "totals": meter_totals},
         "monitor": state.task.monitor,
+        "objective": state.objective and list(state.objective),
+        "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
         "progress": asdict(state.progress),
     }
 
@@ -179,14 +181,25 @@ def _resumed_groups(
 
 
 def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
-    """Go on with the epoch's sums and the best evaluation, unless the task now measures something else."""
+    """Go on with the sums of the epoch and the best evaluation, unless something else is measured now."""
     if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
         state.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", state.progress.step)
-    if saved["monitor"] != state.task.monitor:
-        log.info("task.monitor changed: the best evaluation before step %d does not count", state.progress.step)
-        state.progress.best, state.progress.best_step, state.progress.evals_since_best = None, None, 0
+    state.nan.skipped, state.nan.skipped_in_a_row = saved.get("skipped", (0, 0))
+    if not _has_same_objective(state, saved):
+        log.info("the objective changed: the best evaluation before step %d does not count", state.progress.step)
+        state.forget_best()
+    elif (state.ema is None) != (saved["ema"] is None):
+        log.info("trainer.ema changed: the best evaluation before step %d does not count", state.progress.step)
+        state.forget_best()
+
+
+def _has_same_objective(state: TrainState, saved: dict[str, Any]) -> bool:
+    """Snapshots of earlier versions have the task's monitor alone."""
+    if saved.get("objective") is None or state.objective is None:
+        return bool(saved["monitor"] == state.task.monitor)
+    return tuple(saved["objective"]) == state.objective
 
 
 def without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,8 @@ class Task:
     A mean is a sum over a whole global batch or data set, divided by its `count`: of samples, or of what a task says.
 
     metrics: {name: "min" or "max"}, which says for each metric whether lower or higher is better. "loss" is the first.
-    monitor: the metric that decides which weights are the best ones. Raises ConfigError if it is not in `metrics`.
+    monitor: the metric of the default objective, which decides which weights are the best ones. Raises ConfigError if
+    it is not in `metrics`.
     sums: an attribute, {name: number of values} of what a call returns. By default one value for each metric. A task
     whose metrics are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
     counts: what `count` counts, in the plural.

@@ -169,6 +169,10 @@ class Plateau(WithWarmup):
     def move(self) -> None:
         """Only an evaluation moves it on."""
 
+    def forget_best(self) -> None:
+        """The values from now on cannot be compared with those before."""
+        self.schedule.best, self.schedule.num_bad_epochs = self.schedule.mode_worse, 0
+
     def evaluated(self, value: float) -> None:
         """value: of the objective, the same on every rank."""
         with self.without_warmup():

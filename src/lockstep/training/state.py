@@ -85,6 +85,7 @@ def _note_nothing(advance: Advance | None) -> None:
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
 
+    objective: such as ("test/accuracy", "max"): which evaluation is the best one; None: the task's monitor decides.
     grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
     gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
     compare_weights: called on all ranks before weights are saved. Raises RanksDiffer if the ranks' weights differ.
@@ -101,6 +102,7 @@ class TrainState:
     meter: Meter
     ema: ExponentialMovingAverage | None
     nan: NanPolicy
+    objective: tuple[str, str] | None = None
     progress: Progress = field(default_factory=Progress)
     first_batch_is_checked: bool = False  # whether model and task fit together, in the first step of this process
     grad_norm: tuple[int, Tensor] | None = None
@@ -173,6 +175,12 @@ class TrainState:
             return True
         progress.evals_since_best += 1
         return False
+
+    def forget_best(self) -> None:
+        """Evaluations from now on measure something else than those before."""
+        self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
+        if isinstance(self.scheduler, Plateau):
+            self.scheduler.forget_best()
 
     def average_replicas(self) -> None:
         """Make weights, optimizer state and moving average equal on all ranks, before they are evaluated or saved."""
