@@ -47,13 +47,15 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
     task = get_object(cfg.task._target_)
     are_classes = isinstance(task, type) and issubclass(task, Classification)
-    is_ours = task.__module__.startswith("lockstep.")  # one of the user's may be derived from it for other targets
+    # A task of the user's may be derived from Classification for other targets.
+    is_plain = are_classes and task.__module__.startswith("lockstep.")
     if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        labels = Labels(name, data.classes, not are_classes, are_classes and is_ours)
+        labels = Labels(name, data.classes, not are_classes, is_plain, not is_plain)
         labels.check(range(len(dataset)), dataset.targets)
         return dataset
+    classes = data.classes if are_classes else None
     counts_samples = isinstance(task, type) and getattr(task, "count", None) is Task.count
-    labels = Labels(name, data.classes if are_classes else None, False, are_classes and is_ours, counts_samples)
+    labels = Labels(name, classes, False, is_plain, may_be_ignored=not is_plain, one_each=counts_samples)
     found = Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
     if found.skips:
         found.one()  # that none can be read shall not be found by the first evaluation

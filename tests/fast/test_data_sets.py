@@ -94,6 +94,9 @@ def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> No
     with pytest.raises(ConfigError, match="sample 1 of the test data has the target 255, .*; type dataset.classes=256"):
         Labels("test data", 255).check(range(2), torch.tensor([0, 255], dtype=torch.uint8))
 
+    with pytest.raises(ConfigError, match="sample 7 of the test data has the target -100, and a classi"):
+        Labels("test data", None, may_be_ignored=False).check([6, 7], torch.tensor([0, -100]))
+
 
 @pytest.mark.parametrize("wrong", [[-0.5, 1.5, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 1.0, 0.0]])
 def test_numbers_that_are_no_probabilities_are_refused_with_their_sample(wrong: list[float]) -> None:

@@ -18,14 +18,16 @@ class Labels:
     """What is allowed. name: of the data set, for messages.
 
     classes: class numbers are below it; None: any are. is_signed: whether negative numbers may mean something to the
-    task. are_probabilities: whether targets of several values a sample must be probabilities. one_each: whether the
-    task counts samples, so that there must not be fewer targets.
+    task. are_probabilities: whether targets of several values a sample must be probabilities. may_be_ignored: whether
+    -100 is allowed; a task that counts samples would count it as a wrong answer. one_each: whether the task counts
+    samples, so that there must not be fewer targets.
     """
 
     name: str
     classes: int | None
     is_signed: bool = False
     are_probabilities: bool = False
+    may_be_ignored: bool = True
     one_each: bool = False
 
     def check(self, numbers: Sequence[int], targets: Any) -> None:
@@ -42,6 +44,12 @@ class Labels:
             self._check_probabilities(numbers, targets)
 
     def _check_numbers(self, numbers: Sequence[int], targets: Tensor) -> None:
+        if not self.may_be_ignored:
+            for row in (targets == IGNORED).nonzero().flatten().tolist()[:1]:
+                raise ConfigError(
+                    f"sample {numbers[row]} of the {self.name} has the target {IGNORED}, and a classification counts "
+                    f"every sample; leave that sample out, or type task._target_=<module>.<a task whose count does>"
+                )
         if self.classes is None:
             return
         targets = targets.long()  # the number of classes may be more than a small type holds

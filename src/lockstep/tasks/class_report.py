@@ -52,6 +52,8 @@ class ClassReport(Report):
         positions = torch.arange(self.seen, self.seen + len(targets), device=targets.device)
         numbers = self.share.rank + self.share.size * positions
         score = torch.where(prediction == targets, 1 - confidence, 1 + confidence)
+        is_class = targets >= 0  # others, such as -100, become empty rows: to drop them would wait for a GPU
+        score, confidence = score * is_class, confidence * is_class
         rows = torch.stack([column.double() for column in (score, numbers, prediction, targets, confidence)], dim=1)
         if self.worst is not None:
             rows = torch.cat([self.worst, rows])
@@ -110,4 +112,4 @@ def _confusion(predictions: Tensor, targets: Tensor, classes: int) -> Tensor:
 
 
 def _name(classes: Sequence[str], number: int) -> str:
-    return classes[number] if number < len(classes) else str(number)
+    return classes[number] if 0 <= number < len(classes) else str(number)
