@@ -127,3 +127,26 @@ def test_words_that_contradict_each_other_are_refused(typed: str, said: str, adv
     assert said.replace("=nowhere", f"={tmp_path}") in sentence
     assert advice.replace("=nowhere", f"={tmp_path}") in sentence.rpartition("type ")[2]
     assert_advice_helps(words, sentence)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("~task.metrics.loss", "task.metrics has no loss, which every run reports; type ++task.metrics.loss=min"),
+        (
+            "task=language_modelling +task.metrics.accuracy=max",
+            "is not measured by this task, which has loss and perplexity; type ~task.metrics.accuracy",
+        ),
+        (
+            "task.loss={_target_:torch.nn.CrossEntropyLoss} task.label_smoothing=0.3",
+            "type task.label_smoothing=0 +task.loss.label_smoothing=0.3",
+        ),
+        (
+            "+task.measures.mine={_target_:torch.nn.CrossEntropyLoss}",
+            "is not in task.metrics, which says whether more is better; type +task.metrics.mine=max or",
+        ),
+        ("task=classification_f1 task.classes=5", "is less than dataset.classes=10; type task.classes=10"),
+    ],
+)
+def test_keys_of_a_task_that_do_not_go_together_are_refused(typed: str, said: str) -> None:
+    assert said in str(answer(*typed.split()))

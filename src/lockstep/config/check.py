@@ -14,6 +14,9 @@ from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import NOT_ON_CONFIG, removed_key, unknown_key, value_for_section, without_package
+
+
+from lockstep.config.task_checks import check_task
 from lockstep.errors import ConfigError
 
 Node = dict[str, Any]
@@ -37,7 +40,7 @@ def check_config(cfg: DictConfig | Node) -> None:
     check_model(config["model"], config["dataset"])
     _check_called(config)
     _check_loggers(config)
-    _check_metrics(config)
+    check_task(config)
     check_optimizer(config["optimizer"])
     check_scheduler(config["scheduler"])
 
@@ -217,13 +220,3 @@ def _check_loggers(config: Node) -> None:
             raise ConfigError(
                 f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
             )
-
-
-def _check_metrics(config: Node) -> None:
-    task = config.get("task") or {}
-    if task.get("_target_") not in TARGETS:
-        return
-    for name, mode in task.get("metrics", {}).items():
-        if mode not in ("min", "max"):
-            key = f"task.metrics.{name}"
-            raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")

@@ -45,4 +45,5 @@ class LanguageModelling(Task):
 
     def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
         loss = totals["loss"].item() / max(count, 1)
-        return {"loss": loss, "perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
+        found = {"loss": loss, "perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
+        return {name: value for name, value in found.items() if name in self.metrics}
