@@ -150,3 +150,12 @@ def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypat
     logger.close()
     assert scalars(folder) == {"train/lr": [(2, pytest.approx(0.2))]}
     assert not (folder / "tensorboard.tmp").exists()
+
+
+def test_a_table_with_bytes_that_are_no_text_loses_only_their_rows(tmp_path):
+    log_run(tmp_path, [1])
+    whole = rows(tmp_path)
+    with (tmp_path / "metrics.csv").open("ab") as file:
+        file.write(b"2,\xff\xfe\x00,x\n" + bytes(100) + b"\n" + b"2,test/long," + b"9" * 200_000 + b"\n")
+    log_run(tmp_path, [], start_step=2)
+    assert rows(tmp_path)[: len(whole)] == whole

@@ -134,3 +134,20 @@ def test_tensorboard_takes_text_and_images(tmp_path):
     (text,) = reader.Tensors("config/text_summary")
     assert text.tensor_proto.string_val[0].decode() == "```yaml\nseed: 0\n```"
     assert [(image.step, image.width) for image in reader.Images("digit")] == [(3, 8)]
+
+
+def test_a_file_whose_last_record_is_zeros_is_read_up_to_there(tmp_path):
+    log_run(tmp_path, {})
+    path = max(tmp_path.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_size)
+    whole = list(read_events(path))
+    with path.open("ab") as file:
+        file.write((40).to_bytes(8, "little") + bytes(4 + 40 + 4))
+    assert list(read_events(path)) == whole
+
+
+def test_a_sparse_gradient_has_a_histogram(tmp_path):
+    logger = TensorBoardLogger(tmp_path, images=0, histograms=True, graph=False)
+    logger.log_histogram("gradients/embedding", torch.eye(3).to_sparse(), 1)
+    logger.close()
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    assert [value.tag for event in read_events(path) for value in event.summary.value] == ["gradients/embedding"]

@@ -1,11 +1,14 @@
 """`trainer.digest`, and the first step at which two runs part."""
 
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from lockstep.loggers.step_digests import in_memory_order
+from lockstep.loggers.step_digests import StepDigests, in_memory_order
 from lockstep.runs.compare import explain
 from lockstep.runs.digests import read_digests
 from lockstep.runs.record import read_run
@@ -113,3 +116,30 @@ def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
     width = 8 * (len(table.names) + 1)
     content = (tmp_path / "digests.bin").read_bytes()
     assert len(content) - content.index(b"\n") - 1 == 30 * width
+
+
+def test_a_sparse_gradient_has_the_digest_of_its_values() -> None:
+    assert digest(torch.eye(3).to_sparse()) == digest(torch.eye(3))
+
+
+def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path) -> None:
+    strategy = SimpleNamespace(model=torch.nn.Linear(2, 1), world=SimpleNamespace(device=torch.device("cpu")))
+    digests = StepDigests(SimpleNamespace(strategy=strategy), every=1)
+    digests.path, row = tmp_path / "digests.bin", torch.arange(len(digests.names))
+    digests.path.write_bytes(digests.header)
+    digests.rows = [(1, row)]
+    digests.flush()
+    size = digests.path.stat().st_size
+    digests.rows = [(2, row)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            digests.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert digests.path.stat().st_size == size
+    digests.flush()
+    found = read_digests(tmp_path)
+    assert found is not None
+    assert list(found.rows) == [1, 2]

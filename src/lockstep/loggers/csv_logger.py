@@ -60,11 +60,11 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file. Without the last line if a kill cut it off, and without lines that are not rows."""
     if not path.exists():
         return []
-    complete_lines, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    complete_lines, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     rows: list[Row] = []
-    for fields in csv.reader(io.StringIO(complete_lines)):
-        with suppress(ValueError):
-            step, tag, value = fields
+    for line in complete_lines.split("\n"):
+        with suppress(ValueError, csv.Error):
+            step, tag, value = next(csv.reader([line]), [])
             rows.append((int(step), tag, float(value)))
     return rows
 

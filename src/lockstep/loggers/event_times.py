@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.event_pb2 import Event
 
 LENGTH = struct.Struct("<Q")
@@ -23,7 +24,7 @@ def last_wall_time(run_dir: Path, last_step: int) -> float | None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a file, except large ones, up to where a kill cut it off.
+    """The events of a file, except large ones, up to where a kill cut it off, or a crash of the machine left zeros.
 
     TensorBoard's own reader compares checksums in Python, which takes a second for each megabyte.
     """
@@ -37,5 +38,9 @@ def read_events(path: Path) -> Iterator[Event]:
             content = file.read(size)
             if len(content) < size:
                 return
-            yield Event.FromString(content)
+            try:
+                event = Event.FromString(content)
+            except DecodeError:
+                return
+            yield event
             file.seek(CHECKSUM_BYTES, 1)

@@ -1,6 +1,7 @@
 """`trainer.digest`: every few steps a digest of the loss, of each gradient and of each weight, in digests.bin."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,8 +71,13 @@ class StepDigests(Logger):
             self._drop_after(self.rows[0][0] - 1)
         table = torch.stack([row for _, row in self.rows]).cpu()
         steps = torch.tensor([[step] for step, _ in self.rows])
-        with open(self.path, "ab") as file:
-            file.write(torch.cat([steps, table], dim=1).numpy().tobytes())
+        content, size = torch.cat([steps, table], dim=1).numpy().tobytes(), self.path.stat().st_size
+        try:
+            with open(self.path, "ab") as file:
+                file.write(content)
+        except OSError:  # a part of a row would shift all rows that are written later
+            os.truncate(self.path, size)
+            raise
         self.last_step, self.rows = self.rows[-1][0], []
 
     def close(self) -> None:

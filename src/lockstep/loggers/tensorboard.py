@@ -85,7 +85,8 @@ class TensorBoardLogger(Logger):
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if self.histograms:
-            finite = values[values.isfinite()].float()
+            dense = values.to_dense() if values.is_sparse else values
+            finite = dense[dense.isfinite()].float()
             self._write(lambda writer: writer.add_histogram(tag, finite, step, walltime=self._now()))
 
     def log_graph(self, model: nn.Module, inputs: Tensor) -> None:

@@ -154,7 +154,7 @@ def digest(tensor: Tensor) -> Tensor:
     It is the sum of all values, read as 64-bit words, times odd weights that depend on the position, modulo 2**64. A
     change of one bit changes a word by a power of two, and an odd multiple of that is never 0 modulo 2**64.
     """
-    words = _words(tensor.detach())
+    words = _words(tensor.detach().to_dense() if tensor.is_sparse else tensor.detach())
     length = words.numel()
     if length <= PIECE:
         return _product(words, odd_weights(words.device, length))
