@@ -88,6 +88,7 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
     if has_lazy_layers(model):
         inputs = BatchLoader(data, converter).raw_inputs(1)
         give_shapes(model, converter(converter.to_device(inputs), ())[0])
+        model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):
         inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted)
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])

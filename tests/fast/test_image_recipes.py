@@ -146,3 +146,12 @@ def test_the_preset_for_cifar10_has_the_learning_rates_of_airbench_for_a_mean() 
     model = instantiate(cfg.model)
     assert isinstance(model, Airbench)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+
+
+def test_muon_leaves_a_weight_of_zeros_as_finite_as_it_is() -> None:
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.weight)
+    layer(torch.ones(2, 4)).sum().backward()
+    MuonWithSGD(layer.parameters(), 0.1, 0.6, 3, 0.02, 0.8, 0.1).step()
+    assert layer.weight.isfinite().all()
+    assert layer.weight.norm() > 0

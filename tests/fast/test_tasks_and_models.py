@@ -1,21 +1,28 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import ConfigError
 from lockstep.models.convnet import convnet
+from lockstep.models.lazy_layers import give_shapes
 from lockstep.models.linear import linear
 from lockstep.models.mlp import mlp
 from lockstep.models.torchvision_model import torchvision_model
 from lockstep.models.toy_parallel import toy_parallel
 from lockstep.strategies.layer_groups import layer_groups
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Share, Task
+from lockstep.tasks.class_report import ClassReport
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.own_parts import Function
 from lockstep.tasks.regression import Regression
+from lockstep.training.first_batch import require_sums
+from lockstep.training.setup import prepare_model
 from support.configs import composed
 
 CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {})
@@ -148,3 +155,55 @@ def test_a_loss_of_the_user_s_that_is_a_mean_is_refused() -> None:
     task = Regression({"loss": "min"}, "loss", lambda outputs, targets: (outputs - targets).abs().mean(), {})
     with pytest.raises(ConfigError, match=r"task.loss gives the shape \[\] for 8 samples.* return \[8\], or type"):
         task(torch.randn(8, 3), torch.randn(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"a": torch.ones(2)}, "task.loss gives a dict, and a tensor with a value for each sample is wanted"),
+        (1.0, "task.loss gives a float, and a tensor"),
+        (torch.tensor(1.0), "task.loss gives the shape \\[\\] for 2 samples"),
+    ],
+)
+def test_an_own_loss_that_gives_no_value_for_each_sample_is_refused(given: Any, said: str) -> None:
+    task = Regression({"loss": "min"}, "loss", lambda outputs, targets: given, {})
+    with pytest.raises(ConfigError, match=said):
+        task(torch.zeros(2, 4), torch.zeros(2, 4))
+
+
+def test_an_own_measure_may_give_yes_or_no() -> None:
+    measures = {"near": lambda outputs, targets: (outputs - targets).abs() < 0.1}
+    task = Regression({"loss": "min", "near": "max"}, "loss", None, measures)
+    sums = task(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.zeros(2, 2))[1]
+    assert sums["near"].item() == 1.5
+
+
+class Means(Task):
+    """A user's task, on a model with a loss of its own, that forgets to sum."""
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = F.cross_entropy(outputs["logits"], targets) + outputs["own"]
+        return loss, {"loss": loss}
+
+
+def test_a_mean_is_found_with_two_samples_beside_an_output_of_no_dimension() -> None:
+    task, outputs = Means({"loss": "min"}, "loss"), {"logits": torch.eye(4), "own": torch.tensor(0.5)}
+    one = {"logits": outputs["logits"][:1], "own": outputs["own"]}
+    assert not require_sums(task, one, torch.arange(1))
+    with pytest.raises(ConfigError, match="Means returns a mean as its loss"):
+        require_sums(task, outputs, torch.arange(4))
+
+
+def test_a_report_leaves_out_targets_that_are_no_class() -> None:
+    with init_distributed("gloo", 60) as world:
+        report = ClassReport(Share(0, 1, 3), images=3)
+        report.add(torch.eye(3), torch.tensor([-100, 1, 0]))
+        report.reduce(world)
+    assert [(shown.number, shown.truth) for shown in report.shown] == [(2, 0), (1, 1)]
+
+
+def test_layers_that_get_their_shapes_later_get_their_layout_then() -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"), None, 60)  # type: ignore[arg-type]
+    model = prepare_model(nn.Sequential(nn.LazyConv2d(2, 3)), world, "fp32", torch.channels_last, False)
+    give_shapes(model, torch.zeros(1, 1, 4, 4))
+    assert model[0].weight.shape == (2, 1, 3, 3)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -47,10 +48,18 @@ def _unreduced(function: Function) -> Function:
     return partial(function, reduction="none") if has_reduction else function  # type: ignore[call-arg]
 
 
-def _sum(key: str, values: Tensor, count: int) -> Tensor:
+def _sum(key: str, values: Any, count: int) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise ConfigError(
+            f"{key} gives a {type(values).__name__}, and a tensor with a value for each sample is wanted; "
+            f"return the shape {[count]} there"
+        )
+    if not values.is_floating_point():
+        values = values.double()
     if values.dim() == 0 or len(values) != count:
         raise ConfigError(
             f"{key} gives the shape {list(values.shape)} for {count} samples, and a value for each sample is wanted, "
             f"since the ranks add them up; return {[count]}, or type +{key}.reduction=none"
         )
-    return values.flatten(1).mean(1).sum() if values.dim() > 1 else values.sum()
+    summed: Tensor = values.flatten(1).mean(1).sum() if values.dim() > 1 else values.sum()
+    return summed

@@ -6,7 +6,6 @@ With means the numbers would change with the number of ranks.
 import inspect
 import logging
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,15 +49,15 @@ def require_one_tensor(task: Task, outputs: Any) -> None:
     )
 
 
-def require_sums(task: Task, outputs: Any, targets: Any) -> None:
-    """Compare what `task` gives for these samples with what it gives for their halves.
+def require_sums(task: Task, outputs: Any, targets: Any) -> bool:
+    """Compare what `task` gives for these samples with what it gives for their halves. False: one sample has none.
 
     Raises ConfigError for a mean, and for what is not (loss, {name: sum}). Logs a warning for what is no sum either,
     such as a loss that compares the samples of a batch with each other. The tasks of this project have tests for it: no
     step of theirs waits for a GPU.
     """
     if _is_ours(task):
-        return
+        return True
     count = count_samples(targets)
     half = count // 2
     with torch.no_grad():
@@ -67,7 +66,7 @@ def require_sums(task: Task, outputs: Any, targets: Any) -> None:
             for part in (slice(None), slice(half), slice(half, None))
         )
     if half == 0:
-        return
+        return False
     for name, value in whole.items():
         if _is_close(value, first[name] + second[name]):
             continue
@@ -82,6 +81,7 @@ def require_sums(task: Task, outputs: Any, targets: Any) -> None:
             name,
             _class_name(task),
         )
+    return True
 
 
 def _is_ours(task: Task) -> bool:
@@ -114,7 +114,8 @@ def _require_form(task: Task, found: Any) -> None:
 
 
 def _rows(values: Any, part: slice) -> Any:
-    return map_tensors(itemgetter(part), values)
+    """A 0-d tensor, such as a loss that the model adds, belongs to the whole batch."""
+    return map_tensors(lambda tensor: tensor[part] if tensor.dim() else tensor, values)
 
 
 def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:

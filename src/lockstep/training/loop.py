@@ -13,6 +13,7 @@ from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.monitor import rank as monitor
 from lockstep.strategies.base import Advance
 from lockstep.tasks.base import Report
+from lockstep.training.first_batch import require_sums
 from lockstep.training.meter import Meter
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
@@ -92,6 +93,8 @@ def evaluate(
     context = autocast(state.strategy.world.device, state.settings.precision)
 
     def count(outputs: Tensor, targets: Tensor) -> None:
+        if not state.first_batch_is_checked:  # training had no batch of two samples
+            state.first_batch_is_checked = require_sums(state.task, outputs, targets)
         meter.add(state.task(outputs, targets)[1], state.task.count(targets))
         if report is not None:
             report.add(outputs, targets)

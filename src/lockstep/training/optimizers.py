@@ -126,7 +126,9 @@ def _is_filter(parameter: Tensor) -> bool:
 
 
 def _normalise(weight: Tensor) -> None:
-    weight.mul_(len(weight) ** 0.5 / weight.norm())
+    """A weight of zeros, as of a last layer that begins with them, stays as it is."""
+    norm = weight.norm()
+    weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.strategies.base import JobSpec
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +57,7 @@ def prepare_model(
     compile: True, or a mode of torch.compile: "reduce-overhead" records CUDA graphs, "max-autotune" tries kernels.
     """
     model = model.to(world.device, model_dtype(precision))
-    if memory_format == torch.channels_last:
+    if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
         model = model.to(memory_format=torch.channels_last)
     if compile:
         model.compile(mode=None if compile is True else compile)

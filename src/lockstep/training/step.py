@@ -23,6 +23,8 @@ class TrainStepRunner:
         self.autocast = autocast(state.strategy.world.device, state.settings.precision)
         self.scales_loss = state.scaler.is_enabled()
         state.nan.read = partial(loader.read, epoch=state.progress.epoch)
+        if state.gradients is not None and self.steps_left > 0:
+            state.gradients = {}  # those of the epoch before are not shown if the last update of this one is left out
 
     @property
     def batch_size(self) -> int:
@@ -95,9 +97,8 @@ class TrainStepRunner:
     def _weighted_loss(self, step: int, weight: float | Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss as it is minimised: summed, times `weight`, scaled for fp16. Its sums go to the meter."""
         if not self.state.first_batch_is_checked:
-            self.state.first_batch_is_checked = True
             require_one_tensor(self.state.task, outputs)
-            require_sums(self.state.task, outputs, targets)
+            self.state.first_batch_is_checked = require_sums(self.state.task, outputs, targets)
         loss, sums = self.state.task(outputs, targets)
         if self.state.strategy.counts_samples:
             self.state.meter.add(sums, self.state.task.count(targets), step)
