@@ -44,6 +44,11 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*TENSOR, "strategy.plan=[{1:column}]"], r"type strategy.plan=\[{1:colwise}\]"),
         ([*TENSOR, "strategy.plan=[{1:colwise},{3:rowwise}]", "launch=spawn"], "3 is a Dropout.*type strategy.plan="),
         ([*TENSOR, "strategy.plan=[{1:colwise}]", *THREE], "128 outputs of 1 into 3 .*launch.nproc_per_node=2"),
+        ([*TENSOR, "strategy.plan=[{7:colwise}]", "launch=spawn"], r"no rowwise .* or strategy.plan=\[{7:gathered}\]"),
+        (
+            [*TENSOR, "strategy.plan=[{7:rowwise}]", "launch=spawn"],
+            "no colwise layer makes them; type strategy.plan=",
+        ),
         (["strategy=tensor_parallel", "model=mlp", "launch=spawn"], "type model=gpt, or strategy.plan="),
         ([*TENSOR, "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
         ([*TENSOR, "sync_bn=on"], "type sync_bn=off"),

@@ -38,12 +38,16 @@ class TensorPlan:
         return {name: _parallel_style(style, model.get_submodule(name)) for name, style in self._named(model).items()}
 
     def validate(self, model: nn.Module, size: int) -> None:
-        """Raise ConfigError if a pattern names no layer, or one that cannot be cut into `size` parts."""
-        for name, style in self._named(model).items():
+        """Raise ConfigError if a pattern names no layer, or one that cannot be cut into `size` parts, or if cut outputs
+        are nowhere put together."""
+        named = self._named(model)
+        for name, style in named.items():
             if not isinstance(style, ParallelStyle):
                 _require_whole_parts(name, model, style, size)
                 _require_whole_heads(name, model, size)
                 _require_own_weight(name, model)
+        if size > 1:
+            _require_both_halves(model, named)
 
     def _named(self, model: nn.Module) -> dict[str, str | ParallelStyle]:
         modules = [name for name, _ in model.named_modules()]
@@ -111,3 +115,22 @@ def _require_own_weight(name: str, model: nn.Module) -> None:
                 f"strategy.plan cuts {name}.weight, which is also {other}; type model.tied=false if model=gpt, or "
                 f"strategy.plan=[...] without it"
             )
+
+
+def _require_both_halves(model: nn.Module, named: Mapping[str, str | ParallelStyle]) -> None:
+    """Raise ConfigError for colwise layers without any rowwise one, whose ranks would compute with parts as if they
+    were the whole, and for the reverse. Styles of torch may do the other half."""
+    if any(isinstance(style, ParallelStyle) for style in named.values()):
+        return
+    colwise = [name for name, style in named.items() if style == "colwise"]
+    rowwise = [name for name, style in named.items() if style == "rowwise"]
+    if colwise and not rowwise:
+        raise ConfigError(
+            f"strategy.plan cuts the outputs of {colwise[0]}, and no rowwise layer adds them up again; "
+            f"type {EXAMPLE}, or strategy.plan=[{{{colwise[0]}:gathered}}]"
+        )
+    linear = [name for name in rowwise if isinstance(model.get_submodule(name), nn.Linear)]
+    if linear and not colwise:
+        raise ConfigError(
+            f"strategy.plan wants the inputs of {linear[0]} in parts, and no colwise layer makes them; type {EXAMPLE}"
+        )
