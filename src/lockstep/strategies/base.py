@@ -217,8 +217,7 @@ class Strategy:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
 
-        These are all ranks, or those `ranks_per_model` apart. Without `rounds_alike` there is none. Of the buffers only
-        the statistics of synchronised batch norm belong here.
+        These are all ranks, or those `ranks_per_model` apart; none without `rounds_alike`. Buffers: of synced norms.
         """
         has_replicas = 1 < self.ranks_per_model < self.world.size
         if not (self.rounds_alike and (self.ranks_agree or has_replicas)):
