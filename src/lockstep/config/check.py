@@ -14,8 +14,6 @@ from lockstep.config.options import TARGETS
 from lockstep.config.renamed import RENAMED, renamed_key, renamed_option
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Augment, Dataset, Run
 from lockstep.config.suggest import NOT_ON_CONFIG, removed_key, unknown_key, value_for_section, without_package
-
-
 from lockstep.config.task_checks import check_task
 from lockstep.errors import ConfigError
 
