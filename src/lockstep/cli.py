@@ -25,7 +25,7 @@ from lockstep.config.schema import register_schema
 from lockstep.config.switches import with_switches
 from lockstep.config.targets import check_targets
 from lockstep.config.token_models import check_tokens
-from lockstep.config.typed_keys import check_folders, check_typed_keys
+from lockstep.config.typed_keys import check_typed_keys, with_whole_folders
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.distributed.temporary_folder import remove_temporary_folder
@@ -97,10 +97,9 @@ def check_input(cfg: DictConfig) -> DictConfig:
 
 def check_values(cfg: DictConfig) -> Node:
     """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
-    values = resolve(cfg)
+    values = resolve(with_whole_folders(cfg, HydraConfig.get()))
     check_tokens(values)  # before the shapes, which would tell less
     check_config(values)
-    check_folders(values, HydraConfig.get())
     check_typed_keys(cfg, values, HydraConfig.get())
     values = with_floats(values)
     check_targets(values, HydraConfig.get())

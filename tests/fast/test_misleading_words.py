@@ -69,6 +69,10 @@ ANSWERS = [
     ("trainer.lr=3", "trainer.lr is no key of this config; type optimizer.lr=3"),
     ("launch.nproc_per_node=2", f"{OPTIONS_OF_NPROC}; type launch=torchrun launch.nproc_per_node=2"),
     ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and wants a whole number of 1 or more, auto, gpu or cpu; type"),
+    (
+        "logger=[console] logger.tensorboard.graph=true",
+        "which this run does not have; type logger=[console,tensorboard] logger.tensorboard.graph=true",
+    ),
     ("model.name=resnet50", "model.name is a key of model=resnet18; type model=resnet18 model.name=resnet50"),
     ("launch=fork launch.ranks=2", "launch.ranks is no key of this config; type launch.nproc_per_node=2"),
     ("launch=fork launch.procs=2", "launch.procs is no key of this config; type launch.nproc_per_node=2"),

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.config.typed_keys import check_folders, check_typed_keys, notice_of_unread_keys
+from lockstep.config.typed_keys import check_typed_keys, notice_of_unread_keys, with_whole_folders
 from lockstep.errors import ConfigError, path_word
 from support.configs import composed
 from support.refusals import answer
@@ -68,10 +68,9 @@ def test_keys_of_the_users_own_are_accepted_and_named_if_nothing_reads_them() ->
     assert notice_of_unread_keys(cfg, hydra_cfg) == ""
 
 
-def test_a_relative_folder_is_refused_where_hydra_changes_the_folder() -> None:
-    _, values, hydra_cfg = typed_config("data_dir=data", "run_dir=/runs", chdir=True)
-    with pytest.raises(ConfigError, match="type data_dir=/here/data, or hydra.job.chdir=false"):
-        check_folders(values, hydra_cfg)
-    _, values, hydra_cfg = typed_config("data_dir=/data", "run_dir=/runs", chdir=True)
-    check_folders(values, hydra_cfg)
-    check_folders(*typed_config("data_dir=data")[1:])
+def test_a_relative_folder_is_that_of_the_command_where_hydra_changes_the_folder() -> None:
+    cfg, _, hydra_cfg = typed_config("data_dir=data", "run_dir=/runs", chdir=True)
+    whole = with_whole_folders(cfg, hydra_cfg)
+    assert (whole.data_dir, whole.run_dir, whole.resume) == ("/here/data", "/runs", None)
+    cfg, _, hydra_cfg = typed_config("data_dir=data")
+    assert with_whole_folders(cfg, hydra_cfg).data_dir == "data"

@@ -118,6 +118,10 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
         return f"{key} is no key of this config; type {launcher}launch.nproc_per_node={typed}"
     if group in OWN_CLASSES and chosen.get(group) not in (None, *GROUPS[group]):
         return f"{key} is no key of this config; type +{key}={value or '<value>'} if your class takes it"
+    logger, _, option = name.partition(".")
+    if group == "logger" and logger in GROUPS["logger"] and option in rules(GROUPS["logger"][logger]):
+        typed = f"logger=[console,{logger}] {key}={'<value>' if value is None else value}"
+        return f"{key} is a key of logger={logger}, which this run does not have; type {typed}"
     other_options = _key_of_other_options(key, value, chosen)
     if other_options is not None:
         return other_options

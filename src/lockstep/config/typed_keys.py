@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
@@ -12,9 +12,10 @@ from lockstep.config.fields import enumerate_words, rules
 from lockstep.config.options import GROUPS
 from lockstep.config.schema import SECTIONS, Run
 from lockstep.config.suggest import ALIASES, closest, unknown_key
-from lockstep.errors import ConfigError, path_word
+from lockstep.errors import ConfigError
 
 GROUPS_AND_SECTIONS = {*GROUPS, *SECTIONS}
+FOLDERS = ("data_dir", "resume", "init", "run_dir")
 READ = {*GROUPS_AND_SECTIONS, *rules(Run), "local", "experiment"}
 
 
@@ -54,14 +55,10 @@ def _unread(cfg: DictConfig, hydra_cfg: HydraConf) -> dict[str, str]:
     return {key: value for key, value in own.items() if key.partition(".")[0] not in read}
 
 
-def check_folders(values: Node, hydra_cfg: HydraConf) -> None:
-    """Raise ConfigError for a relative folder that hydra.job.chdir=true would look for inside the run's folder."""
+def with_whole_folders(cfg: DictConfig, hydra_cfg: HydraConf) -> DictConfig:
+    """`cfg` with folders that mean the same where hydra.job.chdir=true makes the run's folder the current one."""
     if not hydra_cfg.job.chdir:
-        return
-    for key in ("data_dir", "resume", "init", "run_dir"):
-        folder = values[key]
-        if isinstance(folder, str) and not Path(folder).is_absolute():
-            raise ConfigError(
-                f"hydra.job.chdir=true looks for {key}={folder} in the run's folder; "
-                f"type {path_word(key, Path(hydra_cfg.runtime.cwd) / folder)}, or hydra.job.chdir=false"
-            )
+        return cfg
+    typed = {key: OmegaConf.select(cfg, key) for key in FOLDERS}
+    whole = {key: str(Path(hydra_cfg.runtime.cwd, path)) for key, path in typed.items() if isinstance(path, str)}
+    return cast(DictConfig, OmegaConf.merge(cfg, whole))
