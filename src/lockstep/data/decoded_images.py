@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import math
 import os
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from lockstep.data.in_memory import InMemoryDataset
 from lockstep.errors import ConfigError
 
 FORMAT = 2  # one more when the same files give other pixels
+MAY_READ = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 DEVICE_SHARE = 4  # up to 1/4 of the free memory of a GPU is taken; more pixels stay with the host
 
 
@@ -83,7 +85,7 @@ def pixel_file(files: ImageFiles, size: int, cache_dir: str) -> Path:
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
     state = hashlib.sha256(f"{FORMAT} {version('pillow')} {version('torchvision')}".encode())
     for path, _ in files.files:
-        state.update(os.fsencode(f"{str(path)[len(str(files.folder)) :]}\0{_size_and_time(path)}\n"))
+        state.update(os.fsencode(f"{str(path)[len(str(files.folder)) :]}\0{_state(path)}\n"))
     return Path(cache_dir) / f"{folder.name[:40]}-{place}-{size}-{state.hexdigest()[:16]}.pixels"
 
 
@@ -104,14 +106,10 @@ def _shape(files: ImageFiles, size: int) -> tuple[int, int, int, int]:
     return len(files), 3, size, size
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
-    """(bytes, ns); (0, 0) of a file that is gone or may not be read: decoding names it, and when it can be read the
-    pixels have another name.
-    """
+def _state(path: Path) -> tuple[int, int, int]:
+    """(bytes, ns of the last change, who may read it) of a file; zeros if it is gone: decoding names it."""
     try:
         status = os.stat(path)
     except OSError:
-        return 0, 0
-    if not os.access(path, os.R_OK):
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
+        return 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_mode & MAY_READ
