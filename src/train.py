@@ -204,7 +204,7 @@ def fit(
     snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
     while not state.finished:
         trained = trainer.train()
-        metrics, epochs = {"train": trained.means}, state.settings.epochs
+        metrics, epochs = {"train": trained.means} if trained.means else {}, state.settings.epochs
         if state.evaluation_due:
             tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
             if state.update_best(tested[objective], state.task.mode(cfg.objective)):

@@ -11,7 +11,7 @@ from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nan_policy import are_finite
 from support.configs import composed, with_values
-from support.event_files import scalars
+from support.event_files import read, scalars
 from support.worlds import in_world, same_bits, train
 
 BROKEN = 100  # the number of a sample that is NaN
@@ -20,6 +20,8 @@ SAMPLES = 1437
 DATA = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
 SMALL = ["logger=[tensorboard]", *DATA, f"+dataset.train.broken=[{BROKEN}]"]
 SMALL += ["+dataset.test.broken=[]", "trainer.epochs=2", "dataset.mean=null", "dataset.std=null"]
+NONE_COUNTED = [f"+dataset.train.broken={list(range(SAMPLES))}", "watch.nan=skip", "trainer.batch_size=300"]
+NONE_COUNTED += ["trainer.epochs=1", "logging.every=5"]
 TEST_BROKEN = ["dataset.train.broken=[]", "dataset.test.broken=[7,9]", "trainer.max_steps=1"]
 MARKED = [*SMALL, "model=mlp", "model._target_=support.damage.MarkedMLP", "+dataset.train.value=-1"]
 
@@ -114,6 +116,18 @@ def test_where_reading_would_wait_the_next_log_finds_the_step(tmp_path: Path) ->
         assert sentence.startswith("the gradient is not finite (the loss is) at step 10 on rank 0 with the samples ")
 
 
+def test_gradients_of_an_earlier_epoch_are_not_shown_again(tmp_path: Path) -> None:
+    last = torch.randperm(SAMPLES, generator=generator(0, 1)).tolist()[-1]  # a sample of the second epoch's last batch
+    options = [*SMALL, "model=mlp", "watch.nan=skip", "logger.tensorboard.histograms=true"]
+    cfg = with_values(composed(f"run_dir={tmp_path}", *options), f"dataset.train.broken=[{last}]")
+    assert in_world(1, _train_all, [cfg]) == [[(None, "")]]
+    reader = read(tmp_path)
+    tags = [tag for tag in reader.Tags()["histograms"] if tag.startswith("gradients/")]
+    assert [event.step for event in reader.Histograms(tags[0])] == [23]
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("no histograms of gradients: this process has none of step 46") == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int) -> None:
     step, rank = step_of_sample(BROKEN, 0, ranks)
@@ -124,9 +138,11 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
     configs = [
         composed(f"run_dir={tmp_path / 'skip'}", *options),
         composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
+        composed(f"run_dir={tmp_path / 'skip'}", *options, f"trainer.max_steps={step + 4}"),
+        composed(f"run_dir={tmp_path / 'none'}", *many, "+dataset.test.broken=[]", *NONE_COUNTED),
     ]
-    for skip, everything in in_world(ranks, _train_all, configs):
-        assert skip == (None, "")
+    for skip, everything, goes_on, none in in_world(ranks, _train_all, configs):
+        assert skip == goes_on == none == (None, "")
         assert "as in the 10 steps before" in everything[1]
     before, after, later = (snapshot(tmp_path / "skip", step + change) for change in (-1, 0, 1))
     for part in ("model", "optimizer", "ema"):
@@ -136,10 +152,14 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
     assert after["scheduler"]["state"]["last_epoch"] == step
     assert before["meter"]["totals"].tolist() == after["meter"]["totals"].tolist()
     points = dict(scalars(tmp_path / "skip")["watch/skipped_steps"])
-    assert [points[number] for number in (step - 1, step, step + 2)] == [0, 1, 1]
+    assert [points[number] for number in (step - 1, step, step + 2, step + 4)] == [0, 1, 1, 1]
     log = (tmp_path / "skip" / "train.log").read_text()
     assert log.count(f"the loss is nan at step {step} on rank {rank} with") == 1
     assert log.count("the update of this step is left out") == 1
+    curves = scalars(tmp_path / "none")
+    assert curves["watch/skipped_steps"] == [(5, 5)]
+    assert "test/loss" in curves
+    assert curves.keys().isdisjoint({"train/loss", "train/accuracy", "train/running_loss"})
 
 
 def test_rollback_ends_with_the_same_bits_as_a_run_that_skips(tmp_path: Path) -> None:
@@ -171,7 +191,8 @@ def test_rollback_ends_with_the_same_bits_as_a_run_that_skips(tmp_path: Path) ->
     for step in steps:
         assert f"back to step {(step - 1) // 4 * 4}, and step {step} will leave out its batch" in log
     logged = [step for step, _ in scalars(tmp_path / "rollback")["train/running_loss"]]
-    assert logged == list(range(1, 47))
+    assert logged == sorted(set(logged))
+    assert set(range(1, 47)) - set(logged) <= set(steps)  # of a batch that is left out there is no loss
 
 
 def snapshot(folder: Path, step: int) -> dict[str, Any]:

@@ -65,10 +65,10 @@ class EpochSummary:
     """The results of one epoch. They are not passed to `log_metrics` as well.
 
     epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
-    mean over all samples; "test" is missing if the epoch had no evaluation. samples_per_second: of training, over all
-    ranks; None if this process has trained no step of the epoch. best: {"accuracy": 0.9}, the best evaluation of the
-    objective so far; empty without one. best_step: its step. counted_per_second: of what the task counts, such as
-    {"tokens": 8192.0}; empty if it counts samples.
+    mean over all samples; "train" is missing if no sample was counted, "test" if the epoch had no evaluation.
+    samples_per_second: of training, over all ranks; None if this process has trained no step of the epoch. best:
+    {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one. best_step: its step.
+    counted_per_second: of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
     """
 
     epoch: int

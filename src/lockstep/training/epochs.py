@@ -27,7 +27,7 @@ class EpochLogger(Protocol):
 
 @dataclass(frozen=True)
 class TrainedEpoch:
-    """epoch: counted from 1. means: {metric: mean over the epoch's samples}.
+    """epoch: counted from 1. means: {metric: mean over the epoch's samples}; empty if none of them was counted.
 
     samples_per_second: over all ranks, without the first step of this process; None if it took no step of the epoch.
     counted_per_second: the same of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
@@ -86,6 +86,8 @@ class EpochTrainer:
         self.running.epoch_start()
         samples = loop.train_epoch(self.state, self.loader, self.timer, self.after_step)
         means = self.running.finite(self.state.meter.means())
+        if self.state.meter.counted == 0:  # all updates were left out, or a resumed run measures something else
+            means = {}
         timed = samples
         if has_first_step and samples > self.first_step.samples:
             start, timed = self.first_step.ended, samples - self.first_step.samples

@@ -43,8 +43,6 @@ def train_epoch(
     state.strategy.module.train()
     if progress.samples == 0:
         state.meter.clear()
-    if state.gradients is not None:
-        state.gradients = {}  # those of the epoch before are not shown again
     samples_before = progress.samples
     if state.unreported is not None:
         _report(after_step, state.unreported)

@@ -30,7 +30,7 @@ class Meter:
         self.reported = torch.zeros_like(self.sums)
         self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
-        self.counted = 0  # over all ranks, at the last `means`
+        self.counted = 0  # over all ranks, behind the means that were returned last
 
     def clear(self) -> None:
         """Start again from zero."""
@@ -93,9 +93,7 @@ class Meter:
 
     def means(self) -> dict[str, float]:
         """{metric: its value over every sample of every rank}. A collective."""
-        totals = self.totals().cpu()
-        self.counted = int(totals[-1])
-        return self._means(totals)
+        return self._means(self.totals())
 
     def means_since_last(self, beside: Tensor | None = None) -> dict[str, float]:
         """The metrics of what was added since the last call, over all ranks. beside: see `totals`. A collective."""
@@ -115,7 +113,8 @@ class Meter:
     def _means(self, totals: Tensor) -> dict[str, float]:
         values = totals.cpu()
         named = {name: values[place] for name, place in self.places.items()}
-        return self.task.finish(named, int(values[-1]))
+        self.counted = int(values[-1])
+        return self.task.finish(named, self.counted)
 
     def restore(self, totals: Tensor) -> None:
         """Go on from the `totals` in a snapshot, perhaps of another world size: rank 0 holds them all."""

@@ -51,9 +51,9 @@ class RunningMetrics:
         beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
         loss = self.finite(self.state.meter.means_since_last(beside))["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
-        metrics = (
-            {"train/running_loss": loss, "train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
-        )
+        # Where all updates were left out, nothing is counted, and there is no loss.
+        metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
+        metrics |= {"train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
         if stragglers is not None:
             metrics |= stragglers.report(beside[world.size :])
         used = beside[: world.size].tolist()

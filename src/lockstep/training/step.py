@@ -1,5 +1,6 @@
 """One optimizer step: the gradient of a global batch, and the update."""
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -112,6 +113,8 @@ class TrainStepRunner:
         self.state.before_update()
         if self._update_is_good():
             self._update()
+        else:  # torch warns of a schedule that steps before the first update
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         self.state.optimizer.zero_grad(set_to_none=True)
         self.state.scheduler.step()
 
