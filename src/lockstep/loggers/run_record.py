@@ -58,7 +58,8 @@ class RunRecord(Logger):
         if start > 0:
             self.has_no_end = bool(before["lives"]) and before["lives"][-1]["state"] == RUNNING
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
-            self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
+            if self.state.progress.best_step is not None:  # else the values before cannot be compared with these
+                self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
             self.run["samples_per_second"] = before.get("samples_per_second")
             self._note_best()
 
