@@ -42,7 +42,7 @@ class CSVLogger(Logger):
         elif self._rows and not self.path.exists():  # the run folder was deleted or moved away
             self._start_file(start_step=0)
         if self._rows:
-            append(self.path, to_text(self._rows))
+            append(self.path, to_text(self._rows).encode())
             self._rows = []
 
     def close(self) -> None:
@@ -76,12 +76,12 @@ def to_text(rows: list[Row]) -> str:
     return text.getvalue()
 
 
-def append(path: Path, text: str) -> None:
-    """Append all of `text`, or nothing if it raises OSError."""
+def append(path: Path, content: bytes) -> None:
+    """Append all of `content`, or nothing if it raises OSError."""
     size = path.stat().st_size
     try:
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with path.open("ab") as file:
+            file.write(content)
     except OSError:
         os.truncate(path, size)
         raise

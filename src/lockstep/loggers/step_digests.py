@@ -1,7 +1,6 @@
 """`trainer.digest`: every few steps a digest of the loss, of each gradient and of each weight, in digests.bin."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.loggers.base import Logger, RunInfo
+from lockstep.loggers.csv_logger import append
 from lockstep.runs.digests import NAME, row_bytes, steps_of
 from lockstep.training.state import TrainState
 from lockstep.training.weight_check import digest
@@ -71,13 +71,7 @@ class StepDigests(Logger):
             self._drop_after(self.rows[0][0] - 1)
         table = torch.stack([row for _, row in self.rows]).cpu()
         steps = torch.tensor([[step] for step, _ in self.rows])
-        content, size = torch.cat([steps, table], dim=1).numpy().tobytes(), self.path.stat().st_size
-        try:
-            with open(self.path, "ab") as file:
-                file.write(content)
-        except OSError:  # a part of a row would shift all rows that are written later
-            os.truncate(self.path, size)
-            raise
+        append(self.path, torch.cat([steps, table], dim=1).numpy().tobytes())
         self.last_step, self.rows = self.rows[-1][0], []
 
     def close(self) -> None:
