@@ -30,7 +30,7 @@ class Row(NamedTuple):
     gradients: list[Tensor]  # of the trained parameters
     statistics: list[Tensor]  # the floating-point buffers times samples
     changes: list[Tensor]  # in their shapes: samples where the virtual rank has changed the value, else 0
-    has_gradient: Tensor  # (parameters,): 1 for each that got a gradient
+    has_gradient: Tensor  # (parameters,): above 0 for each that got a gradient
     samples: Tensor  # 0-d
 
 
@@ -74,6 +74,10 @@ class VirtualRanks(Strategy):
         rows = max(map(len, self.shares))
         self.rows = torch.zeros(rows, length, device=world.device, dtype=tensors[0].dtype)
         self.views = [self._views(tensors, row) for row in self.rows]
+        begin, size = (sum(tensor.numel() for tensor in part) for part in (self.parameters, statistics))
+        self.of_statistics, self.of_changes = slice(begin, begin + size), slice(begin + size, begin + 2 * size)
+        self.values_before = self.rows.new_zeros(size)  # the statistics before the step
+        self.before_views = views_like(statistics, self.values_before)
         self.computed = 0  # virtual ranks of this step, on this rank
         self.shares_are_subtrees = self.count == rows * world.size and rows.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
@@ -85,7 +89,8 @@ class VirtualRanks(Strategy):
         *views, has_gradient, samples = views_like(tensors, vector)
         gradients, buffers = views[: len(self.parameters)], views[len(self.parameters) :]
         half = len(buffers) // 2
-        return Row(gradients, buffers[:half], buffers[half:], has_gradient, samples)
+        # `.data`: each with a version of its own, which tells whether a backward pass has added to it.
+        return Row([view.data for view in gradients], buffers[:half], buffers[half:], has_gradient, samples)
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
@@ -104,70 +109,75 @@ class VirtualRanks(Strategy):
         if self.computed == 0:
             self.rows.zero_()
             self.buffers_before = [buffer.clone() for buffer in self.model.buffers()]
-            self.without_gradient = set(range(len(self.parameters)))
-        for parameter in self.parameters:
-            parameter.grad = None
+            self._copy_statistics(self.before_views)
+            self.used = set[int]()  # the numbers of the parameters that got a gradient on this rank
+        row = self.views[self.computed]
+        versions = [gradient._version for gradient in row.gradients]
+        for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
+            parameter.grad = gradient  # of zeros, to which the backward pass adds
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        self._keep_gradients(self.views[self.computed])
-        self._keep_buffers(self.views[self.computed], count_samples(targets), is_last)
+        added = [gradient._version != version for gradient, version in zip(row.gradients, versions, strict=True)]
+        self.used.update(number for number, is_used in enumerate(added) if is_used)
+        self._keep_buffers(row, count_samples(targets), is_last)
         self.computed += 1
         if is_last:
             self._combine()
 
     @torch.no_grad()
-    def _keep_gradients(self, row: Row) -> None:
-        has_gradient = [parameter.grad is not None for parameter in self.parameters]
-        self.without_gradient -= {number for number, has in enumerate(has_gradient) if has}
-        if all(has_gradient):
-            row.has_gradient.fill_(1)
-        else:
-            row.has_gradient.copy_(torch.tensor(has_gradient))
-        for parameter, kept in zip(self.parameters, row.gradients, strict=True):
-            if parameter.grad is not None:
-                kept.add_(parameter.grad)
-
-    @torch.no_grad()
     def _keep_buffers(self, row: Row, samples: int, is_last: bool) -> None:
         """Complete the virtual rank's row. The next virtual rank begins with the buffers that this one began with."""
-        buffers = list(self.model.buffers())
-        if samples:
-            for kept, changes, (buffer, before) in zip(row.statistics, row.changes, self._statistics(), strict=True):
-                torch.mul(buffer, samples, out=kept)
-                torch.mul(buffer != before, samples, out=changes)
+        if samples and row.statistics:
+            self._copy_statistics(row.statistics)
+            values, changes = self.rows[self.computed, self.of_statistics], self.rows[self.computed, self.of_changes]
+            torch.ne(values, self.values_before, out=changes).mul_(samples)
+            values.mul_(samples)
             row.samples.fill_(samples)
         if not is_last:
-            for buffer, value in zip(buffers, self.buffers_before, strict=True):
+            for buffer, value in zip(self.model.buffers(), self.buffers_before, strict=True):
                 buffer.copy_(value)
 
     @torch.no_grad()
     def _combine(self) -> None:
         """Add up all virtual ranks' results in one fixed order, on every rank."""
+        summed, uses_all = self.views[0], len(self.used) == len(self.parameters)
+        if uses_all:
+            summed.has_gradient.fill_(1)
+        else:
+            used = [number in self.used for number in range(len(self.parameters))]
+            summed.has_gradient.copy_(torch.tensor(used))
         self._sum_rows()
-        self.computed, summed = 0, self.views[0]
+        self.computed = 0
         for parameter, gradient in zip(self.parameters, summed.gradients, strict=True):
             parameter.grad = gradient
-        if self.without_gradient:  # here; with zeros for a gradient, weight decay would move what no rank has used
+        if not uses_all:  # with zeros for a gradient, weight decay would move what no rank has used
             for parameter, has in zip(self.parameters, summed.has_gradient.tolist(), strict=True):
                 parameter.grad = parameter.grad if has else None
-        for (buffer, before), total, changes in zip(
-            self._statistics(), summed.statistics, summed.changes, strict=True
-        ):  # constants keep their bits: an attention's mask of the smallest number would become infinite in the sum
-            buffer.copy_(torch.where(changes > 0, total / summed.samples, before))
+        # Constants keep their bits: an attention's mask of the smallest number would become infinite in the sum.
+        before = filter(Tensor.is_floating_point, self.buffers_before)
+        found = zip(self._statistics(), before, summed.statistics, summed.changes, strict=True)
+        for buffer, value, total, changes in found:
+            buffer.copy_(torch.where(changes > 0, total / summed.samples, value))
         self._send_counters()
 
-    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """[(a floating-point buffer as it is now, and as it was before the step), ...]."""
-        both = zip(self.model.buffers(), self.buffers_before, strict=True)
-        return [(buffer, before) for buffer, before in both if buffer.is_floating_point()]
+    def _statistics(self) -> list[Tensor]:
+        """The floating-point buffers as they are now."""
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+
+    @torch.no_grad()
+    def _copy_statistics(self, views: list[Tensor]) -> None:
+        for view, buffer in zip(views, self._statistics(), strict=True):
+            view.copy_(buffer)
 
     def _send_counters(self) -> None:
         """Buffers of integers become those of the last virtual rank: one step counts once.
 
         Batch norms count steps, alike on all ranks, so these stay at home.
         """
+        if self.world.size == 1:
+            return
         found = [module.buffers(recurse=False) for module in self.model.modules() if not isinstance(module, _BatchNorm)]
         counters = [buffer for buffers in found for buffer in buffers if not buffer.is_floating_point()]
-        if counters and self.world.size > 1:
+        if counters:
             packed = to_bytes(counters)
             dist.broadcast(packed, src=self.world.size - 1)
             from_bytes(packed, counters)
