@@ -118,7 +118,7 @@ def _check_search_path(typed: str | None) -> None:
     """Raise ConfigError for a folder that does not exist, which Hydra would leave out with a warning."""
     for item in (typed or "").strip("'\"[]").split(","):
         folder = item.strip(" '\"").removeprefix("file://")
-        if folder and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
+        if folder not in ("", "null") and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
             raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
 
 

@@ -20,6 +20,7 @@ from lockstep.cli_missing import missing_option, unreadable_text
 from lockstep.cli_override import unreadable_override
 from lockstep.cli_yaml import unreadable_yaml
 from lockstep.config.check import NEEDED_GROUPS, flatten, wrong_value
+from lockstep.config.options import GROUPS
 from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF, SECTIONS, find_rule
 from lockstep.config.suggest import removed_key, unknown_key, value_for_section
@@ -78,7 +79,7 @@ def _without_value(typed: str, arguments: list[str]) -> str:
     """The sentence for a word without `=`, which is a key or none."""
     keys = composed_keys(arguments)
     plain = typed.lstrip("+")
-    if plain != typed or (CONF / plain).is_dir() or any(f"{key}.".startswith(f"{plain}.") for key in keys):
+    if plain != typed or plain in (*GROUPS, "experiment") or any(f"{key}.".startswith(f"{plain}.") for key in keys):
         return f"{typed} has no value; type {typed}=<value>"
     return unknown_key(typed, None, keys, chosen_options(arguments))
 
@@ -107,8 +108,9 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
         return wrong_value(key, typed_value(key, arguments) or _group(r"Value '(.*?)' ", text), rule)
     misplaced = re.search(r"Merge error: \w+ is not a subclass of (\w+)\. value: (.*)", text)
     if misplaced is not None:  # a preset with `backend: gloo`
-        section = next(name for name, schema in SECTIONS.items() if schema.__name__ == misplaced[1])
-        return value_for_section(section, misplaced[2])
+        section = next((name for name, schema in SECTIONS.items() if schema.__name__ == misplaced[1]), None)
+        if section is not None:  # not one of Hydra's own
+            return value_for_section(section, misplaced[2])
     reason = _first_line(error.__cause__) or _one_line(error) or type(error).__name__
     for word in arguments:
         if "=" in word and _compose((word,)) is None:

@@ -1,6 +1,7 @@
 """A config file that does not exist, or that is no text, as one sentence. No torch here."""
 
 import shlex
+import sys
 import traceback
 from pathlib import Path
 
@@ -39,11 +40,13 @@ def _missing_config(name: str, arguments: list[str]) -> str:
     chosen = (flags.config_name or "config").removesuffix(".yaml")
     if name.removesuffix(".yaml") != chosen:  # named in a defaults list
         return f"there is no config {name}; type --config-dir=<folder> to add a folder of configs"
+    folder = flags.config_dir and Path(flags.config_dir)
+    if flags.config_path is not None:  # Hydra looks for it beside the script
+        folder = (Path(sys.argv[0]).parent / flags.config_path.removeprefix("file://")).resolve()
     if flags.config_path is not None and flags.config_name is None:
-        typed = shlex.quote(f"--config-dir={flags.config_path}")
+        typed = shlex.quote(f"--config-dir={folder}")
         return f"--config-path={flags.config_path} has no config.yaml; type {typed} to add the folder to conf/"
-    folder = flags.config_path or flags.config_dir
-    names = sorted(file.stem for file in Path(folder).glob("*.yaml")) if folder else []
+    names = sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
     if not names:
         return f"there is no config {name}; type --config-dir=<the folder of {chosen}.yaml>"
     meant = names[0] if len(names) == 1 else closest(chosen, names)

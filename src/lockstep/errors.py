@@ -74,7 +74,8 @@ def path_value(path: str | Path) -> str:
     A sweep names the folders of its jobs 0_optimizer.lr=0.1. Of backslashes only those before a quote are doubled.
     """
     text = str(path)
-    if re.fullmatch(r"[\w./@%+-]+", text, re.ASCII):
+    is_name = re.fullmatch(r"([A-Za-z/]|\.\.?/)[\w./@%+-]*", text, re.ASCII)  # 1_5 would be the number 15
+    if is_name and text.lower() not in ("null", "true", "false", "nan", "inf"):
         return text
     text = re.sub(r'(\\*)"', r"\1\1\"", text)  # a quote, and the backslashes before it
     text = re.sub(r"(\\+)$", r"\1\1", text)  # those before the last quote

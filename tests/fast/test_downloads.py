@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -48,20 +48,36 @@ def test_machines_that_share_a_folder_download_once_and_one_at_a_time(tmp_path: 
 
 
 HOLD = """
-import fcntl, sys, time
+import fcntl, sys
 with open(sys.argv[1], "w") as file:
     fcntl.lockf(file, fcntl.LOCK_EX)
     print(flush=True)
-    time.sleep(0.3)
+    sys.stdin.read()
 """
 
 
+class Closing(logging.Handler):
+    """Closes a stream when anything is logged."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream.close()
+
+
 def test_who_waits_for_another_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
     assert other.stdout is not None
     other.stdout.readline()
+    ends_other = Closing(other.stdin)
+    logging.getLogger().addHandler(ends_other)
     with caplog.at_level(logging.INFO), one_at_a_time(tmp_path / ".lock"):
         assert other.wait() == 0
+    logging.getLogger().removeHandler(ends_other)
     assert caplog.messages == [f"waiting for another run that writes into {tmp_path}"]
     with one_at_a_time(tmp_path / ".lock"):
         assert len(caplog.messages) == 1

@@ -139,7 +139,7 @@ def test_words_that_contradict_each_other_are_refused(typed: str, said: str, adv
         ),
         (
             "task.loss={_target_:torch.nn.CrossEntropyLoss} task.label_smoothing=0.3",
-            "type task.label_smoothing=0 +task.loss.label_smoothing=0.3",
+            "type task.label_smoothing=0, and ++task.loss.label_smoothing=0.3 if your loss takes it",
         ),
         (
             "+task.measures.mine={_target_:torch.nn.CrossEntropyLoss}",

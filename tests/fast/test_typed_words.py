@@ -13,7 +13,22 @@ from lockstep.errors import ConfigError, path_word
 from support.configs import composed
 from support.refusals import answer
 
-ODD_VALUES = ["a=b", "a'b", 'a"b', "a\\b", "a\\", 'a\\"b', "a\\'", "~", "日本", "${x:${y:Z}}", " x ", "a'b\"c\\'d\\\\"]
+OF_OTHER_TYPES = ["1_5", "1e3", "null", "True", ".5"]  # without quotes
+ODD_VALUES = [
+    *OF_OTHER_TYPES,
+    "a=b",
+    "a'b",
+    'a"b',
+    "a\\b",
+    "a\\",
+    'a\\"b',
+    "a\\'",
+    "~",
+    "日本",
+    "${x:${y:Z}}",
+    " x ",
+    "a'b\"c\\'d\\\\",
+]
 
 
 @pytest.mark.parametrize("value", ODD_VALUES)
@@ -25,10 +40,12 @@ def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> No
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("resume=a/b.lr=0.1", """(mismatched input '=' expecting <EOF>); type 'resume="a/b.lr=0.1"'"""),
+        ("resume=a/b.lr=0.1", """(mismatched input '='); type 'resume="a/b.lr=0.1"'"""),
         ("resume=日本", """resume=日本 cannot be read (日 wants quotes); type 'resume="日本"'"""),
         ("data_dir=~/data", """data_dir=~/data cannot be read (~ wants quotes); type data_dir=/home/me/data"""),
-        ("seed=${oc.decode:${oc.env:S}}", """'}' expecting <EOF>); type 'seed="${oc.decode:${oc.env:S}}"'"""),
+        ("seed=${oc.decode:${oc.env:S}}", """'}'); type 'seed="${oc.decode:${oc.env:S}}"'"""),
+        ("trainer.epochs==3", "(extraneous input '='); type trainer.epochs=5"),
+        ("resume=runs(1)/a", "); type 'resume=\"runs(1)/a\"'"),
         ("model={_target_:a.B", "); type model=<value>, with every bracket and quote closed"),
     ],
 )

@@ -13,11 +13,10 @@ OF_LANGUAGE_MODELLING = ("loss", "perplexity")
 def check_task(config: dict[str, Any]) -> None:
     """Raise ConfigError for keys that do not go together."""
     task = config.get("task") or {}
-    metrics = task.get("metrics")
-    if isinstance(metrics, dict) and "loss" not in metrics:
-        raise ConfigError("task.metrics has no loss, which every run reports; type ++task.metrics.loss=min")
     if task.get("_target_") not in TARGETS:
         return
+    if "loss" not in task.get("metrics", {}):
+        raise ConfigError("task.metrics has no loss, which every run reports; type ++task.metrics.loss=min")
     _check_metrics(task)
     _check_own_parts(task)
     classes, known = task.get("classes"), config["dataset"].get("classes")
@@ -41,7 +40,7 @@ def _check_own_parts(task: dict[str, Any]) -> None:
     if task.get("loss") and smoothing:
         raise ConfigError(
             f"task.label_smoothing={smoothing} is of the task's own loss, which task.loss replaces; "
-            f"type task.label_smoothing=0 +task.loss.label_smoothing={smoothing}"
+            f"type task.label_smoothing=0, and ++task.loss.label_smoothing={smoothing} if your loss takes it"
         )
     for name in task.get("measures") or {}:
         if name not in task["metrics"]:

@@ -29,9 +29,15 @@ def check_typed_keys(cfg: DictConfig, values: Node, hydra_cfg: HydraConf) -> Non
     for key, value in _unread(cfg, hydra_cfg).items():
         top, dot, _ = key.partition(".")
         is_name = key in names and key != "name"  # which is a label of the run, and no backend.name
-        if closest(top, GROUPS_AND_SECTIONS) or (not dot and (is_name or key in ALIASES)):
+        if _is_misspelled(top) or (not dot and (is_name or key in ALIASES)):
             others = [other for other in keys if other != key]
             raise ConfigError(unknown_key(key, value, others, {}))
+
+
+def _is_misspelled(name: str) -> bool:
+    """Of a group or a section. A label such as task_id or data is none."""
+    same_letters = any(sorted(name) == sorted(other) for other in GROUPS_AND_SECTIONS)
+    return same_letters or closest(name, GROUPS_AND_SECTIONS, similarity=0.88) is not None
 
 
 def notice_of_unread_keys(cfg: DictConfig, hydra_cfg: HydraConf) -> str:

@@ -70,7 +70,7 @@ class Sample(Mode):
             least = logits.topk(min(self.top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < least, -torch.inf)
         scores = logits / self.temperature
-        if not scores.max().isfinite():  # of so small a temperature that only the likeliest token is left
+        if scores.max().isinf():  # of so small a temperature that only the likeliest token is left
             return likeliest
         return torch.multinomial(scores.softmax(0), 1, generator=generator)
 

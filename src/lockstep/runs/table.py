@@ -79,7 +79,7 @@ def _is_value(run: Run, key: str, typed: str) -> bool:
         with suppress(ValueError):
             if float(typed) == value:
                 return True
-    if key == "run":
+    if key == "run" and typed:
         return os.path.relpath(typed) == str(value)
     cell = shown(run, key, one_objective=True)
     if key in ("date", "commit") and typed:
