@@ -24,7 +24,7 @@ def unreadable_override(error: OverrideParseException) -> str:
 
 
 def _has_open_bracket(value: str) -> bool:
-    pairs = ("()", "[]", "{}")
+    pairs = (("(", ")"), ("[", "]"), ("{", "}"))
     return any(value.count(begin) != value.count(end) for begin, end in pairs) or value.count('"') % 2 == 1
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lockstep.data.samples import Samples
+from lockstep.errors import ConfigError
 
 PIXELS, NUMBERS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.arange(4).reshape(2, 2)
 
@@ -16,7 +17,6 @@ PIXELS, NUMBERS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2), np.arange(4).r
 @pytest.mark.parametrize(
     ("image", "mask"),
     [
-        (PIXELS, NUMBERS),
         (torch.from_numpy(PIXELS), NUMBERS),
         (Image.fromarray(PIXELS.transpose(1, 2, 0).copy()), Image.fromarray(NUMBERS.astype(np.uint8))),
         (Image.fromarray(PIXELS.transpose(1, 2, 0).copy()), Image.fromarray(NUMBERS.astype(np.uint8)).convert("P")),
@@ -27,6 +27,14 @@ def test_arrays_and_images_are_changed_with_their_masks(image: Any, mask: Any) -
     flipped = Samples([(image, mask)], transforms=[v2.RandomHorizontalFlip(1.0), *to_tensor]).one()
     assert flipped[0][0].tolist() == PIXELS[:, :, ::-1].tolist()
     assert flipped[1].squeeze().tolist() == NUMBERS[:, ::-1].tolist()
+
+
+@pytest.mark.parametrize("transform", [v2.RandomHorizontalFlip(1.0), v2.Resize(3), v2.RandomErasing(1.0)])
+def test_an_array_that_a_transform_would_leave_as_it_is_is_refused(transform: v2.Transform) -> None:
+    with pytest.raises(ConfigError, match=f"{type(transform).__name__} of torchvision leaves as it is; return torch"):
+        Samples([(PIXELS, NUMBERS)], transforms=[transform]).one()
+    made = Samples([(PIXELS, 3)], transforms=[v2.Compose([v2.Lambda(lambda image: image + 1)])]).one()
+    assert (made[0] == PIXELS + 1).all()
 
 
 def test_class_numbers_of_a_mask_are_not_mixed_and_arrays_with_channels_last_become_images() -> None:

@@ -99,7 +99,7 @@ def test_a_sample_of_another_form_is_refused_and_a_collate_function_takes_it() -
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_leaves_samples_out_is_refused_where_samples_are_counted(workers: int) -> None:
-    said = "makes 4 targets of 5 samples of the training data, .*; return None from .* type dataset.on_error=skip$"
+    said = "makes 4 targets of 5 samples of the training data, .* return None from .* type dataset.on_error=skip$"
     with pytest.raises(ConfigError, match=said):
         trained_on(
             own_data.Points(),

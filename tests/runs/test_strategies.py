@@ -64,7 +64,7 @@ def stop_after_two_steps(cfg: Any) -> str:
     TrainStepRunner.apply_gradients = apply_and_ask  # type: ignore[method-assign]
     with pytest.raises(StoppedEarly):
         train(cfg)
-    assert 2 <= len(steps) <= 4
+    assert 2 <= len(steps) <= 7  # the vote takes a step or two, and a busy machine delivers a signal late
     return str(cfg.strategy._target_.rpartition(".")[2])
 
 
@@ -72,7 +72,7 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
     from lockstep.snapshots.files import list_snapshots
     from lockstep.snapshots.parts import parts_of
 
-    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=6"]
+    moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=12"]  # 48 steps, and six stops after up to 7
     objective, whole = trained(1, tmp_path, moving)[0]
     cfg = [f"run_dir={tmp_path / 'moved'}", *moving]
     stops = [("data_parallel", 1, "DataParallel"), ("fsdp", 2, "FSDP"), ("ddp", 3, "DDP"), ("fsdp", 4, "FSDP")]

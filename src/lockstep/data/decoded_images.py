@@ -35,7 +35,8 @@ class DecodedImages(InMemoryDataset):
         return self.source.classes
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:  # type: ignore[override]  # as ImageFolder
-        return self.samples[index], int(self.targets[index])
+        """A copy: what reads this data set may change its input in place."""
+        return self.samples[index].clone(), int(self.targets[index])
 
     def to(self, device: torch.device) -> "DecodedImages":
         """This data set, on `device` if there is room for it."""

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import logging
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ def _is_there(folder: Path, name: str) -> bool:
         if counts[0] != counts[1]:
             raise ConfigError(
                 f"{images} has {counts[0]} images and {labels.name} has {counts[1]} labels; "
-                f"type rm {images} {labels}, and the command again, which downloads them"
+                f"type {shlex.join(['rm', str(images), str(labels)])}, and the command again, which downloads them"
             )
     return True
 
@@ -86,7 +87,7 @@ def _idx_count(file: Path) -> int:
     if dimensions not in (1, 3) or file.stat().st_size != 4 + 4 * dimensions + math.prod(sizes):
         raise ConfigError(
             f"{file} is not whole: it has {file.stat().st_size} bytes, and its first ones say another size; "
-            f"type rm {file}, and the command again, which downloads it"
+            f"type {shlex.join(['rm', str(file)])}, and the command again, which downloads it"
         )
     return int(sizes[0])
 

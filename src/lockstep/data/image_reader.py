@@ -66,4 +66,7 @@ def _with_8_bits(file: Any) -> Any:
         raise ValueError("its pixels are floats, and whole numbers are wanted; store it with 8 or 16 bits")
     if not file.mode.startswith("I"):
         return file
-    return Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
+    pixels = np.asarray(file)
+    if file.mode != "I" or pixels.max() > 255:  # one of 32 bits may hold numbers of 8
+        pixels = pixels // 256
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))

@@ -35,8 +35,8 @@ class Labels:
         if self.one_each and isinstance(targets, Tensor) and targets.shape[:1].numel() < len(numbers):
             raise ConfigError(
                 f"dataset.collate_fn makes {targets.shape[:1].numel()} targets of {len(numbers)} samples of the "
-                f"{self.name}, and a step takes the mean over all of them; return None from __getitem__ for samples to "
-                f"leave out, and type dataset.on_error=skip"
+                f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it counts, "
+                f"or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
             )
         if is_class_numbers(targets):
             self._check_numbers(numbers, targets)
@@ -44,6 +44,7 @@ class Labels:
             self._check_probabilities(numbers, targets)
 
     def _check_numbers(self, numbers: Sequence[int], targets: Tensor) -> None:
+        targets = targets.long()  # the number of classes, and -100, may be more than a small type holds
         if not self.may_be_ignored:
             for row in (targets == IGNORED).nonzero().flatten().tolist()[:1]:
                 raise ConfigError(
@@ -52,7 +53,6 @@ class Labels:
                 )
         if self.classes is None:
             return
-        targets = targets.long()  # the number of classes may be more than a small type holds
         wrong = targets >= self.classes
         if not self.is_signed:
             wrong |= (targets < 0) & (targets != IGNORED)

@@ -35,7 +35,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
-        return value.copy()
+        return value.copy() if value.flags.writeable else value  # a mapped file may be large
     if type(value) is dict:
         return {key: copied(item) for key, item in value.items()}
     if type(value) in (tuple, list):

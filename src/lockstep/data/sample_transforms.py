@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
+
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
 
 
 def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
     """A transform of torchvision's v2 gets the whole sample, and changes masks and boxes with their image. A tensor or
     an array of the image's height and width is a mask, and so is an image of Pillow with one number for a pixel beside
-    one of another mode. An image that is an array counts as a tensor where the transform takes no arrays.
+    one of another mode. Raises ConfigError for an image that is an array if the transform would leave it as it is.
 
     Any other one gets the inputs alone, or the whole sample if that is a dict.
     """
@@ -24,11 +26,22 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
     if v2 is None or not isinstance(transform, v2.Transform):
         return (transform(sample[0]), *sample[1:])
     image, *others = sample
-    others = [_as_mask(value, image) for value in others]
-    changed = transform((image, *others))
-    if isinstance(image, np.ndarray) and changed[0] is image:  # it leaves arrays alone; ToImage does not
-        changed = transform((torch.from_numpy(image), *others))
-    return changed
+    if isinstance(image, np.ndarray) and _leaves_arrays(transform, v2):
+        name = type(transform).__name__
+        raise ConfigError(
+            f"an image is an array of numpy, which {name} of torchvision leaves as it is; return "
+            f"torch.from_numpy(image) with the shape (C, H, W) from __getitem__, or, for (H, W, C), type "
+            f"dataset.transforms='[{{_target_:torchvision.transforms.v2.ToImage}}, ...]'"
+        )
+    return transform((image, *(_as_mask(value, image) for value in others)))
+
+
+def _leaves_arrays(transform: Any, v2: Any) -> bool:
+    """Whether it is one of torchvision's that change tensors and images of Pillow only."""
+    takes = getattr(type(transform), "_transformed_types", None)
+    several = (v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder, v2.Lambda)
+    is_theirs = type(transform).__module__.startswith("torchvision.")
+    return is_theirs and not isinstance(transform, several) and takes == v2.Transform._transformed_types
 
 
 def _as_mask(value: Any, image: Any) -> Any:

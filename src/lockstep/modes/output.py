@@ -10,8 +10,8 @@ from lockstep.errors import ConfigError
 from lockstep.runs.record import NAME
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
-FILES_OF_A_RUN = (NAME, "model.pt", "model_best.pt", "metrics.csv", "digests.bin", "train.log")
-FILES_OF_A_RUN += ("failure.json", "failure.txt", "uncommitted.diff")
+FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "digests.bin", "train.log"})
+FILES_OF_A_RUN |= {"failure.json", "failure.txt", "uncommitted.diff"}
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _way_out(damaged: list[Path], keys: Keys) -> str:
     best, moved = folder / "best.pt", f"{folder}.damaged"
     if keys.which is not None:
         return f"type {keys.which}={'best' if _is_good(best) else '<another snapshot>'}"
-    start = f"to start afresh type mv {folder} {moved} and the command again"
+    start = f"to start afresh type {shlex.join(['mv', str(folder), moved])} and the command again"
     if _is_good(best):
         typed = path_word("resume", f"{moved}/best.pt")
         return f"{start}; to go on from best.pt, which can be read, type that and {typed}"

@@ -142,11 +142,13 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
     goes_on &= place == state.progress.step or isinstance(state.scheduler, Plateau)
     _restore_optimizer(state, saved, goes_on)
     if not goes_on:
-        log.info("the scheduler or the batch size changed: the schedule goes on as after %d of its own steps", place)
+        log.info(
+            "the run has had another scheduler or batch size: the schedule goes on as after %d of its own steps", place
+        )
         move_scheduler(state.scheduler, place)
         return
     restore_scheduler(state.scheduler, schedule["built"], schedule["state"])
-    if isinstance(state.scheduler, Plateau):
+    if isinstance(state.scheduler, Plateau) and epoch_samples is not None:
         state.scheduler.number = place
 
 

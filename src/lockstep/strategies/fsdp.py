@@ -158,7 +158,9 @@ def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters:
 
 def _children_of_containers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, CONTAINERS) or type(child).forward is nn.Module.forward:  # it is never called
+        if (
+            isinstance(child, CONTAINERS) or getattr(type(child), "forward", None) is nn.Module.forward
+        ):  # it is never called
             yield from _children_of_containers(child)
         elif _parameter_count(child):
             yield child

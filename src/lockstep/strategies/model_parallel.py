@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from lockstep.data.nested import map_tensors
 from lockstep.distributed.world import World
@@ -47,10 +47,15 @@ class _MoveInputs:
         self.device = device
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return tree_map_only(Tensor, self._moved, (inputs, keywords))
+        return tree_map(self._moved, (inputs, keywords), is_leaf=_can_move)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
+    def _moved(self, value: Any) -> Any:
+        return value.to(self.device) if _can_move(value) else value
+
+
+def _can_move(value: Any) -> bool:
+    """A tensor, or an object such as a PackedSequence."""
+    return hasattr(value, "to")
 
 
 def rank_devices(world: World, count: int) -> list[torch.device]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all `tensors`, one tensor behind the other: (n,) uint8."""
-    return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
 
 
 @torch.no_grad()

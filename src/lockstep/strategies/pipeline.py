@@ -213,7 +213,7 @@ def _without_values(stage: Stage) -> nn.Module:
     copied = deepcopy(stage).to("meta").eval()
     for layer in copied.modules():
         for name, value in vars(layer).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.dim() > 0:  # of one number the layer may want the value
                 setattr(layer, name, value.to("meta"))
     return copied
 

@@ -124,12 +124,12 @@ def _require_both_halves(model: nn.Module, named: Mapping[str, str | ParallelSty
         return
     colwise = [name for name, style in named.items() if style == "colwise"]
     rowwise = [name for name, style in named.items() if style == "rowwise"]
-    if colwise and not rowwise:
+    linear = [name for name in rowwise if isinstance(model.get_submodule(name), nn.Linear)]
+    if colwise and not linear:
         raise ConfigError(
             f"strategy.plan cuts the outputs of {colwise[0]}, and no rowwise layer adds them up again; "
             f"type {EXAMPLE}, or strategy.plan=[{{{colwise[0]}:gathered}}]"
         )
-    linear = [name for name in rowwise if isinstance(model.get_submodule(name), nn.Linear)]
     if linear and not colwise:
         raise ConfigError(
             f"strategy.plan wants the inputs of {linear[0]} in parts, and no colwise layer makes them; type {EXAMPLE}"

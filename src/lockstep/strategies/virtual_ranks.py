@@ -31,6 +31,7 @@ class Row(NamedTuple):
     statistics: list[Tensor]  # the floating-point buffers times samples
     changes: list[Tensor]  # in their shapes: samples where the virtual rank has changed the value, else 0
     has_gradient: Tensor  # (parameters,): above 0 for each that got a gradient
+    has_changed: Tensor  # (counters,): 1 for each that the last virtual rank has changed
     samples: Tensor  # 0-d
 
 
@@ -68,7 +69,11 @@ class VirtualRanks(Strategy):
         self.shares = torch.arange(self.count).tensor_split(world.size)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        numbers = [torch.empty(len(self.parameters)), torch.empty(())]
+        norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+        of_norms = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        # Buffers of integers that each virtual rank may change, see `_send_counters`.
+        self.are_counters = [not b.is_floating_point() and id(b) not in of_norms for b in model.buffers()]
+        numbers = [torch.empty(len(self.parameters)), torch.empty(sum(self.are_counters)), torch.empty(())]
         tensors = [*self.parameters, *statistics, *statistics, *numbers]
         length = sum(tensor.numel() for tensor in tensors)
         rows = max(map(len, self.shares))
@@ -86,11 +91,13 @@ class VirtualRanks(Strategy):
                 self.shared_memory = SharedMemorySum(world, length, self.rows.dtype)
 
     def _views(self, tensors: list[Tensor], vector: Tensor) -> Row:
-        *views, has_gradient, samples = views_like(tensors, vector)
+        *views, has_gradient, has_changed, samples = views_like(tensors, vector)
         gradients, buffers = views[: len(self.parameters)], views[len(self.parameters) :]
         half = len(buffers) // 2
         # `.data`: each with a version of its own, which tells whether a backward pass has added to it.
-        return Row([view.data for view in gradients], buffers[:half], buffers[half:], has_gradient, samples)
+        return Row(
+            [view.data for view in gradients], buffers[:half], buffers[half:], has_gradient, has_changed, samples
+        )
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
@@ -145,6 +152,9 @@ class VirtualRanks(Strategy):
         else:
             used = [number in self.used for number in range(len(self.parameters))]
             summed.has_gradient.copy_(torch.tensor(used))
+        if self.world.rank == self.world.size - 1 and len(summed.has_changed):
+            changed = [not torch.equal(counter, before) for counter, before in self._counters()]
+            summed.has_changed.copy_(torch.tensor(changed))
         self._sum_rows()
         self.computed = 0
         for parameter, gradient in zip(self.parameters, summed.gradients, strict=True):
@@ -157,7 +167,7 @@ class VirtualRanks(Strategy):
         found = zip(self._statistics(), before, summed.statistics, summed.changes, strict=True)
         for buffer, value, total, changes in found:
             buffer.copy_(torch.where(changes > 0, total / summed.samples, value))
-        self._send_counters()
+        self._send_counters(summed.has_changed.tolist() if len(summed.has_changed) else [])
 
     def _statistics(self) -> list[Tensor]:
         """The floating-point buffers as they are now."""
@@ -168,19 +178,26 @@ class VirtualRanks(Strategy):
         for view, buffer in zip(views, self._statistics(), strict=True):
             view.copy_(buffer)
 
-    def _send_counters(self) -> None:
-        """Buffers of integers become those of the last virtual rank: one step counts once.
+    def _counters(self) -> list[tuple[Tensor, Tensor]]:
+        """[(a buffer of integers as it is now, and as it was before the step), ...], but those that batch norms count
+        steps with: these are alike on all ranks."""
+        found = zip(self.model.buffers(), self.buffers_before, self.are_counters, strict=True)
+        return [(buffer, before) for buffer, before, is_counter in found if is_counter]
 
-        Batch norms count steps, alike on all ranks, so these stay at home.
-        """
+    def _send_counters(self, has_changed: Sequence[float]) -> None:
+        """Counters become those of the last virtual rank: one step counts once. has_changed: by that one, of each."""
         if self.world.size == 1:
             return
-        found = [module.buffers(recurse=False) for module in self.model.modules() if not isinstance(module, _BatchNorm)]
-        counters = [buffer for buffers in found for buffer in buffers if not buffer.is_floating_point()]
-        if counters:
-            packed = to_bytes(counters)
+        sent = []
+        for (counter, before), changed in zip(self._counters(), has_changed, strict=True):
+            if changed:
+                sent.append(counter)
+            else:
+                counter.copy_(before)
+        if sent:
+            packed = to_bytes(sent)
             dist.broadcast(packed, src=self.world.size - 1)
-            from_bytes(packed, counters)
+            from_bytes(packed, sent)
 
     def _sum_rows(self) -> None:
         """The first row becomes the sum of the rows of all ranks, which the others may overwrite."""

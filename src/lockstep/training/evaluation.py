@@ -121,8 +121,6 @@ class Evaluator:
     def _log_histograms(self) -> None:
         """Of the whole model, whichever rank holds which part of it. A collective."""
         strategy, gradients = self.state.strategy, self.state.gradients or {}
-        if not gradients:  # the last update was left out, or an earlier process took it
-            log.info("no histograms of gradients: this process has none of step %d", self.state.progress.step)
         named = {
             name: {"weights": parameter.detach()} | ({"gradients": gradients[name]} if name in gradients else {})
             for name, parameter in strategy.model.named_parameters()
