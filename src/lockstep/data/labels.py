@@ -35,8 +35,8 @@ class Labels:
         if self.one_each and isinstance(targets, Tensor) and targets.shape[:1].numel() < len(numbers):
             raise ConfigError(
                 f"dataset.collate_fn makes {targets.shape[:1].numel()} targets of {len(numbers)} samples of the "
-                f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it counts, "
-                f"or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
+                f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it "
+                f"counts, or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
             )
         if is_class_numbers(targets):
             self._check_numbers(numbers, targets)
