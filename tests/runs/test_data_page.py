@@ -28,7 +28,8 @@ def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[[str], Comman
     def run_section(heading: str) -> Command:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = ("bash", "-c", script(PAGE, heading))
-        return start(*words, cwd=tmp_path / "lockstep", HOME=tmp_path, PATH=path).finish()
+        own = {"HOME": tmp_path, "PATH": path, "LOCKSTEP_DATA": tmp_path / "data"}  # decoded images go there
+        return start(*words, cwd=tmp_path / "lockstep", **own).finish()
 
     return run_section
 
