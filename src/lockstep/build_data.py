@@ -50,7 +50,7 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     # A task of the user's may be derived from Classification for other targets.
     is_plain = are_classes and task.__module__.startswith("lockstep.")
     if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        labels = Labels(name, data.classes, not are_classes, is_plain, not is_plain)
+        labels = Labels(name, data.classes, not are_classes, is_plain, may_be_ignored=not is_plain)
         labels.check(range(len(dataset)), dataset.targets)
         return dataset
     classes = data.classes if are_classes else None

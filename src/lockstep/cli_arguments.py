@@ -13,7 +13,7 @@ from lockstep.config.schema import SECTIONS, find_rule
 from lockstep.config.suggest import closest, removed_key
 from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, without_quotes
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
@@ -64,7 +64,7 @@ def resume_sweep(argv: list[str]) -> list[str]:
 
     overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
-    before, flags_before = _split(recorded_arguments(Path(typed.strip("'\""))))
+    before, flags_before = _split(recorded_arguments(Path(without_quotes(typed))))
     kept = [word for word in before if word.partition("=")[0].lstrip("+") not in keys]
     kept_flags = [word for word in flags_before if word not in MULTIRUN_FLAGS]
     return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *kept_flags, *flags]

@@ -13,7 +13,7 @@ from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text
 from lockstep.cli_errors import typed_value
 from lockstep.cli_record import words_of_folders
 from lockstep.config.targets import RECORD, chooses_foreign_target
-from lockstep.errors import ConfigError, path_value
+from lockstep.errors import ConfigError, path_value, without_quotes
 from lockstep.runs.record import FINISHED, read_run, state_of
 
 TRAIN, CHECK, DRY = "train", "check", "dry"
@@ -33,7 +33,7 @@ def require_words_of_finished_run(argv: list[str]) -> list[str]:
     That is the folder of such a run typed again, with overrides left out: the defaults would replace them.
     """
     typed = argv[1:]
-    folder = Path(_without_quotes(typed_value("hydra.run.dir", typed) or ""))
+    folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
     if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
         return argv
     left_out = _recorded_words(folder, typed)
@@ -70,7 +70,7 @@ def with_trained_run(argv: list[str]) -> list[str]:
         raise ConfigError(f"{what} is no training, and a sweep trains; type the command without -m, run by run")
     if plans or mode == CHECK:
         return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={path_value(_folder_to_remove())}"]
-    folder = run_folder(_without_quotes(str(resume)))
+    folder = run_folder(without_quotes(str(resume)))
     _require_flags(folder, typed)
     words = _recorded_words(folder, typed)
     _require_open_targets(folder, words)
@@ -165,8 +165,3 @@ def _normalisation(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _are_numbers(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(number, int | float) for number in value)
-
-
-def _without_quotes(typed: str) -> str:
-    """A path as it was typed, without the quotes and backslashes that are for Hydra."""
-    return typed.strip("'\"").replace('\\"', '"').replace("\\'", "'")

@@ -82,6 +82,11 @@ def path_value(path: str | Path) -> str:
     return f'"{text}"'
 
 
+def without_quotes(typed: str) -> str:
+    """The reverse of `path_value`: a path without the quotes and backslashes that are for Hydra."""
+    return typed.strip("'\"").replace('\\"', '"').replace("\\'", "'")
+
+
 def path_word(key: str, path: str | Path) -> str:
     """`key=path` for a sentence that says what to type in a shell."""
     return shlex.quote(f"{key}={path_value(path)}")

@@ -71,8 +71,10 @@ class VirtualRanks(Strategy):
         statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
         of_norms = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-        # Buffers of integers that each virtual rank may change, see `_send_counters`.
-        self.are_counters = [not b.is_floating_point() and id(b) not in of_norms for b in model.buffers()]
+        # Buffers of integers that each virtual rank may change, see `_send_counters`. One rank has nobody to send to.
+        shared = (buffer for buffer in model.buffers() if world.size > 1 and id(buffer) not in of_norms)
+        counters = {id(buffer) for buffer in shared if not buffer.is_floating_point()}
+        self.are_counters = [id(buffer) in counters for buffer in model.buffers()]
         numbers = [torch.empty(len(self.parameters)), torch.empty(sum(self.are_counters)), torch.empty(())]
         tensors = [*self.parameters, *statistics, *statistics, *numbers]
         length = sum(tensor.numel() for tensor in tensors)
@@ -167,7 +169,8 @@ class VirtualRanks(Strategy):
         found = zip(self._statistics(), before, summed.statistics, summed.changes, strict=True)
         for buffer, value, total, changes in found:
             buffer.copy_(torch.where(changes > 0, total / summed.samples, value))
-        self._send_counters(summed.has_changed.tolist() if len(summed.has_changed) else [])
+        if len(summed.has_changed):
+            self._send_counters(summed.has_changed.tolist())
 
     def _statistics(self) -> list[Tensor]:
         """The floating-point buffers as they are now."""
@@ -186,8 +189,6 @@ class VirtualRanks(Strategy):
 
     def _send_counters(self, has_changed: Sequence[float]) -> None:
         """Counters become those of the last virtual rank: one step counts once. has_changed: by that one, of each."""
-        if self.world.size == 1:
-            return
         sent = []
         for (counter, before), changed in zip(self._counters(), has_changed, strict=True):
             if changed:
