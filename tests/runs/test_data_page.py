@@ -48,6 +48,7 @@ def test_the_least_data_set(run: Callable[[str], Command]) -> None:
         ("Random transforms", "600 training and 100 test samples"),
         ("Whole batches: MixUp, CutMix, random erasing", "1437 training and 360 test samples"),
         ("Other forms of samples", "600 training and 100 test samples"),
+        ("A class for each pixel", "400 training and 100 test samples"),
         ("Folders of images", "8 training and 8 test samples"),
     ],
 )

@@ -113,7 +113,9 @@ def answers(folder: Path, chosen: list[Pair], servers: int = 1) -> Iterator[tupl
 def page(found: list[tuple[Pair, Answer]]) -> str:
     """docs/option_pairs.md: the pairs that are refused, with their sentences."""
     refused = [(pair, sentence_of(answer)) for pair, answer in found if answer.code]
-    tested = "Each command below ran with `" + " ".join([TWO_RANKS, *ONE_STEP]) + "` where it names no launcher."
+    tested = "Each command below ran with `" + " ".join([TWO_RANKS, *ONE_STEP]) + "` where it names no launcher. "
+    tested += "What an option needs was added where the pair did not name it: "
+    tested += "; ".join(f"`{word}` ran with `{' '.join(needed)}`" for word, needed in NEEDS.items()) + "."
     lines = [
         "# Pairs of options",
         "",

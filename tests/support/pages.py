@@ -10,7 +10,7 @@ PLACEHOLDER = re.compile(r"<|\.\.\.|\$|NAME")  # in a word that stands for somet
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE_SPAN = re.compile(r"`([^`]+)`")
 COMMANDS = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_FILE = re.compile(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
+_FILE = re.compile(r"```(?:python|yaml)\n(# @package _global_\n)?# ((?:my_work|conf)/\S+)\n(.*?)```", re.DOTALL)
 
 
 def prose(page: Path) -> str:
@@ -35,8 +35,11 @@ def section(page: str, heading: str) -> str:
 
 
 def example_files(text: str) -> list[tuple[str, str]]:
-    """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`."""
-    return _FILE.findall(text)
+    """[(path, content)] of the examples that begin with their path, such as `# my_work/model.py`.
+
+    Hydra reads a package from the first line of a file only, so it stands above the path.
+    """
+    return [(path, package + content) for package, path, content in _FILE.findall(text)]
 
 
 def copy_examples(page: str, home: Path) -> None:

@@ -100,7 +100,7 @@ class Spawn:
 @describes("lockstep.launchers.env.EnvLauncher", "launch/env")
 @dataclass
 class Env:
-    recover: str = _recover(NOT_LIVE)
+    recover: str = _recover(f"{NOT_LIVE} A plain `python src/train.py` refuses it.")
 
 
 @describes("lockstep.launchers.dry.DryLauncher", "launch/dry")

@@ -158,9 +158,8 @@ def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters:
 
 def _children_of_containers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if (
-            isinstance(child, CONTAINERS) or getattr(type(child), "forward", None) is nn.Module.forward
-        ):  # it is never called
+        is_called = getattr(type(child), "forward", None) is not nn.Module.forward
+        if isinstance(child, CONTAINERS) or not is_called:
             yield from _children_of_containers(child)
         elif _parameter_count(child):
             yield child
