@@ -133,7 +133,7 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if not mode.checks:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-    if launcher.recovers_live:
+    if launcher.recovers_live and not mode.checks:
         raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
     mode.validate(job)
     return mode

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.check_run import check_worker, not_picklable
+from lockstep.check_run import check_worker
 from lockstep.errors import ConfigError
-from lockstep.modes.check import Check, Options, Row, rows, table
-from lockstep.modes.check_steps import Draws, Facts, differences
+from lockstep.modes.check import Check, Options, Row, is_unexplained, rows, table
+from lockstep.modes.check_draws import Draws
+from lockstep.modes.check_notes import not_picklable
+from lockstep.modes.check_steps import Facts, differences
 from support.configs import composed
 from support.own_data import Noisy, Points
 from support.worlds import in_world
@@ -47,6 +49,20 @@ class Growing(nn.Module):
         return self.layer(inputs) * self.calls
 
 
+class Counting(nn.Module):
+    """Keeps a number in a buffer, which it replaces, and has a table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 2, dtype=torch.float64), nn.Embedding(3, 2, sparse=True)
+        self.table = self.table.double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.layer(inputs) * self.calls + self.table(inputs.argmax(1) % 3)
+
+
 class Locked(Points):
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +70,7 @@ class Locked(Points):
 
 
 def facts(ranks: int, **values: Any) -> Facts:
-    return Facts(ranks, unsynced=values.pop("unsynced", []), digests={"fc.weight": 7}, **{"loss": 2.0} | values)
+    return Facts(ranks, digests={"fc.weight": 7}, **{"has_step": True, "loss": 2.0} | values)
 
 
 def reasons(one: Facts, two: Facts, draws: Draws | None = None, apart: Any = NEAR, options: Any = OPTIONS) -> list[str]:
@@ -79,8 +95,11 @@ def test_all_promises_hold() -> None:
             {"draws": Draws(by_rank=True, dropouts=["drop"])},
             "random numbers (drop), other ones on each rank; type strat",
         ),
-        ({"draws": Draws(outputs=True)}, "computed twice gives other outputs"),
-        ({"options": replace(OPTIONS, inexact_sync="local_sgd")}, "gradient_sync=local_sgd is not the exact mean"),
+        ({"draws": Draws(outputs=True)}, "computed twice gives other values"),
+        (
+            {"two": facts(2, unsynced=["norm1"]), "options": replace(OPTIONS, micro_batches=True)},
+            "batch norm sees one micro-batch: norm1; type strategy=ddp",
+        ),
         ({}, "cause not found; perhaps"),
     ],
 )
@@ -91,11 +110,30 @@ def test_causes_of_other_numbers_are_named_only_if_the_numbers_differ(found: dic
 
 
 def test_what_breaks_a_promise_whatever_the_numbers_are() -> None:
+    inexact = replace(OPTIONS, inexact_sync="powersgd")
+    for apart in (NEAR, FAR):  # it begins as an exact mean
+        found = reasons(facts(1), facts(2), apart=apart, options=inexact)[0]
+        assert found == "gradient_sync=powersgd is not the exact mean; type gradient_sync=auto"
     assert "type trainer.batch_size=" in reasons(facts(1), facts(2), options=replace(OPTIONS, per_rank=True))[0]
     assert "another one at each start" in reasons(facts(1, fingerprint="a"), facts(2, fingerprint="b"))[1]
+    assert "another one at each start" in reasons(facts(1, first_samples=[1]), facts(2, first_samples=[2]))[1]
+    assert "the test data is another one" in reasons(facts(1), facts(2, has_step=False, other_data="test data"))[1]
     assert "freeze=[a.b]" in reasons(facts(1, unused=["a.b"]), facts(2))[2]
-    diverged = reasons(facts(1, diverged="NaN at step 1", loss=None), facts(2), apart={})
+
+
+def test_a_first_step_that_was_taken_is_compared_and_another_one_is_not() -> None:
+    diverged = reasons(facts(1, has_step=False, diverged="NaN at step 1", loss=None), facts(2), apart={})
     assert diverged == ["not checked: there is no first step", "", "NaN at step 1"]
+    assert reasons(facts(1, diverged="NaN at step 3"), facts(2), apart=NEAR) == ["", "", "NaN at step 3"]
+    skipped = reasons(facts(1), facts(2, not_finite=["fc.weight"]), apart={"gradients": 0.0, "weights": 0.0})
+    assert "not checked" in skipped[0]
+    assert skipped[2] == "NaN or infinite gradients: fc.weight"
+
+
+def test_an_unexplained_difference_is_seen_beside_other_reasons() -> None:
+    options = replace(OPTIONS, per_rank=True)
+    assert is_unexplained(rows(facts(1), facts(2), Draws(), FAR, options))
+    assert not is_unexplained(rows(facts(1), facts(2), Draws(), NEAR, options))
 
 
 def test_other_losses_are_other_numbers() -> None:
@@ -115,14 +153,27 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
     assert differences(one, two)["weights"] == pytest.approx(0.01, rel=1e-4)
 
 
+def test_values_that_are_infinite_in_both_worlds_hide_no_others() -> None:
+    one = {"gradients": {"a": torch.tensor([1.0, torch.inf])}, "weights": {"mask": torch.tensor([-torch.inf, 1.0])}}
+    two = {"gradients": {"a": torch.tensor([1.1, torch.inf])}, "weights": {"mask": torch.tensor([-torch.inf, 1.0])}}
+    assert differences(one, two) == {"gradients": pytest.approx(0.1), "weights": 0.0}
+    two["gradients"]["a"] = torch.tensor([1.0, 1.0])
+    assert differences(one, two)["gradients"] == float("inf")
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
-    assert not_picklable(Points(), "the training data") is None
-    found = not_picklable(Locked(), "the training data")
+    assert not_picklable(Points(), "the training data", set()) is None
+    found = not_picklable(Locked(), "the training data", set())
     assert found is not None
     assert found.startswith("the training data.inner.lock cannot be pickled (")
-    found = not_picklable([abs, lambda point: point], "dataset.transforms")
+    found = not_picklable([abs, lambda point: point], "dataset.transforms", set())
     assert found is not None
     assert found.startswith("dataset.transforms.1 cannot be pickled (")
+    around = Locked()
+    around.inner = {"around": around, "lock": threading.Lock()}
+    found = not_picklable(around, "the training data", set())
+    assert found is not None
+    assert found.startswith("the training data.inner.lock cannot be pickled (")
 
 
 def test_a_rank_that_another_program_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +183,30 @@ def test_a_rank_that_another_program_has_started_is_refused(monkeypatch: pytest.
         Check().validate(None)  # type: ignore[arg-type]
 
 
+def own_words(data: type, model: str) -> list[str]:
+    """The overrides for these classes, in float64."""
+    words = [f"dataset.{half}._target_={data.__module__}.{data.__name__}" for half in ("train", "test")]
+    words += ["~dataset.train.train", "~dataset.test.train", "dataset.classes=2", "dataset.shape=[4]"]
+    words += ["dataset.mean=null", "dataset.std=null", "trainer.precision=fp64"]
+    return ["model=linear", *words, f"model._target_={__name__}.{model}", "~model.shape", "~model.classes"]
+
+
 def checked(cfg: Any, folder: Path) -> Any:
     return check_worker(cfg, folder, timed=True)
 
 
 @pytest.mark.parametrize(("data", "drawn"), [(OwnGenerator, True), (Noisy, False)])
 def test_one_rank_finds_what_is_drawn_outside_the_seeds(tmp_path: Path, data: type, drawn: bool) -> None:
-    words = [f"dataset.{half}._target_={data.__module__}.{data.__name__}" for half in ("train", "test")]
-    words += ["~dataset.train.train", "~dataset.test.train", "dataset.classes=2", "dataset.shape=[4]"]
-    words += ["dataset.mean=null", "dataset.std=null", "trainer.precision=fp64"]
-    words += [f"model._target_={__name__}.Growing", "~model.shape", "~model.classes"]
-    ((found, draws, _),) = in_world(1, checked, composed("model=linear", *words), tmp_path)
+    ((found, draws, _),) = in_world(1, checked, composed(*own_words(data, "Growing")), tmp_path)
     assert draws.samples == drawn
     assert draws.outputs
     assert found.unused == ["spare.weight", "spare.bias"]
     assert found.trained == 10
     assert found.nbytes == {"parameters": 16 * 8, "gradients": 10 * 8, "optimizer state": 10 * 8}
+
+
+def test_buffers_are_no_hidden_state_and_sparse_gradients_are_compared(tmp_path: Path) -> None:
+    plain = ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false", "trainer.max_grad_norm=null"]
+    ((found, draws, _),) = in_world(1, checked, composed(*own_words(Points, "Counting"), *plain), tmp_path)
+    assert (draws.samples, draws.outputs, draws.by_rank) == (False, False, False)
+    assert (found.has_step, found.unused, found.not_finite, found.trained) == (True, [], [], 16)

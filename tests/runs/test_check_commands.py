@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.errors import EXIT_PROMISES
+from lockstep.errors import EXIT_HANG, EXIT_PROMISES
 from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
@@ -57,8 +57,12 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
 
 
 OTHERS = """
+import time
 import numpy as np
+import torch
+from lockstep.tasks.classification import Classification
 from torch import nn
+from torch.utils.data import Dataset
 
 class Unused(nn.Module):
     def __init__(self):
@@ -75,6 +79,30 @@ class OwnNumbers(Unused):
 
     def forward(self, images):
         return super().forward(images * float(self.numbers.random()))
+
+class InFloat32(Unused):
+    def forward(self, images):
+        images = images.float()
+        return super().forward(images - images.mean(0))
+
+class Slow(Unused):
+    def forward(self, images):
+        time.sleep(600)
+
+class OwnLoss(Classification):
+    def __call__(self, outputs, targets):
+        loss, sums = super().__call__(outputs, targets)
+        return loss * np.random.rand(), sums
+
+class OtherData(Dataset):
+    def __init__(self, train):
+        self.samples, self.classes = torch.zeros(100, 64), np.random.randint(10, size=100)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return self.samples[index], int(self.classes[index])
 """
 
 
@@ -86,8 +114,34 @@ def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path
     found = ["model._target_=nets.Unused", "strategy.find_unused_parameters=true"]
     assert "  no  " not in start(*words, *found, PYTHONPATH=tmp_path).finish().output
     own = start(*words, "model._target_=nets.OwnNumbers", PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
-    assert own.count("no     the model computed twice gives other outputs") == 2
+    assert own.count("no     the model or the loss computed twice gives other values") == 2
     assert "virtual_ranks" not in own
+    loss = start(*words, "model=linear", "task._target_=nets.OwnLoss", PYTHONPATH=tmp_path)
+    assert loss.finish(code=EXIT_PROMISES).output.count("no     the model or the loss computed twice") == 2
+    trained = ["model._target_=nets.Unused", "strategy=virtual_ranks"]  # it needs no gradient of each parameter
+    assert "  no  " not in start(*words, *trained, PYTHONPATH=tmp_path).finish().output
+
+
+def test_data_that_differs_and_a_model_of_float32_get_a_table(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(OTHERS)
+    words = [*PYTHON_TRAIN, "mode=check"]
+    data = [f"dataset.{half}._target_=nets.OtherData" for half in ("train", "test")]
+    data += ["model=linear", "dataset.mean=null", "dataset.std=null", "dataset.shape=[64]", "dataset.classes=10"]
+    other = start(*words, *data, PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    assert "no     not checked: there is no first step\n" in other
+    assert "no     the test data is another one at each start: draw it from a seed of its own\n" in other
+    float32 = ["model._target_=nets.InFloat32", "strategy.find_unused_parameters=true"]
+    found = start(*words, *float32, PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    assert "no     cause not found; perhaps a layer" in found
+    assert "but the step fails there (mat1 and mat2 must have the same dtype" in found
+
+
+def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(OTHERS)
+    words = ["mode=check", "model._target_=nets.Slow", "watch.timeout=1"]
+    output = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(code=EXIT_HANG).output
+    assert "verdict: a rank is in user code" in output
+    assert "time.sleep(600)" in output
 
 
 def test_a_check_reads_no_run(start: Start) -> None:
@@ -138,6 +192,14 @@ def test_a_strategy_that_one_rank_cannot_run_is_refused(start: Start) -> None:
     words = ["mode=check", "strategy=async_parameter_server", "launch=fork", "model=linear"]
     run = start(*PYTHON_TRAIN, *words).finish(2)
     assert "mode=check runs on 1 and on 2 ranks: strategy=async_parameter_server has no worker in a wor" in run.sentence
+
+
+def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> None:
+    words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
+    output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
+    assert output.endswith("replicas:  the two ranks were checked with strategy.replicas=1, not 2\n")
+    live = ["mode=check", "launch=fork", "launch.nproc_per_node=4", "launch.recover=live", "model=linear"]
+    assert start(*PYTHON_TRAIN, *live).finish().output.count("  yes  ") == 3
 
 
 def test_a_job_of_1024_ranks_is_planned_and_nothing_is_written(start: Start, tmp_path: Path) -> None:

@@ -49,8 +49,16 @@ def require_same_code(world: World) -> None:
             )
 
 
+class OtherData(ConfigError):
+    """A data set is not alike on all ranks. name: "training data" or "test data"."""
+
+    def __init__(self, sentence: str, name: str) -> None:
+        super().__init__(sentence)
+        self.name = name
+
+
 def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
-    """Raise ConfigError, on all ranks, if a data set differs between ranks. A collective.
+    """Raise OtherData, on all ranks, if a data set differs between ranks. A collective.
 
     name: "training data" or "test data". fingerprint: see `lockstep.snapshots.data_fingerprint`.
     """
@@ -63,4 +71,4 @@ def require_same_data(world: World, name: str, length: int, fingerprint: str) ->
             what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
         else:
             continue
-        raise ConfigError(f"{what}; copy the same data to every machine and type the command again")
+        raise OtherData(f"{what}; copy the same data to every machine and type the command again", name)

@@ -9,7 +9,8 @@ from lockstep.errors import ConfigError, first_of
 from lockstep.modes.base import Mode
 
 if TYPE_CHECKING:
-    from lockstep.modes.check_steps import Draws, Facts
+    from lockstep.modes.check_draws import Draws
+    from lockstep.modes.check_steps import Facts
     from lockstep.strategies.base import JobSpec
 
 # How far the first steps of one and of two ranks may be apart, relative to the largest value.
@@ -47,59 +48,76 @@ class Options:
 
     precision: str
     inexact_sync: str | None  # the gradient_sync, if it is not the exact mean
-    per_rank: bool  # whether trainer.batch_size_per_rank is set
-    finds_unused: bool  # strategy.find_unused_parameters
+    per_rank: bool  # whether trainer.batch_size_per_rank makes the batch grow with the ranks
+    finds_unused: bool  # strategy.find_unused_parameters, or a strategy that does not need it
+    micro_batches: bool = False  # whether the strategy cuts a batch into them
 
 
 def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], options: Options) -> list[Row]:
     """The promises. one, two: of the worlds of one rank and of two. apart: see `check_steps.differences`."""
     outside = outside_the_seeds(one, two, draws)
-    diverged = one.diverged or two.diverged
-    loss = relative(one.loss, two.loss)
+    distance = {"loss": relative(one.loss, two.loss)} | apart
     numbers = list[str]()
-    if not max([loss, *apart.values()]) <= TOLERANCES[options.precision]:
-        numbers = causes(two, draws, options) or outside or [UNKNOWN]
-    if options.per_rank:
-        numbers.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
-    seen = ", ".join(f"{what} {value:.1e}" for what, value in ({"loss": loss} | apart).items())
+    if not (one.has_step and two.has_step):
+        numbers, distance = ["not checked: there is no first step"], {}
+    elif one.not_finite or two.not_finite:
+        numbers, distance = ["not checked: the gradients of the first step are not finite"], {}
+    else:
+        if not max(distance.values()) <= TOLERANCES[options.precision]:
+            numbers = causes(two, draws, options) or outside
+            numbers = numbers or ([UNKNOWN] if options.inexact_sync is None else [])
+        numbers += always(options)
+    seen = ", ".join(f"{what} {value:.1e}" for what, value in distance.items())
     unit = " (in float64)" if options.precision == "fp64" else ""
-    if diverged:
-        numbers, seen = ["not checked: there is no first step"], ""
     return [
         Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}{unit}"),
         Row("stopped and resumed, the bits of an unbroken run", outside, "samples and outputs are the same twice"),
-        Row("your own work fits", fits(one, two, diverged, options), f"{one.trained:,} numbers get a finite gradient"),
+        Row("your own work fits", fits(one, two, options), f"{one.trained:,} numbers get a finite gradient"),
     ]
 
 
 def is_unexplained(found: Sequence[Row]) -> bool:
     """Whether the numbers depend on the number of ranks, and nobody knows why."""
-    return found[0].reasons == [UNKNOWN]
+    return UNKNOWN in found[0].reasons
 
 
 def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
     """What is known to make the numbers depend on the number of ranks."""
     found = []
-    if two.unsynced:
+    if two.unsynced and options.micro_batches:
+        norms = first_of(two.unsynced, NAMED)
+        found.append(f"batch norm sees one micro-batch: {norms}; type strategy=ddp, or a model without batch norm")
+    elif two.unsynced:
         found.append(f"batch norm sees a rank's share: {first_of(two.unsynced, NAMED)}; type sync_bn=auto")
     if two.unused and not options.finds_unused:
         found.append("parameters without a gradient, see below")
     if draws.by_rank and not draws.outputs:
         which = f" ({first_of(draws.dropouts, NAMED)})" if draws.dropouts else ""
         found.append(
-            f"the forward pass draws random numbers{which}, other ones on each rank; "
+            f"the model or the loss draws random numbers{which}, other ones on each rank; "
             f"type strategy=virtual_ranks, or model.dropout=0 if the model has it"
         )
+    return found
+
+
+def always(options: Options) -> list[str]:
+    """What makes the numbers depend on the number of ranks, also where the first step does not show it."""
+    found = []
     if options.inexact_sync is not None:
         found.append(f"gradient_sync={options.inexact_sync} is not the exact mean; type gradient_sync=auto")
+    if options.per_rank:
+        found.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
     return found
 
 
 def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
     """What is another one the second time."""
     found = []
-    if one.fingerprint != two.fingerprint:
-        found.append("the training data is another one at each start: draw it from a seed of its own")
+    other_data = two.other_data
+    if one.fingerprint != two.fingerprint or (one.first_samples != two.first_samples and not draws.samples):
+        other_data = other_data or "training data"
+    if other_data:
+        found.append(f"the {other_data} is another one at each start: draw it from a seed of its own")
     other = [name for name, value in one.digests.items() if two.digests.get(name, value) != value]
     if other:
         found.append(f"initial weights are not drawn from torch's generator: {first_of(other, NAMED)}")
@@ -107,17 +125,19 @@ def outside_the_seeds(one: "Facts", two: "Facts", draws: "Draws") -> list[str]:
         found.append("a sample read twice is another one: draw from torch, numpy or random, which are seeded for it")
     if draws.outputs:
         found.append(
-            "the model computed twice gives other outputs: it draws from numpy, random or a generator of its own, or "
-            "keeps what is no buffer; draw from torch's generator"
+            "the model or the loss computed twice gives other values: it draws from numpy, random or a generator of "
+            "its own, or keeps what is no saved buffer; draw from torch's generator"
         )
     return found
 
 
-def fits(one: "Facts", two: "Facts", diverged: str | None, options: Options) -> list[str]:
+def fits(one: "Facts", two: "Facts", options: Options) -> list[str]:
     """Why the model and the data cannot be trained as they are."""
+    diverged = one.diverged or two.diverged
     found = [diverged] if diverged else []
-    if one.not_finite:
-        found.append(f"NaN or infinite gradients: {first_of(one.not_finite, NAMED)}")
+    not_finite = list(dict.fromkeys([*one.not_finite, *two.not_finite]))
+    if not_finite:
+        found.append(f"NaN or infinite gradients: {first_of(not_finite, NAMED)}")
     unused = list(dict.fromkeys([*one.unused, *two.unused]))
     if unused and not options.finds_unused:
         found.append(
@@ -150,8 +170,9 @@ def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
     from lockstep.data.partition import shares_in_words  # imports torch
 
     epoch, whole = one.steps
+    rank = two if two.nbytes else one  # two ranks that read other data take no step
     lines = [
-        f"a rank:    {held(two.nbytes)}; the process took {two.peak:.0f} MiB at most, with Python and torch",
+        f"a rank:    {held(rank.nbytes)}; the process took {rank.peak:.0f} MiB at most, with Python and torch",
         f"a batch:   {one.batch} samples{shares_in_words(one.batch, ranks, shares)}",
         f"steps:     {epoch} in an epoch, {whole} in the run",
     ]

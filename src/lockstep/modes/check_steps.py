@@ -1,4 +1,4 @@
-"""What mode=check measures in one world of ranks: its first steps, and what they draw and hold."""
+"""What mode=check measures in one world of ranks: its first steps, and what they hold."""
 
 import statistics
 import time
@@ -9,23 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
-from lockstep.data.samples import Samples
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
-from lockstep.errors import ConfigError, TrainingDiverged
-from lockstep.training.loop import UNTIMED, train_epoch
+from lockstep.errors import TrainingDiverged
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.pipeline import Pipeline
+from lockstep.training.loop import train_epoch
 from lockstep.training.memory import peak_memory
-from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.step import TrainStepRunner, set_seed
 from lockstep.training.weight_check import digest, local_part
 
 TIMED_STEPS = 5  # after the first one, which takes longer
 TIMED_SECONDS = 1.0
-SAMPLES_READ = 8  # twice
 
 Named = dict[str, Tensor]
 
@@ -34,19 +31,23 @@ Named = dict[str, Tensor]
 class Facts:
     """What a world of `ranks` ranks found. Plain values: a pipe carries them.
 
-    loss: of the first step. seconds: of a later one. diverged: why the first step was none. unused, not_finite: names
-    of parameters without a gradient, or with a NaN or an infinite one. trained: how many numbers have one. unsynced:
-    names of batch norms that see a rank's share. digests: of the weights before the first step. nbytes: what this rank
-    holds. peak: MiB of the process. batch: samples of a step. steps: of an epoch, and of the whole run. fingerprint: of
-    the training data.
+    unsynced: names of batch norms that see less than the batch. digests: of the weights before the first step.
+    has_step: whether the first step was taken. loss: of it. seconds: of a later one. diverged: why one of the steps was
+    none. failed: the error of a step in float64. other_data: the data that is not alike on the ranks, such as "test
+    data". unused, not_finite: names of parameters without a gradient, or with a NaN or an infinite one. trained: how
+    many numbers have one. nbytes: what this rank holds. peak: MiB of the process. batch: samples of a step. steps: of
+    an epoch, and of the whole run. fingerprint: of the training data. first_samples: the digests of some.
     """
 
     ranks: int
-    unsynced: list[str]
-    digests: dict[str, int]
+    unsynced: list[str] = field(default_factory=list)
+    digests: dict[str, int] = field(default_factory=dict)
+    has_step: bool = False
     loss: float | None = None
     seconds: float | None = None
     diverged: str | None = None
+    failed: str | None = None
+    other_data: str | None = None
     unused: list[str] = field(default_factory=list)
     not_finite: list[str] = field(default_factory=list)
     trained: int = 0
@@ -55,20 +56,7 @@ class Facts:
     batch: int = 0
     steps: tuple[int, int] = (0, 0)
     fingerprint: str = ""
-
-
-@dataclass
-class Draws:
-    """What is drawn outside the seeds, and what is drawn by each rank for itself.
-
-    samples, outputs: whether they are other ones the second time, from the same seeds. by_rank: whether outputs depend
-    on the seed. dropouts: names of modules that make them do so.
-    """
-
-    samples: bool = False
-    outputs: bool = False
-    by_rank: bool = False
-    dropouts: list[str] = field(default_factory=list)
+    first_samples: list[int] = field(default_factory=list)
 
 
 class _Enough(Exception):
@@ -87,7 +75,7 @@ class FirstSteps:
         model = state.strategy.model
         self.facts = Facts(
             ranks=state.strategy.world.size,
-            unsynced=unsynced_batch_norms(model) if state.strategy.supports_sync_bn else [],
+            unsynced=unsynced_batch_norms(model) if sees_less_than_the_batch(state.strategy) else [],
             digests={name: int(digest(value)) for name, value in self._whole(dict(model.named_parameters())).items()},
         )
         state.before_update = self._keep_gradients
@@ -114,16 +102,18 @@ class FirstSteps:
         if self.gradients:
             return
         named, facts = list(self.state.strategy.model.named_parameters()), self.facts
-        self.gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
+        self.gradients = {name: _copy(p.grad) for name, p in named if p.grad is not None}
         facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        facts.not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
+        if not self.state.scaler.is_enabled():  # it looks for the scale at which gradients are finite
+            not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
+            facts.not_finite = not_finite
         facts.trained = sum(value.numel() for value in self.gradients.values())
         facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
 
     def _after_step(self, samples: int) -> None:
         state, facts = self.state, self.facts
         if not self.ends:
-            facts.loss = state.meter.means()["loss"]
+            facts.has_step, facts.loss = True, state.meter.means()["loss"]
             facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
             held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
             self.whole = {what: self._whole(named) for what, named in held.items()}
@@ -139,9 +129,20 @@ class FirstSteps:
         return {name: value.detach().cpu().clone() for name, value in whole.items() if isinstance(value, Tensor)}
 
 
+def _copy(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient.clone()
+
+
 def nbytes(tensors: Any) -> int:
     """What this rank holds of `tensors`."""
     return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def sees_less_than_the_batch(strategy: Strategy) -> bool:
+    """Whether a batch norm that is not synchronised normalises a part of a batch, which depends on the ranks."""
+    in_micro_batches = isinstance(strategy, Pipeline) and strategy.world.size > 1
+    return strategy.supports_sync_bn or in_micro_batches
 
 
 def unsynced_batch_norms(model: nn.Module) -> list[str]:
@@ -154,46 +155,6 @@ def unsynced_batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
-def what_is_drawn(state: TrainState, loader: BatchLoader) -> Draws:
-    """Read some samples twice, and compute the first batch three times. For a world of one rank."""
-    model = state.strategy.model.train()
-    dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p > 0]
-    batch = next(TrainStepRunner(state, loader, UNTIMED).batches(slice(0, 1)))
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    first, again, other = (_outputs(state, batch.parts[0].inputs, seed) for seed in (0, 0, 1))
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    same_samples = loader.reader is None or _same(*_read_twice(loader.samples, loader.is_stream))
-    return Draws(not same_samples, not _same(first, again), not _same(first, other), dropouts)
-
-
-def _outputs(state: TrainState, inputs: Any, seed: int) -> list[Tensor]:
-    set_seed(seed)
-    with torch.no_grad(), autocast(state.strategy.world.device, state.settings.precision):
-        return [tensor.clone() for tensor in tensors_in(state.strategy.module(inputs))]
-
-
-def _read_twice(samples: Samples, is_stream: bool) -> list[list[Tensor]]:
-    """The tensors of the first samples of an epoch, read in order and then backwards; a stream in order."""
-    numbers = list(range(min(SAMPLES_READ, len(samples))))
-    forwards = samples.read([(0, number) for number in numbers])
-    turn = 1 if is_stream else -1
-    read = samples.read([(0, number) for number in numbers[::turn]])
-    found = []
-    for batch in (forwards, read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn])):
-        collated = samples.collate(batch)
-        if isinstance(collated, ConfigError):
-            raise collated
-        found.append(list(tensors_in(collated)))
-    return found
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Bit by bit, but that a NaN is like a NaN."""
-    return all(torch.equal(first.nan_to_num(), second.nan_to_num()) for first, second in zip(one, other, strict=True))
-
-
 def differences(one: dict[str, Named], two: dict[str, Named]) -> dict[str, float]:
     """{"gradients": ..., "weights": ...}: how far two worlds are apart, at most, relative to a tensor's largest value.
 
@@ -201,7 +162,7 @@ def differences(one: dict[str, Named], two: dict[str, Named]) -> dict[str, float
     gradients are compared with a hundredth of the largest of all at least, and weights only where they had one.
     """
     gradients = one["gradients"]
-    floor = 1e-2 * max((float(value.abs().max()) for value in gradients.values() if value.numel()), default=0.0)
+    floor = 1e-2 * max(map(_largest, gradients.values()), default=0.0)
     found = {"gradients": 0.0, "weights": 0.0}
     for name, value in gradients.items():
         found["gradients"] = max(found["gradients"], _apart(value, two["gradients"].get(name), floor))
@@ -215,9 +176,17 @@ def differences(one: dict[str, Named], two: dict[str, Named]) -> dict[str, float
 def _apart(one: Tensor, other: Tensor | None, floor: float, left_out: Tensor | None = None) -> float:
     if other is None or one.shape != other.shape:
         return float("inf")
-    apart = (one.double() - other.double()).abs()
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    apart = (one.double() - other.double()).abs().nan_to_num(0.0)  # both are NaN there, or infinite
     if left_out is not None:
         apart = apart.masked_fill(left_out, 0)
     if not apart.numel() or not apart.any():
         return 0.0
-    return float(apart.max() / max(floor, float(one.double().abs().max()), 1e-30))
+    return float(apart.max() / max(floor, _largest(one), 1e-30))
+
+
+def _largest(value: Tensor) -> float:
+    """The largest finite number of `value`, whatever its sign."""
+    finite = value.double().nan_to_num(0.0, 0.0, 0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
