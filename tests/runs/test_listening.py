@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.listening import listening_socket, on_one_machine, store_address
-from lockstep.distributed.store import close_store, shared_store
+from lockstep.distributed.store import close_store, hold_port, shared_store
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from support.sockets import is_loopback, listening_addresses
@@ -83,6 +83,21 @@ def test_the_store_of_one_machine_listens_at_the_loopback_address() -> None:
     close_store(here)
     close_store(info(rank=1, master_port=port))
     assert own_listeners() == before
+
+
+def test_a_held_port_is_taken_until_its_store_is_closed() -> None:
+    before = own_listeners()
+    for opens in (True, False):
+        here = hold_port(info(master_port=0))
+        place = f"127.0.0.1:{here.master_port}"
+        assert own_listeners() - before == {place}
+        with pytest.raises(OSError, match="Address already in use"):
+            listening_socket("127.0.0.1", here.master_port)
+        if opens:
+            shared_store(here).set("key", "value")
+            assert own_listeners() - before == {place}
+        close_store(here)
+        assert own_listeners() == before
 
 
 def _listeners_of_a_world() -> set[str]:

@@ -94,7 +94,7 @@ def export_rank_info(info: RankInfo) -> None:
 def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: int) -> RankInfo:
     """The place of a `launch=spawn` parent among the parents of all nodes. The first of them hosts the ranks' store.
 
-    master_port 0 is replaced by a free port, which only one node can use. Raises ConfigError for several nodes.
+    master_port 0 means a free port, which only one node can use. Raises ConfigError for several nodes.
     """
     if nnodes > 1 and not master_port:
         raise ConfigError(
@@ -103,12 +103,11 @@ def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: i
     if not 0 <= node_rank < nnodes:
         choices = "launch.node_rank=0" if nnodes <= 1 else f"launch.node_rank=0 to {nnodes - 1}"
         raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
-    port = master_port or free_port()
-    return RankInfo(rank=node_rank, world_size=nnodes, started_by="spawn", master_addr=master_addr, master_port=port)
+    return RankInfo(node_rank, nnodes, started_by="spawn", master_addr=master_addr, master_port=master_port)
 
 
 def free_port() -> int:
-    """A TCP port of this machine that no program listens at."""
+    """A TCP port of this machine that no program listens at. Another program may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

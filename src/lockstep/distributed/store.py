@@ -5,9 +5,11 @@ torch is imported inside the functions: `--cfg job` asks when the run started, a
 
 import errno
 import os
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ NOTES = Path("outputs", ".started")  # start times of jobs whose restarts share 
 CLAIM_SECONDS = 60.0  # after this time no run can start in the second of a claim any more
 
 _stores: dict[RankInfo, "Store"] = {}
+_held_ports: dict[RankInfo, socket.socket] = {}  # of stores that are not opened yet
 
 
 def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
@@ -43,14 +46,30 @@ def shared_store(info: RankInfo, timeout: timedelta = STORE_TIMEOUT) -> "Store":
 def close_store(info: RankInfo) -> None:
     """Close this process's store, with its port and its thread if this process hosts it."""
     _stores.pop(info, None)
+    if info in _held_ports:
+        _held_ports.pop(info).close()
 
 
-def host_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> "TCPStore":
-    """A store in this process that listens as `listening_socket` does. Raises OSError as that does."""
+def hold_port(info: RankInfo) -> RankInfo:
+    """`info` with a free port, at which this process listens from now on: no other program can get it meanwhile.
+
+    `shared_store` opens the store there, and `close_store` frees the port. Forked children do not keep it.
+    """
+    listener = listening_socket(store_address(info), 0)
+    os.register_at_fork(after_in_child=listener.close)  # a port that a rank kept would still take connections
+    held = replace(info, master_port=listener.getsockname()[1])
+    _held_ports[held] = listener
+    return held
+
+
+def host_store(
+    address: str, port: int, timeout: timedelta = STORE_TIMEOUT, listener: socket.socket | None = None
+) -> "TCPStore":
+    """A store in this process, at `listener` or at one as of `listening_socket`. Raises OSError as that does."""
     from torch.distributed import TCPStore
 
     # Without a socket of ours torch listens on every interface, whatever the address.
-    listener = listening_socket(address, port)
+    listener = listener or listening_socket(address, port)
     return TCPStore(
         address,
         listener.getsockname()[1],
@@ -72,7 +91,7 @@ def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
         return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
     wait_until_known(address, timeout.total_seconds())
     try:
-        return host_store(address, info.master_port, timeout)
+        return host_store(address, info.master_port, timeout, _held_ports.pop(info, None))
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

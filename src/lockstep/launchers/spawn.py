@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.distributed.environment import RankInfo, node_rank_info
-from lockstep.distributed.store import close_store, shared_store
+from lockstep.distributed.store import close_store, hold_port, shared_store
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.launchers.live import LiveSupervisor, validate_live
@@ -66,7 +66,7 @@ class SpawnLauncher(Launcher):
     def launch(self, worker: Worker, *args: Any) -> Any:
         if self.recovers_live:
             return LiveSupervisor(self.name, self.num_ranks()[1], 0, self.replace_within).run(worker, *args)
-        node = self._node()
+        node = self._node() if self.master_port else hold_port(self._node())
         world_size, ranks_here = self.num_ranks()
         env = rank_environment(node, world_size, ranks_here, self.name) | {"GROUP_RANK": str(self.node_rank)}
         first_rank = self.node_rank * ranks_here

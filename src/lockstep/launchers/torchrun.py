@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.distributed.environment import RankInfo, node_rank_info
-from lockstep.distributed.store import close_store, shared_store
+from lockstep.distributed.store import close_store, hold_port, shared_store
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.launchers.live import LiveSupervisor, validate_live
@@ -55,7 +55,7 @@ class TorchrunLauncher(Launcher):
         ranks = resolve_nproc(self.nproc_per_node)
         if self.recovers_live:
             return LiveSupervisor("torchrun", ranks, self.max_restarts, self.replace_within).run(worker, *args)
-        node: RankInfo = node_rank_info(1, 0, "127.0.0.1", 0)
+        node: RankInfo = hold_port(node_rank_info(1, 0, "127.0.0.1", 0))
         env = rank_environment(node, ranks, ranks, "torchrun")
         supervisor = Supervisor(self.start_method, ranks, 0, env, self.max_restarts, lambda: shared_store(node))
         try:
