@@ -4,13 +4,15 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
-from lockstep.data.download import download, one_at_a_time
+from lockstep.data.download import LOCK, download, one_at_a_time
 from lockstep.data.mnist import mnist
 from lockstep.errors import ConfigError
 from support.small_data import write_idx, write_small_data
@@ -56,31 +58,60 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-class Closing(logging.Handler):
-    """Closes a stream when anything is logged."""
+class Ending(logging.Handler):
+    """Ends what another run does when anything is logged."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    def __init__(self, end: Callable[[], object]) -> None:
         super().__init__()
-        self.stream = stream
+        self.end = end
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream.close()
+        self.end()
+
+
+@contextmanager
+def other_run(lock: Path, finish: Callable[[], object]) -> Iterator[None]:
+    """Inside the block another process holds `lock`. When anything is logged it does `finish` and ends."""
+    command = [sys.executable, "-c", HOLD, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        close = other.stdin.close
+        ends_other = Ending(lambda: (finish(), close()))
+        logging.getLogger().addHandler(ends_other)
+        yield
+        logging.getLogger().removeHandler(ends_other)
+        assert other.wait() == 0
 
 
 def test_who_waits_for_another_run_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock")]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    ends_other = Closing(other.stdin)
-    logging.getLogger().addHandler(ends_other)
-    with caplog.at_level(logging.INFO), one_at_a_time(tmp_path / ".lock"):
-        assert other.wait() == 0
-    logging.getLogger().removeHandler(ends_other)
-    assert caplog.messages == [f"waiting for another run that writes into {tmp_path}"]
-    with one_at_a_time(tmp_path / ".lock"):
+    lock = tmp_path / ".lock"
+    with other_run(lock, lambda: None), caplog.at_level(logging.INFO), one_at_a_time(lock):
+        assert caplog.messages == [f"waiting for another run that writes into {tmp_path}"]
+    with one_at_a_time(lock):
         assert len(caplog.messages) == 1
+
+
+def test_files_that_another_machine_still_writes_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision_with(no_network))
+    write_idx(tmp_path / RAW, train=3, test=2)
+    last = tmp_path / RAW / "t10k-labels-idx1-ubyte"
+    content = last.read_bytes()
+    last.write_bytes(b"")
+    with other_run(tmp_path / LOCK, lambda: last.write_bytes(content)), caplog.at_level(logging.INFO):
+        download(str(tmp_path), "MNIST")
+    assert caplog.messages == [f"waiting for another run that writes into {tmp_path}"]
+
+
+def test_files_that_are_cut_are_named_where_nothing_can_be_written(tmp_path: Path) -> None:
+    write_idx(tmp_path / RAW, train=3, test=2)
+    (tmp_path / RAW / "t10k-labels-idx1-ubyte").write_bytes(b"")
+    (tmp_path / LOCK).mkdir()  # root could write to a folder without permissions
+    with pytest.raises(ConfigError, match="t10k-labels-idx1-ubyte is not whole"):
+        download(str(tmp_path), "MNIST")
 
 
 def no_network(root: str, train: bool, download: bool) -> None:

@@ -24,13 +24,17 @@ def download(data_dir: str, name: str) -> None:
 
     Raises ConfigError if it is not there and cannot be downloaded, and for files of it that are not whole.
     """
-    folder = _folder(Path(data_dir), name)
-    if _is_there(folder, name):
-        return
+    folder, problem = _folder(Path(data_dir), name), None
+    try:
+        if _is_there(folder, name):
+            return
+    except ConfigError as error:  # or another machine writes the file now
+        problem = error
     created = not Path(data_dir).exists()
     try:
         Path(data_dir).mkdir(parents=True, exist_ok=True)
         with one_at_a_time(Path(data_dir) / LOCK):
+            problem = None  # nobody else writes now
             if not _is_there(folder, name):
                 import torchvision
 
@@ -38,6 +42,8 @@ def download(data_dir: str, name: str) -> None:
     except ConfigError:
         raise
     except Exception as error:  # urllib, sockets, checksums, disks: whatever it was, the data is not there
+        if problem is not None:  # the folder cannot be written to
+            raise problem from None
         if created:
             _remove_empty(Path(data_dir))
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
