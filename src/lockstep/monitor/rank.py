@@ -16,7 +16,8 @@ from lockstep.monitor.progress_page import EPOCH, ProgressPage, create_page_file
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
 MOST_SAMPLES = 1000  # that are named in a report
-REPORT_SECONDS = 1.0  # how long a rank that fails waits for the report
+# How long a rank that fails waits for the report: the monitor may be slow on a busy machine. It kills ranks after 5 s.
+REPORT_SECONDS = 4.0
 
 
 class RankReporter:
