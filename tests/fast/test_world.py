@@ -130,7 +130,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting():
     (peer, waited), (failed, _), _ = in_world(3, _fail_on_rank_1)
     assert failed == "ValueError"
     assert peer == "RuntimeError"
-    assert waited < 10
+    assert waited < 30  # not for the 60 s of the group
 
 
 def _state_of(rank: int) -> dict[str, Any]:
