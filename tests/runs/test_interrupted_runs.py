@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ from lockstep.models.mlp import mlp
 
 if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not one that they are forked from
     pathlib.Path("importing").touch()
-    time.sleep(1)
+    time.sleep(3)  # the signal comes meanwhile
 """
 
 
@@ -86,7 +87,7 @@ def test_ctrl_c_ends_a_later_node_that_waits_for_the_first_one(start, tmp_path):
     wait_for(lambda: ranks_under(run.process.pid), "rank")
     time.sleep(2)  # it imports torch
     run.send(signal.SIGINT)
-    run.finish(130, limit=10)
+    run.finish(130, limit=60)  # it would wait for 300 s. Until it has imported torch it heeds no signal
 
 
 @pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
@@ -97,7 +98,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     ranks = ranks_under(run.process.pid) if launch != "fork" else forked_ranks(run)
     assert len(ranks) == 2
     run.process.kill()
-    wait_for(lambda: not alive(ranks), "end of the ranks", limit=10)  # 3 s are enough on a machine that is idle
+    wait_for(lambda: not alive(ranks), "end of the ranks")
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
@@ -115,21 +116,21 @@ def test_ranks_save_when_their_fork_server_is_killed_and_the_launcher_says_so(st
     said = run.output[run.output.index("lockstep: the helper process that the ranks are forked from was killed") :]
     assert "exit()" not in run.output
     assert "Traceback" not in run.output
-    wait_for(lambda: all(map(process_has_ended, ranks)), "end of the ranks", limit=3)
+    wait_for(lambda: all(map(process_has_ended, ranks)), "end of the ranks")
     step = int(re.findall(r"stopped early at step (\d+)", read_log(tmp_path / "run"))[0])
     assert f"the last good snapshot is {tmp_path}/run/snapshots/step_{step:08d}.pt" in said
     assert count_resumptions(tmp_path / "run") == restarts
 
 
 def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):
-    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(30)\n")
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(300)\n")
     torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "model._target_=slow.Net"]
     run = start(*torchrun, PYTHONPATH=tmp_path)
     wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
     ranks = ranks_of_torchrun(run.process.pid)
     assert len(ranks) == 2
     run.process.kill()
-    wait_for(lambda: not alive(ranks), "end of the ranks", limit=3)
+    wait_for(lambda: not alive(ranks), "end of the ranks")
 
 
 def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
@@ -237,8 +238,10 @@ def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, trai
 def test_a_log_file_that_cannot_be_opened_again_does_not_end_the_run(start, tmp_path):
     run = start(*LONG, "launch=fork")
     wait_for(lambda: has_logged(tmp_path / "run", "epoch 1/"), "training")
-    (tmp_path / "run/train.log").unlink()
-    (tmp_path / "run/train.log").mkdir()
+    while not (tmp_path / "run/train.log").is_dir():
+        (tmp_path / "run/train.log").unlink()
+        with suppress(FileExistsError):  # the run has opened it again in between
+            (tmp_path / "run/train.log").mkdir()
     wait_for(lambda: "epoch 9/" in (tmp_path / "run/logs/rank0.log").read_text(), "ninth epoch")
     run.process.terminate()
     run.finish(75)

@@ -132,8 +132,10 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(monkeypatch):
     others = children(rank)
 
     def hang() -> None:
-        forks.value += 1
-        if os.getppid() == rank and forks.value == 2:
+        with forks.get_lock():
+            forks.value += 1
+            number = forks.value
+        if os.getppid() == rank and number == 2:
             time.sleep(1000)
 
     monkeypatch.setattr(sys.modules[__name__], "after_fork", hang)
@@ -185,7 +187,7 @@ def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(rea
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
         next(passing)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 4.5  # torch itself looks every 5 s
 
 
 def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_path):
@@ -230,7 +232,7 @@ def test_workers_that_hang_end_with_a_rank_that_is_killed(method):
     assert len(workers) >= 2
     rank.kill()
     rank.join()
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 5)
+    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "end of the workers", 20)
 
 
 def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:

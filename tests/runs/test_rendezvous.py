@@ -14,6 +14,7 @@ from lockstep.distributed.environment import RankInfo, read_rank_info
 from lockstep.distributed.rendezvous import agree_on_nonce, form_group
 from lockstep.distributed.store import forget_start, run_started_at
 from lockstep.distributed.world import init_distributed
+from support.commands import wait_for
 from support.worlds import in_world
 
 PATIENCE = timedelta(seconds=20)
@@ -83,6 +84,7 @@ def test_ranks_that_wait_long_ask_the_store_rarely():
     store, size = CountingStore(), 12
     threads, found = join_in_threads(store, list(range(1, size)), size)
     threads[0].join(1.0)  # rank 0 is late
+    wait_for(lambda: len(store.questions) == size - 1 and min(store.questions.values()) > 5, "questions of all ranks")
     waited = dict(store.questions)
     nonce = agree_on_nonce(store, 0, size, PATIENCE)
     for thread in threads:
@@ -91,7 +93,6 @@ def test_ranks_that_wait_long_ask_the_store_rarely():
     assert len(found) == size - 1
     # A question every 10 ms would be 100. Pauses that grow by a tenth of the time waited are about 35.
     assert max(waited.values()) < 60
-    assert min(waited.values()) > 5
 
 
 def test_a_nonce_of_an_earlier_attempt_is_passed_over():

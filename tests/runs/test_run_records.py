@@ -89,7 +89,7 @@ def test_the_same_config_has_the_same_hash_in_any_folder_and_by_any_launcher(tmp
 
 @pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
 def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
-    run = start(*PYTHON_TRAIN, *SLOW, "logger=[]", "hydra.run.dir=run")
+    run = start(*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run")
     folder = run.cwd / "run"
     wait_for(lambda: position(folder)[0] >= 5, "snapshot")
     assert states(run.cwd) == ["running"]

@@ -209,7 +209,7 @@ def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 80))
     steady = ["trainer.batch_size=1", "optimizer.lr=0.001"]  # an epoch is longer than tqdm waits between two drawings
-    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=4", *steady, "sweep.slots=2"]
+    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=8", *steady, "sweep.slots=2"]
     with os.fdopen(reading, "rb", buffering=0) as screen:
         run = subprocess.Popen([*PYTHON_TRAIN, *words], cwd=tmp_path, stdout=writing, stderr=writing)
         os.close(writing)
@@ -218,7 +218,7 @@ def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
             while text := screen.read(65536):
                 shown += text.decode(errors="replace")
     assert run.wait() == 0
-    assert re.search(r"\[0\] epoch \d/4: .*\r\n\[1\] epoch \d/4: .*\r\n\x1b\[2F\x1b\[J", shown)
+    assert re.search(r"\[0\] epoch \d/8: .*\r\n\[1\] epoch \d/8: .*\r\n\x1b\[2F\x1b\[J", shown)
     assert re.search(r"samples/s, loss=\d", shown)
     last = shown.rpartition("\x1b[J")[2]
     assert "sweep: job" in last
