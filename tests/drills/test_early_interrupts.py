@@ -65,4 +65,4 @@ def test_under_torchrun_and_mpirun_no_process_stays_after_an_early_interrupt(sta
         os.killpg(run.process.pid, number)
         run.finish(None)
         assert f'File "{TRAIN}"' not in run.output  # a traceback of a rank's
-        wait_for(lambda: not processes_of(run.process.pid), f"end of all processes, {moment} s", limit=5)  # noqa: B023
+        wait_for(lambda: not processes_of(run.process.pid), f"end of all processes, {moment} s", limit=20)  # noqa: B023

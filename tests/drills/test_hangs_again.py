@@ -48,7 +48,9 @@ def test_a_rank_that_is_stopped_while_another_one_saves_is_named(start_faulty):
     wait_for(lambda: has_logged(run.cwd / "run", "epoch 2/"), "second epoch")
     stopped, waiting = all_ranks(run.process.pid)
     os.kill(stopped, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
     while ranks_in(run.process.pid, "snapshot") != [waiting]:
+        assert time.monotonic() < deadline, "no rank waits in a snapshot for the rank that is stopped"
         os.kill(stopped, signal.SIGCONT)
         time.sleep(0.01)
         os.kill(stopped, signal.SIGSTOP)

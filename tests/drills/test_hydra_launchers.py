@@ -60,7 +60,7 @@ def test_a_signal_stops_the_jobs_of_a_launcher_of_hydra(start, launcher):
     run.finish(75)
     assert set(states(run.cwd / "s")) == {"stopped"}
     assert "stopped early" in (run.cwd / "s" / "0_seed=1" / "train.log").read_text()
-    wait_for(lambda: not processes_of(run.process.pid), "end of joblib's helper process", 5)
+    wait_for(lambda: not processes_of(run.process.pid), "end of joblib's helper process", 20)
 
 
 @pytest.mark.parametrize("launcher", [JOBLIB, ONE, SUBMITIT])
@@ -71,7 +71,7 @@ def test_a_killed_sweep_with_a_launcher_of_hydra_ends_its_jobs_which_then_go_on(
     run.send(signal.SIGKILL)
     run.process.wait()
     start(*PYTHON_TRAIN, "-m", "sweep.resume=s", *launcher).finish()
-    wait_for(lambda: not processes_of(run.process.pid), "end of the killed sweep's workers", 5)
+    wait_for(lambda: not processes_of(run.process.pid), "end of the killed sweep's workers", 20)
     assert states(run.cwd / "s") == ["finished"] * 2
     assert "resumed from" in (run.cwd / "s" / "0_seed=1" / "train.log").read_text()
 

@@ -41,4 +41,4 @@ def test_mpirun_ends_all_ranks_when_one_is_killed(start, tmp_path):
     assert first_rank in group
     os.kill(first_rank, signal.SIGKILL)
     assert run.finish(None).process.returncode not in (0, 75)
-    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in group), "end of the other rank", 5)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in group), "end of the other rank", 20)

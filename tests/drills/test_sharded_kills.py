@@ -57,13 +57,14 @@ def kill_while_writing(run: Command, folder: Path) -> bool:
 def test_a_run_killed_while_it_writes_parts_goes_on_from_the_newest_whole_snapshot(start, start_faulty, tmp_path):
     limit = 120 + 12 * KILLS  # for a run that saves each of its 12 * KILLS steps
     start(*TRAINING, "hydra.run.dir=undisturbed").finish(limit=limit)
-    folder, cut_short = tmp_path / "run" / "snapshots", 0
-    for _ in range(KILLS):
+    folder, kills, cut_short = tmp_path / "run" / "snapshots", 0, 0
+    while kills < KILLS or (not cut_short and kills < 2 * KILLS):  # a few kills may all come a moment too late
         cut_short += kill_while_writing(start_faulty(*TRAINING, "hydra.run.dir=run"), folder)
+        kills += 1
     start(*TRAINING, "hydra.run.dir=run").finish(limit=limit)
-    print(f"{KILLS} kills, {cut_short} of them before the snapshot was whole")
+    print(f"{kills} kills, {cut_short} of them before the snapshot was whole")
     assert cut_short
-    assert count_resumptions(tmp_path / "run") == KILLS
+    assert count_resumptions(tmp_path / "run") == kills
     assert "and passed over" not in read_log(tmp_path / "run")
     assert not unfinished(folder)
     assert same_bits(tmp_path / "undisturbed", tmp_path / "run")

@@ -93,7 +93,7 @@ def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     run.send(number, who)
     run.finish(expected_code(phase, number))
     check(run, tmp_path, phase, number)
-    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
     assert list(run.temporary.glob("pymp-*")) == []
 
 
@@ -112,7 +112,7 @@ def test_one_signal_under_a_launcher_that_has_words_and_codes_of_its_own(
         assert "finished:" in run.output
     else:
         assert newest_snapshot(tmp_path / "run")["progress"]["step"] == stopped_at(tmp_path / "run")
-    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(start_faulty, tmp_path):
@@ -132,12 +132,12 @@ def test_a_second_ctrl_c_ends_at_once_with_one_line(start_faulty, tmp_path, star
     with pytest.raises(TimeoutError):
         wait_for_end(run, 4)
     run.send(INT, "group")
-    wait_for_end(run, 5)
+    wait_for_end(run, 20)
     run.finish(130)
     assert "Traceback" not in run.output
     (line,) = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)
     assert line.startswith("lockstep: ended at once by a second Ctrl-C; no snapshot was saved")
-    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
 
 
 def test_a_second_ctrl_c_under_torchrun_ends_at_once_and_leaves_no_orphan(start_faulty, tmp_path):
@@ -147,12 +147,12 @@ def test_a_second_ctrl_c_under_torchrun_ends_at_once_and_leaves_no_orphan(start_
     with pytest.raises(TimeoutError):
         wait_for_end(run, 4)
     run.send(INT, "group")
-    wait_for_end(run, 10)
+    wait_for_end(run, 20)
     run.finish(code=None)
     ends = re.findall("^lockstep: .*", run.output, flags=re.MULTILINE)  # torchrun may send its SIGTERM first
     assert len(ends) == 1
     assert re.match("lockstep: ended at once by a second (Ctrl-C|SIGTERM); no snapshot was saved", ends[0])
-    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=3)
+    wait_for(lambda: not processes_of(run.process.pid), "end of all processes", limit=20)
 
 
 def wait_for_end(run: Command, seconds: float) -> None:

@@ -141,9 +141,9 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_other(start, slurm):
     job, cwd = submit(start, slurm, "trainer.epochs=300")
     folder = wait_until_logged(cwd, "epoch 1/")
     os.kill(int((folder / ".lock").read_text().split()[1]), signal.SIGKILL)
-    assert slurm.wait_for_job(job, "FAILED", 10) == {"JobState": "FAILED", "Restarts": "0", "ExitCode": "137:0"}
+    assert slurm.wait_for_job(job, "FAILED", 60) == {"JobState": "FAILED", "Restarts": "0", "ExitCode": "137:0"}
     pgrep = ["pgrep", "-f", str(folder)]
-    wait_for(lambda: subprocess.run(pgrep, capture_output=True).returncode, "end of the other task", 5)
+    wait_for(lambda: subprocess.run(pgrep, capture_output=True).returncode, "end of the other task", 20)
 
 
 @pytest.mark.skipif(not slurm_cluster.LIMITS_MEMORY, reason="needs a machine whose memory cgroup (v1) can be written")

@@ -141,7 +141,7 @@ def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     wait_for(lambda: read_log(run.cwd / "s" / "0_seed=1").rpartition("resumed from")[2].count("epoch "), "its epoch")
     again.send(signal.SIGTERM)
     again.finish(75)
-    assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 30
+    assert 3 < float(column(run.cwd / "s", "seconds")[0]) < 120
 
 
 @pytest.mark.parametrize("launcher", [PYTHON_TRAIN, [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]])

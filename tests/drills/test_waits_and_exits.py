@@ -40,7 +40,7 @@ def test_a_lone_rank_heeds_the_first_signal(start_faulty, rank, number):
     asked = time.monotonic()
     run.send(number)
     run.finish(128 + number)
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - asked < 20  # not until backend.timeout, 300 s
     assert "; there is nothing to save" in run.output
     assert "Traceback" not in run.output
 

@@ -37,7 +37,7 @@ def interrupt(start, folder, launch):
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
     run.finish(75)
     assert position(folder)[0] == stopped_at(folder) < 192  # all steps
-    wait_for(lambda: gone(processes), "end of all processes", 5)
+    wait_for(lambda: gone(processes), "end of all processes", 20)
     return command
 
 
@@ -65,7 +65,7 @@ def test_workers_end_with_their_killed_rank(start, tmp_path, launch):
     os.kill(workers[0], signal.SIGSTOP)  # a worker that hangs
     os.kill(rank, signal.SIGKILL)
     run.finish(code=None)
-    wait_for(lambda: gone(processes), "end of all processes", 10)
+    wait_for(lambda: gone(processes), "end of all processes", 20)
     for pid in processes:  # nobody is left who could remove the memory that a worker has named
         for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
             left.unlink(missing_ok=True)
@@ -81,4 +81,4 @@ def test_torchrun_sends_its_signal_to_the_workers_too(start, tmp_path):
     run.finish(code=None)
     assert position(tmp_path / "run")[0] == stopped_at(tmp_path / "run")
     time.sleep(0.1)
-    wait_for(lambda: gone(processes), "end of all processes", 5)
+    wait_for(lambda: gone(processes), "end of all processes", 20)

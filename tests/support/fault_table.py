@@ -20,7 +20,7 @@ from support.commands import ROOT, Command
 MARK = "LOCKSTEP_DRILL"  # every process of a command inherits it
 SHARED_MEMORY = Path("/dev/shm")
 OF_TORCH = ("torchelastic_", "torchinductor_")  # torchrun's log folder and a compiler's cache, which torch leaves
-PATIENCE = 1.0  # seconds after the end of a command, in which its processes may end
+PATIENCE = 10.0  # seconds after the end of a command, in which its processes may end
 PATIENCE_WITH_OTHERS = 30.0  # what a command has left stays for ever; another test's killed rank leaves it for a while
 MEANINGS = {
     errors.EXIT_FINISHED: "finished",

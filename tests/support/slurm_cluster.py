@@ -79,7 +79,7 @@ class SlurmCluster:
         for node in (0, 1):  # the ranks of a node count the cores that they may use as their own
             core = str(cores[node % len(cores)])
             self.run("taskset", "--cpu-list", core, "slurmd", "-f", self.conf, "-N", f"node{node}")
-        wait_for(lambda: self._node_states() == ["idle", "idle"], "idle nodes", 20)
+        wait_for(lambda: self._node_states() == ["idle", "idle"], "idle nodes", 60)
 
     def _node_states(self) -> list[str]:
         return self.run("sinfo", "--Node", "--partition=low", "--noheader", "--format=%t").split()
