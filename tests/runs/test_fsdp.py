@@ -14,7 +14,7 @@ from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
 from lockstep.training.weight_check import odd_weights
 from support.configs import composed, with_values
 from support.models import WATCHED, Block, TinyGPT
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import distance, in_world, train, train_all, weights
 
 
 class Nested(nn.Module):
@@ -157,6 +157,19 @@ GPT = [
 ]  # fmt: skip
 
 
+def objectives_and_gathers(configs: list[Any]) -> list[tuple[float, int]]:
+    """Trainings in this rank -> for each the objective, and how often torch gathered weights."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found = []
+    for cfg in configs:
+        with CommDebugMode() as communication:
+            objective = train(cfg)
+        counts = {str(name): number for name, number in communication.get_comm_counts().items()}
+        found.append((objective, sum(number for name, number in counts.items() if "allgather_base" in name)))
+    return found
+
+
 def test_a_small_gpt_with_tied_weights_has_ddps_numbers(tmp_path: Path) -> None:
     fsdp = composed(*GPT, "strategy=fsdp")
     runs = [
@@ -165,8 +178,10 @@ def test_a_small_gpt_with_tied_weights_has_ddps_numbers(tmp_path: Path) -> None:
         with_values(fsdp, f"run_dir={tmp_path / 'blocks'}", "strategy.wrap_classes=[Block]"),
         with_values(fsdp, f"run_dir={tmp_path / 'kept'}", "strategy.reshard_after_forward=false"),
     ]
-    objectives = in_world(2, train_all, runs)
+    objectives = in_world(2, objectives_and_gathers, runs)
     assert objectives[0] == objectives[1]
+    ddp, children, _, kept = [gathers for _, gathers in objectives[0]]
+    assert ddp == 0 < kept < children  # weights that are kept are not gathered again for the backward pass
     for name in ("children", "blocks", "kept"):
         assert distance(weights(tmp_path / "ddp"), weights(tmp_path / name)) < 1e-9
 

@@ -122,6 +122,8 @@ def test_bf16_gradients_work_with_model_parallel(tmp_path: Path) -> None:
         "model=toy_parallel", "strategy=model_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]"
     )
     ddp = composed("model=toy_parallel", "gradient_sync=bf16", "trainer.max_steps=3", "logger=[]")
+    exact = composed("model=toy_parallel", "trainer.max_steps=3", "logger=[]", f"run_dir={tmp_path / 'exact'}")
     configs = [with_values(base, f"run_dir={tmp_path / 'halves'}"), with_values(ddp, f"run_dir={tmp_path / 'ddp'}")]
-    in_world(2, train_all, configs)
+    in_world(2, train_all, [*configs, exact])
     assert distance(weights(tmp_path / "ddp"), weights(tmp_path / "halves")) < 1e-6
+    assert distance(weights(tmp_path / "exact"), weights(tmp_path / "halves")) > 1e-5

@@ -1,13 +1,37 @@
 """Trainings with each way of averaging gradients: exact ones agree, approximations differ by what they round off."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from support.configs import composed
 from support.event_files import scalars
-from support.worlds import distance, in_world, same_bits, train_all, weights
+from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
 SMALL = ["model=mlp", "model.width=32", "trainer.max_steps=6", "strategy.bucket_cap_mb=0.001", "logger=[]"]
+
+
+def sums_of(configs: list[Any]) -> list[Counter[str]]:
+    """Trainings in this rank -> for each how often each of this project's ways of adding up took a bucket."""
+    from lockstep.distributed.shared_memory import SharedMemorySum
+    from lockstep.strategies.gradient_sync import parameter_server, ring
+
+    found: list[Counter[str]] = []
+
+    def counted(name: str, add_up: Any) -> Any:
+        def add(*args: Any) -> None:
+            found[-1][name] += 1
+            add_up(*args)
+
+        return add
+
+    ring.ring_sum = counted("ring", ring.ring_sum)
+    parameter_server.server_sum = counted("parameter_server", parameter_server.server_sum)
+    SharedMemorySum.__call__ = counted("shared_memory", SharedMemorySum.__call__)  # type: ignore[method-assign]
+    for cfg in configs:
+        found.append(Counter())
+        train(cfg)
+    return found
 
 
 def trained(folder: Path, size: int, **runs: list[str]) -> dict[str, Any]:
@@ -19,7 +43,13 @@ def trained(folder: Path, size: int, **runs: list[str]) -> dict[str, Any]:
 def test_topologies_end_in_the_same_weights_with_many_buckets(tmp_path: Path) -> None:
     names = ["all_reduce", "ring", "parameter_server", "shared_memory", "auto"]
     double = ["trainer.precision=fp64", "trainer.gradient_accumulation_steps=2"]
-    found = trained(tmp_path, 3, **{name: [*double, f"gradient_sync={name}"] for name in names})
+    configs = [composed(f"run_dir={tmp_path / name}", *SMALL, *double, f"gradient_sync={name}") for name in names]
+    (all_reduce, *sums), *others = in_world(3, sums_of, configs)
+    assert others == [[all_reduce, *sums]] * 2
+    assert not all_reduce
+    assert [list(one) for one in sums] == [["ring"], ["parameter_server"], ["shared_memory"], ["shared_memory"]]
+    assert min(one.total() for one in sums) >= 2 * 6  # several buckets in most of the six steps
+    found = {name: weights(tmp_path / name) for name in names}
     assert max(distance(found["all_reduce"], found[name]) for name in names) <= 1e-12
 
 

@@ -1,6 +1,7 @@
 """strategy=data_parallel, model_parallel and async_parameter_server."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lockstep.strategies.model_parallel import rank_devices
 from support.configs import composed
 from support.event_files import scalars
 from support.models import WithConstants
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import distance, in_world, train, train_all, weights
 
 SMALL = [
     "dataset=random",
@@ -33,11 +34,27 @@ def test_data_parallel_without_a_gpu_and_model_parallel_have_one_processes_numbe
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-12
 
 
+def devices_of(configs: list[Any]) -> list[int]:
+    """Trainings in this rank -> over how many devices each strategy=model_parallel among them spread its model."""
+    from lockstep.strategies import model_parallel
+
+    found = []
+
+    def noted(world: Any, count: int) -> list[torch.device]:
+        found.append(count)
+        return rank_devices(world, count)
+
+    model_parallel.rank_devices = noted
+    train_all(configs)
+    return found
+
+
 def test_layers_called_with_none_tuples_and_keywords_can_be_spread_over_devices(tmp_path: Path) -> None:
     model = [*SMALL[:2], "model=linear", "model._target_=support.models.Recurrent", "trainer.precision=fp64"]
     runs = {"whole": [], "spread": ["strategy=model_parallel", "strategy.devices=3"]}
     short = [*model, "trainer.max_steps=2", "logger=[]"]
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / name}", *short, *more) for name, more in runs.items()])
+    configs = [composed(f"run_dir={tmp_path / name}", *short, *more) for name, more in runs.items()]
+    assert in_world(1, devices_of, configs) == [[3]]
     assert distance(weights(tmp_path / "whole"), weights(tmp_path / "spread")) == 0
 
 
@@ -66,12 +83,28 @@ def test_every_layer_of_a_cpu_rank_is_on_the_cpu() -> None:
     assert rank_devices(world, 3) == [torch.device("cpu")] * 3
 
 
+def steps_between_synchronisations(cfg: Any) -> list[int]:
+    """A training in this rank -> on the server: after how many steps each the ranks synchronised."""
+    from lockstep.strategies.async_parameter_server import AsyncParameterServer
+
+    serve, found = AsyncParameterServer._serve, []
+
+    def noted(strategy: AsyncParameterServer, runner: Any, steps: int) -> list[int]:
+        found.append(steps)
+        return serve(strategy, runner, steps)
+
+    AsyncParameterServer._serve = noted  # type: ignore[method-assign]
+    train(cfg)
+    return found
+
+
 def test_with_one_worker_an_asynchronous_server_is_one_process(tmp_path: Path) -> None:
     same = [*SMALL, "optimizer=adamw", "trainer.ema=0.9", "trainer.gradient_accumulation_steps=2", "trainer.epochs=2",
             "trainer.max_grad_norm=0.5", "trainer.max_steps=7"]  # fmt: skip
     served = ["strategy=async_parameter_server", "strategy.sync_every=3"]
     in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *same, "logger=[]")])
-    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'served'}", *same, *served, "logger=[tensorboard]")])
+    cfg = composed(f"run_dir={tmp_path / 'served'}", *same, *served, "logger=[tensorboard]")
+    assert in_world(2, steps_between_synchronisations, cfg) == [[3, 1, 3], []]  # an epoch has four steps
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "served")) < 1e-12
     assert {value for _, value in scalars(tmp_path / "served")["async/staleness_max"]} == {0.0}
 

@@ -15,7 +15,7 @@ from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
 from support.configs import composed, with_values
 from support.models import WATCHED
-from support.worlds import distance, in_world, train_all, weights
+from support.worlds import distance, in_world, train, train_all, weights
 
 SMALL = [
     "dataset=random",
@@ -28,6 +28,25 @@ SMALL = [
 SHORT = ["trainer.batch_size=16", "trainer.epochs=1", "evaluation.batch_size=20", "optimizer=adamw", "logger=[]"]
 
 
+def schedules_of(configs: list[Any]) -> list[set[tuple[str, int]]]:
+    """Trainings in this rank -> for each the schedules of its steps, and the micro-batches that they ran."""
+    from lockstep.strategies.pipeline import Pipeline
+
+    choose, found = Pipeline._schedule, []
+
+    def noted(strategy: Pipeline, count: int, inputs: torch.Tensor, with_backward: bool) -> Any:
+        schedule = choose(strategy, count, inputs, with_backward)
+        if with_backward:
+            found[-1].add((type(schedule).__name__, count))
+        return schedule
+
+    Pipeline._schedule = noted  # type: ignore[method-assign]
+    for cfg in configs:
+        found.append(set())
+        train(cfg)
+    return found
+
+
 def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> None:
     base = composed(*SMALL, *SHORT, "trainer.max_grad_norm=0.3", "trainer.ema=0.8")
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
@@ -38,9 +57,16 @@ def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> N
         "few": ["strategy.micro_batches=2"],
         "accumulated": ["trainer.gradient_accumulation_steps=2"],
     }
-    in_world(3, train_all, [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()])
+    configs = [with_values(piped, f"run_dir={tmp_path / name}", *more) for name, more in runs.items()]
+    (ran, *others) = in_world(3, schedules_of, configs)
+    assert others == [ran] * 2
     for name in runs:
         assert distance(weights(tmp_path / "alone"), weights(tmp_path / name)) < 1e-11, name
+    one_each, gpipe, few, _ = ran
+    assert max(one_each) == ("ScheduleGPipe", 1)  # for the rest of the last batch, of 13 samples
+    assert one_each - {max(one_each)} == {("Schedule1F1B", 4), ("Schedule1F1B", 3)}
+    assert gpipe == {("ScheduleGPipe", 4), ("ScheduleGPipe", 3), ("ScheduleGPipe", 1)}
+    assert few == {("ScheduleGPipe", 2), ("ScheduleGPipe", 1)}  # 1F1B needs three micro-batches here
 
 
 @pytest.mark.parametrize("frozen", ["0", "2"])
