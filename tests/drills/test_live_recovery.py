@@ -36,7 +36,8 @@ TRAINING = [
     "trainer.deterministic=true",
 ]
 RUNS = {
-    "launch=fork": ["trainer.ema=0.9", "snapshot.every=7steps"],
+    # Longer than the others: ranks are also stopped after the kills, and the run must not have ended by then.
+    "launch=fork": ["trainer.ema=0.9", "snapshot.every=7steps", f"trainer.epochs={2 * (30 + KILLS)}"],
     "launch=spawn": ["evaluation.batch_size=4", "snapshot.every=3steps"],
     "launch=torchrun": ["strategy=virtual_ranks", "strategy.count=3", "snapshot.every=7steps"],
 }
