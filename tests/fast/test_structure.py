@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "launchers": {"distributed", "monitor", "errors"},
     "data": {"distributed", "errors"},
     "models": {"distributed", "errors"},
-    "tasks": {"distributed", "errors"},
+    "tasks": {"data", "distributed", "errors"},
     "strategies": {"data", "models", "tasks", "distributed", "errors"},
     "training": {"monitor", "strategies", "data", "models", "tasks", "distributed", "errors"},
     "snapshots": {"monitor", "training", "strategies", "data", "models", "tasks", "distributed", "errors"},

@@ -3,7 +3,7 @@
 import csv
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     strategy, settings = state.strategy, state.settings
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
-        columns = state.task.predictions(outputs) | {"truth": targets}
+        columns = state.task.predictions(outputs) | _truth(targets)
         parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
 
     monitor.enter("evaluation")
@@ -84,9 +84,23 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
-def _beside(targets: "Tensor", values: "Tensor") -> "Tensor":
-    """Values (N, 1) as (N,) where a target is one number, so that their columns have names of one kind."""
-    return values.squeeze(1) if targets.dim() == 1 and values.shape[1:] == (1,) else values
+def _truth(targets: Any) -> Columns:
+    """The columns of the targets: `truth`, or `truth_<key>` or `truth_<number>` of each in a dict or a tuple."""
+    if isinstance(targets, Mapping):
+        items = targets.items()
+    elif isinstance(targets, tuple):
+        items = dict(enumerate(targets)).items()
+    else:
+        return {"truth": targets}
+    return {f"truth_{key}": values for key, values in items}
+
+
+def _beside(targets: Any, values: "Tensor") -> "Tensor":
+    """Values (N, 1) as (N,) where targets are one number, so that their columns have names of one kind."""
+    from lockstep.data.nested import tensors_in
+
+    is_number = all(target.dim() == 1 for target in tensors_in(targets))
+    return values.squeeze(1) if is_number and values.shape[1:] == (1,) else values
 
 
 def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Columns:

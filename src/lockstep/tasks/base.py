@@ -6,9 +6,11 @@ metric to monitor. A task that can show more than numbers returns a `Report`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from lockstep.data.nested import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -71,13 +73,13 @@ class Task:
         """
         raise NotImplementedError
 
-    def count(self, targets: Tensor) -> int | Tensor:
-        """What these targets add to what a mean is divided by: how many they are.
+    def count(self, targets: Any) -> int | Tensor:
+        """What these targets, a tensor (N, ...) or a tuple or dict of such, add to what a mean is divided by: N.
 
         Where it depends on their values, as with labels that are ignored: a 0-d tensor of whole numbers, on their
         device. The ranks then add up their counts before each step.
         """
-        return len(targets)
+        return count_samples(targets)
 
     def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
         """{metric: value} from the sums over all ranks (float64, on the CPU) and the count that is behind them."""

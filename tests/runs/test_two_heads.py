@@ -1,0 +1,68 @@
+"""A model of a user's with two heads: the outputs and the targets of a batch are dicts."""
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, ROOT, Command
+from support.own_data import Points
+
+CODE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from lockstep.tasks.base import Task
+from support.own_data import Points
+
+class TwoTargets(Points):
+    def __getitem__(self, index):
+        point, label = super().__getitem__(index)
+        return point, {"side": label, "sum": point.sum()}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, points):
+        found = self.layer(points)
+        return {"side": found[:, :2], "sum": found[:, 2]}
+
+class Both(Task):
+    def __call__(self, outputs, targets):
+        loss = F.cross_entropy(outputs["side"], targets["side"], reduction="sum")
+        loss = loss + (outputs["sum"] - targets["sum"]).square().sum()
+        return loss, {"loss": loss, "accuracy": (outputs["side"].argmax(1) == targets["side"]).sum()}
+
+    def predictions(self, outputs):
+        return {"side": outputs["side"].argmax(1), "sum": outputs["sum"]}
+"""
+DATA = "train: {_target_: heads.TwoTargets}\ntest: {_target_: heads.TwoTargets}\n"
+TASK = "_target_: heads.Both\nmetrics: {loss: min, accuracy: max}\nmonitor: accuracy\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
+    start: Callable[..., Command], tmp_path: Path, ranks: int
+) -> None:
+    (tmp_path / "heads.py").write_text(CODE)
+    for name, text in (("dataset/two", DATA), ("task/both", TASK), ("model/net", "_target_: heads.Net\n")):
+        path = tmp_path / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    python_path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
+    own = ["--config-dir=conf", "model=net", "task=both", "launch=fork", f"launch.nproc_per_node={ranks}"]
+    train = [*own, "dataset=two", "dataset.classes=2", "trainer.precision=fp64", "trainer.epochs=2"]
+    start(*PYTHON_TRAIN, *train, "trainer.batch_size=5", "hydra.run.dir=run", PYTHONPATH=python_path).finish()
+    for mode in ("evaluate", "predict"):
+        start(*PYTHON_TRAIN, *own, f"mode={mode}", "resume=run", PYTHONPATH=python_path).finish()
+    rows = list(csv.DictReader((tmp_path / "run" / "predictions.csv").open()))
+    assert list(rows[0]) == ["index", "side", "sum", "truth_side", "truth_sum"]
+    assert [float(row["truth_sum"]) for row in rows] == pytest.approx([float(point.sum()) for point, _ in Points()])
+    right = sum(row["side"] == row["truth_side"] for row in rows)
+    metrics = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
+    assert metrics["accuracy"] == pytest.approx(right / len(rows))
