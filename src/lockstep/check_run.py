@@ -80,13 +80,15 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
 def options_of(cfg: DictConfig, strategy: Strategy) -> Options:
     """What the config says, as far as reasons name it."""
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
+    cuts = "micro_batches" in cfg.strategy
     grows = strategy.batch_shares(1) != strategy.batch_shares(RANKS)
     return Options(
         precision=cfg.trainer.precision,
         inexact_sync=None if sync.is_exact else sync.name,
         per_rank=cfg.trainer.batch_size_per_rank is not None and grows,
         finds_unused=bool(cfg.strategy.get("find_unused_parameters", True)),
-        micro_batches="micro_batches" in cfg.strategy,
+        micro_batches=cuts,
+        norms_see_parts=strategy.supports_sync_bn or cuts,
     )
 
 

@@ -51,6 +51,7 @@ class Options:
     per_rank: bool  # whether trainer.batch_size_per_rank makes the batch grow with the ranks
     finds_unused: bool  # strategy.find_unused_parameters, or a strategy that does not need it
     micro_batches: bool = False  # whether the strategy cuts a batch into them
+    norms_see_parts: bool = True  # whether batch norms that are not synchronised see parts that depend on the ranks
 
 
 def rows(one: "Facts", two: "Facts", draws: "Draws", apart: dict[str, float], options: Options) -> list[Row]:
@@ -84,11 +85,12 @@ def is_unexplained(found: Sequence[Row]) -> bool:
 def causes(two: "Facts", draws: "Draws", options: Options) -> list[str]:
     """What is known to make the numbers depend on the number of ranks."""
     found = []
-    if two.unsynced and options.micro_batches:
-        norms = first_of(two.unsynced, NAMED)
+    unsynced = two.unsynced if options.norms_see_parts else []
+    if unsynced and options.micro_batches:
+        norms = first_of(unsynced, NAMED)
         found.append(f"batch norm sees one micro-batch: {norms}; type strategy=ddp, or a model without batch norm")
-    elif two.unsynced:
-        found.append(f"batch norm sees a rank's share: {first_of(two.unsynced, NAMED)}; type sync_bn=auto")
+    elif unsynced:
+        found.append(f"batch norm sees a rank's share: {first_of(unsynced, NAMED)}; type sync_bn=auto")
     if two.unused and not options.finds_unused:
         found.append("parameters without a gradient, see below")
     if draws.by_rank and not draws.outputs:

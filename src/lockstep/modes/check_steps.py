@@ -14,8 +14,6 @@ from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import tensors_in
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.errors import TrainingDiverged
-from lockstep.strategies.base import Strategy
-from lockstep.strategies.pipeline import Pipeline
 from lockstep.training.loop import train_epoch
 from lockstep.training.memory import peak_memory
 from lockstep.training.state import TrainState
@@ -31,7 +29,7 @@ Named = dict[str, Tensor]
 class Facts:
     """What a world of `ranks` ranks found. Plain values: a pipe carries them.
 
-    unsynced: names of batch norms that see less than the batch. digests: of the weights before the first step.
+    unsynced: names of batch norms that are not synchronised. digests: of the weights before the first step.
     has_step: whether the first step was taken. loss: of it. seconds: of a later one. diverged: why one of the steps was
     none. failed: the error of a step in float64. other_data: the data that is not alike on the ranks, such as "test
     data". unused, not_finite: names of parameters without a gradient, or with a NaN or an infinite one. trained: how
@@ -75,7 +73,7 @@ class FirstSteps:
         model = state.strategy.model
         self.facts = Facts(
             ranks=state.strategy.world.size,
-            unsynced=unsynced_batch_norms(model) if sees_less_than_the_batch(state.strategy) else [],
+            unsynced=unsynced_batch_norms(model),
             digests={name: int(digest(value)) for name, value in self._whole(dict(model.named_parameters())).items()},
         )
         state.before_update = self._keep_gradients
@@ -137,12 +135,6 @@ def _copy(gradient: Tensor) -> Tensor:
 def nbytes(tensors: Any) -> int:
     """What this rank holds of `tensors`."""
     return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
-def sees_less_than_the_batch(strategy: Strategy) -> bool:
-    """Whether a batch norm that is not synchronised normalises a part of a batch, which depends on the ranks."""
-    in_micro_batches = isinstance(strategy, Pipeline) and strategy.world.size > 1
-    return strategy.supports_sync_bn or in_micro_batches
 
 
 def unsynced_batch_norms(model: nn.Module) -> list[str]:

@@ -86,13 +86,10 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
 def _truth(targets: Any) -> Columns:
     """The columns of the targets: `truth`, or `truth_<key>` or `truth_<number>` of each in a dict or a tuple."""
-    if isinstance(targets, Mapping):
-        items = targets.items()
-    elif isinstance(targets, tuple):
-        items = dict(enumerate(targets)).items()
-    else:
+    if not isinstance(targets, Mapping | tuple):
         return {"truth": targets}
-    return {f"truth_{key}": values for key, values in items}
+    named = targets if isinstance(targets, Mapping) else dict(enumerate(targets))
+    return {f"truth_{key}": values for key, values in named.items()}
 
 
 def _beside(targets: Any, values: "Tensor") -> "Tensor":
