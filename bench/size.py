@@ -31,7 +31,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             words = ast.unparse(node).split(".")
-            if words[0] in modules:
+            if words[0] in modules and words != ["os", "_exit"]:  # which Python documents
                 yield ".".join(words)
 
 
