@@ -17,8 +17,8 @@ from lockstep.loggers.recorded import LogRecord, RecordedLoggers
 from lockstep.loggers.run_facts import require_repetition, run_facts
 from lockstep.loggers.run_record import RunRecord
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
-from lockstep.snapshots.fingerprint import compared
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.resume import compared
 from lockstep.training.state import TrainState
 
 

@@ -33,7 +33,7 @@ from lockstep.monitor import rank as monitor
 from lockstep.monitor.code_hashes import module_hashes
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.state_dict import collect_state, plain_copy, restore_state
+from lockstep.snapshots.state import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Advance
 from lockstep.training.recovery import PagedMeter, StepNotes, open_pages
 from lockstep.training.setup import set_determinism
