@@ -27,7 +27,6 @@ from support.worlds import PRELOAD, in_world
 
 def spawn(nproc: int | str = 2, start_method: str = "forkserver", **options: Any) -> SpawnLauncher:
     defaults: dict[str, Any] = {"nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 0}
-    defaults |= {"recover": "restart", "replace_within": 10}
     return SpawnLauncher(start_method, nproc, **(defaults | options))
 
 

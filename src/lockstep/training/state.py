@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.strategies.base import Advance, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
@@ -77,10 +77,6 @@ def _do_nothing() -> None:
     """Only a run with trainer.digest looks at gradients here."""
 
 
-def _note_nothing(advance: Advance | None) -> None:
-    """Only launch.recover=live goes back to earlier states."""
-
-
 @dataclass
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
@@ -109,8 +105,6 @@ class TrainState:
     gradients: dict[str, Tensor] | None = None
     compare_weights: Callable[[], None] = lambda: None
     before_update: Callable[[], None] = _do_nothing
-    unreported: Advance | None = None  # a step that was taken before, and whose logging is still to come
-    note: Callable[[Advance | None], None] = _note_nothing  # called after each step, and with None after each epoch
 
     @property
     def finished(self) -> bool:

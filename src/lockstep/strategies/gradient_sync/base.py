@@ -28,7 +28,6 @@ class GradientSync:
     rounds_alike = True  # whether it has the same bits, too, so that the ranks' weights can be compared
     is_exact = True  # whether that gradient is the mean of the ranks' own, up to rounding
     needs_hooks = False  # whether it works only in a strategy that runs DistributedDataParallel
-    recovers_live = True  # False if it keeps something from step to step, or lets the ranks' weights differ
 
     def validate(self, job: JobSpec, strategy: Strategy) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""

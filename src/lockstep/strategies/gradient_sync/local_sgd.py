@@ -21,7 +21,6 @@ class LocalSGD(GradientSync):
     is_exact = False
     needs_hooks = True
     ranks_agree = False
-    recovers_live = False
 
     def __init__(self, sync_every: int) -> None:
         self.sync_every = sync_every

@@ -25,7 +25,6 @@ class PowerSGD(GradientSync):
     is_exact = False
     rounds_alike = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
-    recovers_live = False
 
     def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
         self.state_options: dict[str, Any] = {
