@@ -13,7 +13,7 @@ BENCH := $(VENV)/.ready-bench
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench gpu compare growth scaling board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
+.PHONY: help train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,9 @@ growth: $(BENCH) ## what a unit of work costs as the work grows: a table
 scaling: $(BENCH) ## step times on up to 4096 ranks: collectives and meetings fitted here, the rest predicted
 	$(PYTHON) bench/scaling.py $(ARGS)
 	$(PYTHON) bench/meeting.py $(ARGS)
+
+size: ## lines, files, functions, private names and attributes set from outside in src/
+	python3 bench/size.py
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

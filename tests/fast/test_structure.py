@@ -1,4 +1,4 @@
-"""The structure of the code: which package may import which, and how long files and functions may be."""
+"""The structure of the code: which package may import which, and that nothing is unpickled."""
 
 import ast
 import re
@@ -82,27 +82,6 @@ def test_no_test_file_imports_another_one() -> None:
     for path in TESTS.rglob("test_*.py"):
         found = imports(ast.parse(path.read_text()))
         assert not [name for name in found if name.split(".")[-1].startswith("test_") or name == "conftest"], path
-
-
-@pytest.mark.parametrize("folder", ["src", "tests", "bench"])
-def test_files_and_functions_are_short(folder: str) -> None:
-    too_long = []
-    for path in (ROOT / folder).rglob("*.py"):
-        text = path.read_text()
-        if text.count("\n") > 250:
-            too_long.append(f"{path}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 40:
-                too_long.append(f"{path}: {node.name} has {(node.end_lineno or 0) - node.lineno + 1} lines")
-    assert not too_long
-
-
-def test_config_groups_and_packages_have_the_same_names() -> None:
-    pairs = {"strategy": "strategies", "gradient_sync": "strategies/gradient_sync", "task": "tasks"}
-    for group, package in pairs.items():
-        options = {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
-        modules = {path.stem for path in (SRC / package).glob("*.py")}
-        assert options <= modules, (group, options - modules)
 
 
 OBJECT_COLLECTIVE = re.compile(r"(gather|broadcast|scatter|send|recv)_object(_list)?$")
