@@ -77,7 +77,7 @@ def test_jobs_of_launch_spawn_leave_no_port_and_no_thread_behind():
 
 
 def torchrun(start_method: str, nproc: int | str = 2) -> TorchrunLauncher:
-    return TorchrunLauncher(start_method, nproc, 0, "restart", 10)
+    return TorchrunLauncher(start_method, nproc, 0)
 
 
 def test_no_other_program_gets_the_port_while_the_ranks_start(monkeypatch):
