@@ -113,7 +113,7 @@ def training_flops(*overrides: str) -> float:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lockstep.config.instantiate import instantiate
+    from lockstep.config.targets import instantiate
     from support.configs import composed
 
     cfg = composed(*overrides)

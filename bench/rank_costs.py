@@ -57,7 +57,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
 
     from lockstep import build
     from lockstep.cli_record import ConfigRecord
-    from lockstep.config.instantiate import instantiate
+    from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
     from lockstep.training.loop import train_epoch
     from lockstep.training.timer import StepTimer

@@ -26,9 +26,7 @@ from omegaconf import DictConfig
 
 from lockstep import cli
 from lockstep.cli_record import ConfigRecord, record_config
-from lockstep.config.arguments import check_arguments
-from lockstep.config.instantiate import instantiate, instantiate_as
-from lockstep.config.targets import names_own_code
+from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
 from lockstep.launchers.base import Launcher

@@ -11,9 +11,8 @@ from torch import nn
 
 from lockstep.build_data import batch_transforms, complete_config, datasets, samples
 from lockstep.cli_record import ConfigRecord
-from lockstep.config.arguments import KEPT_BACK, matching_arguments
-from lockstep.config.check import as_dict, nodes_with_target
-from lockstep.config.instantiate import instantiate, instantiate_as
+from lockstep.config.schema import as_dict, nodes_with_target
+from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
 from lockstep.data.augment import Augment
 from lockstep.data.converter import Converter
 from lockstep.data.loader import BatchLoader
@@ -120,7 +119,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
         log_every=cfg.logging.every,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in KEPT_BACK["optimizer"]}))
+    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in NOT_PASSED["optimizer"]}))
     optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.

@@ -5,8 +5,8 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import as_dict, nodes_with_target
-from lockstep.config.instantiate import instantiate
+from lockstep.config.schema import as_dict, nodes_with_target
+from lockstep.config.targets import instantiate
 from lockstep.data.batch_transforms import BatchTransform
 from lockstep.data.converter import require_channels
 from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape

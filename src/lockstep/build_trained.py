@@ -10,10 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from lockstep.config.arguments import locate
-from lockstep.config.check import nodes_with_target
-from lockstep.config.instantiate import instantiate_as
-from lockstep.config.targets import is_open
+from lockstep.config.schema import nodes_with_target
+from lockstep.config.targets import instantiate_as, is_open, locate
 from lockstep.data.converter import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import TrainedRun, folder_of, recorded_classes

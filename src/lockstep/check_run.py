@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep import build
-from lockstep.config.instantiate import instantiate, instantiate_as
+from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo

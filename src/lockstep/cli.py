@@ -19,13 +19,16 @@ from lockstep.cli_hydra import accept_lazy_help, copy_config_store_once, leave_e
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.cli_report import exit_code, show_error
-from lockstep.config.check import Node, check_config
-from lockstep.config.floats import with_floats
-from lockstep.config.schema import register_schema
-from lockstep.config.switches import with_switches
+from lockstep.config.check import (
+    check_config,
+    check_tokens,
+    check_unread_overrides,
+    with_floats,
+    with_whole_folders,
+    with_yaml_booleans_as_words,
+)
+from lockstep.config.schema import Node, register_schema
 from lockstep.config.targets import check_targets
-from lockstep.config.token_models import check_tokens
-from lockstep.config.typed_keys import check_typed_keys, with_whole_folders
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
 from lockstep.distributed.temporary_folder import remove_temporary_folder
@@ -100,7 +103,7 @@ def check_values(cfg: DictConfig) -> Node:
     values = resolve(with_whole_folders(cfg, HydraConfig.get()))
     check_tokens(values)  # before the shapes, which would tell less
     check_config(values)
-    check_typed_keys(cfg, values, HydraConfig.get())
+    check_unread_overrides(cfg, values, HydraConfig.get())
     values = with_floats(values)
     check_targets(values, HydraConfig.get())
     return values
@@ -109,7 +112,7 @@ def check_values(cfg: DictConfig) -> Node:
 def resolve(cfg: DictConfig) -> Node:
     """The values of cfg, interpolations resolved and switches as words. Raises ConfigError for a missing value."""
     try:
-        return with_switches(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
+        return with_yaml_booleans_as_words(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
     except OmegaConfBaseException as error:
         if find_cause(error) is not None:
             raise

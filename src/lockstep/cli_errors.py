@@ -19,10 +19,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from lockstep.cli_missing import missing_option, unreadable_text
 from lockstep.cli_override import unreadable_override
 from lockstep.cli_yaml import unreadable_yaml
-from lockstep.config.check import NEEDED_GROUPS, flatten, wrong_value
+from lockstep.config.check import NEEDED_GROUPS, wrong_value
 from lockstep.config.options import GROUPS
-from lockstep.config.renamed import renamed_option
-from lockstep.config.schema import CONF, SECTIONS, find_rule
+from lockstep.config.schema import CONF, SECTIONS, find_rule, flatten
 from lockstep.config.suggest import removed_key, unknown_key, value_for_section
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError
@@ -90,9 +89,6 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     typed = _group(r"argument '([^']+)'", text) or _group(r"Sweep parameters '([^']+)'", text)
     if typed is not None:
         return f"{typed} is a sweep; type -m {typed}"
-    renamed = renamed_option(key, typed_value(key, arguments) or "...") if key else None
-    if renamed is not None:
-        return renamed
     if key is not None and ("Could not delete" in text or "does not support deletion" in text):
         return removed_key(key.partition("=")[0], composed_keys(arguments))
     if key is not None and "Could not append" in text:
@@ -139,7 +135,7 @@ def missing_value(error: OmegaConfBaseException) -> ConfigError:
 
 def _target_error(error: InstantiationException) -> str | None:
     """Why a `_target_` cannot be imported. None if the class itself has failed: its traceback shows where."""
-    from lockstep.config.arguments import locate
+    from lockstep.config.targets import locate
 
     path = _group(r"Error locating target '([^']+)'", str(error))
     key = _group(r"full_key: (\S+)", str(error))

@@ -8,7 +8,6 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 from hydra.errors import MissingConfigException
 
-from lockstep.config.renamed import renamed_option
 from lockstep.config.schema import CONF
 from lockstep.config.suggest import closest
 
@@ -24,9 +23,6 @@ def missing_option(error: MissingConfigException, arguments: list[str]) -> str:
             instead = {"submitit": ", or launch=slurm", "optuna": ", or sweep.search=tpe sweep.trials=20"}.get(plugin)
             instead = f"{instead} without it" if instead else ""
             return f"{group}={option} needs a plugin of Hydra; type pip install {package}{instead}"
-    renamed = renamed_option(group, option)
-    if renamed is not None:
-        return renamed
     options = sorted(error.options or [path.stem for path in (CONF / group).glob("*.yaml")])
     if not group or not options:
         return _missing_config(str(error.missing_cfg_file), arguments)

@@ -10,9 +10,8 @@ from typing import Any, cast
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lockstep.config.check import as_dict, flatten
-from lockstep.config.environment_values import as_written, values_as_written
-from lockstep.config.typed_keys import notice_of_unread_keys
+from lockstep.config.check import as_written, notice_of_unread_overrides, values_as_written
+from lockstep.config.schema import as_dict, flatten
 from lockstep.launchers.slurm import config_flags
 
 
@@ -63,7 +62,7 @@ def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -
         "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
     }
     options = cast(dict[str, str | None], dict(hydra_cfg.runtime.choices))
-    return ConfigRecord(flat, shown, files, options, facts, notice_of_unread_keys(composed, hydra_cfg))
+    return ConfigRecord(flat, shown, files, options, facts, notice_of_unread_overrides(composed, hydra_cfg))
 
 
 def words_of_folders(words: Sequence[str]) -> list[str]:

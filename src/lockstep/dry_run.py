@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lockstep import build, build_data
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.distributed.dry_world import Traffic, dry_world
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.errors import TrainingDiverged

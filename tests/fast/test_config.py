@@ -10,14 +10,11 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.config.arguments import KEPT_BACK
-from lockstep.config.check import as_dict, check_config, nodes_with_target, unchecked_keys
-from lockstep.config.dataset_options import DATASETS
-from lockstep.config.fields import Rule, rules, show
-from lockstep.config.floats import with_floats
-from lockstep.config.options import GROUPS, TARGETS
-from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Run
+from lockstep.config.check import check_config, unchecked_keys, with_floats
+from lockstep.config.options import DATASETS, GROUPS, TARGETS
+from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Rule, Run, as_dict, nodes_with_target, rules, show
 from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
+from lockstep.config.targets import NOT_PASSED
 from lockstep.data.augment import Augment
 from lockstep.distributed.world import init_distributed
 from lockstep.loggers.profiler import StepProfiler
@@ -54,7 +51,7 @@ def combinations() -> Iterator[list[str]]:
 
 def assert_keys_fit(key: str, node: Any) -> None:
     """The node has every parameter of what its `_target_` names, and no other key."""
-    names = {name for name in node if not name.startswith("_")} - KEPT_BACK.get(key, frozenset())
+    names = {name for name in node if not name.startswith("_")} - NOT_PASSED.get(key, frozenset())
     parameters = dict(inspect.signature(get_object(node["_target_"])).parameters)
     if not node["_target_"].startswith("lockstep."):
         assert names <= set(parameters), key

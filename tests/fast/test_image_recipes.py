@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening, airbench
 from lockstep.training.optimizers import MuonWithSGD, orthogonalised

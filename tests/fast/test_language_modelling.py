@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.config.check import as_dict
-from lockstep.config.instantiate import instantiate
-from lockstep.config.token_models import check_tokens
+from lockstep.config.check import check_tokens
+from lockstep.config.schema import as_dict
+from lockstep.config.targets import instantiate
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt

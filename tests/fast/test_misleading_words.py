@@ -1,4 +1,4 @@
-"""Unknown words are answered with what was probably meant, and names of the first version with the new ones."""
+"""Unknown words are answered with what was probably meant."""
 
 import enum
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from lockstep.cli_arguments import prepare_arguments, refuse_sampling_sweep
-from lockstep.config.renamed import RENAMED, RENAMED_OPTIONS, renamed_key, renamed_option
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 from support.refusals import answer, assert_advice_helps
@@ -107,31 +106,6 @@ def test_an_unknown_word_is_answered_with_what_was_meant(typed: str, said: str) 
     assert said in sentence
     if not any(word in said for word in NOT_TRIED):
         assert_advice_helps(words[:-1], sentence)
-
-
-OLD_KEYS = [(old, "on" if old == "trainer.profile" else "3") for old in RENAMED]
-
-
-@pytest.mark.parametrize(("old", "value"), OLD_KEYS, ids=list(RENAMED))
-def test_an_old_key_is_answered_with_the_new_one(old: str, value: str) -> None:
-    sentence = answer(f"{old}={value}")
-    assert sentence == renamed_key(old, value)
-    assert sentence is not None
-    assert sentence.startswith(f"{old} is now {RENAMED[old]}; type ")
-    if old not in ("trainer.save_every", "dataset.judged_by", "scheduler.final"):  # they want words, or a ratio
-        assert_advice_helps(["launch=spawn", "launch.nproc_per_node=3"] if "loop" in old else [], sentence)
-
-
-@pytest.mark.parametrize("old", [*RENAMED_OPTIONS, "loop=asynchronous", "loop=synchronous", "+loop=asynchronous"])
-def test_an_old_option_is_answered_with_the_new_one(old: str) -> None:
-    group, _, option = old.lstrip("+").partition("=")
-    assert answer(old) == renamed_option(group, option)
-    assert f"; type {RENAMED_OPTIONS.get(old, 'strategy=')}" in str(answer(old))
-
-
-def test_old_keys_that_a_plus_brings_back_are_answered_too() -> None:
-    assert answer("+timeline.every=3") == "timeline.every is now profiler.every; type profiler.every=3"
-    assert answer("optimizer=adamw", "+trainer.clip_norm=1") == renamed_key("trainer.clip_norm", "1")
 
 
 def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted(

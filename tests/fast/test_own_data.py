@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from lockstep import build_data
 from lockstep.config.check import check_config
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.preflight import check_options
 from support.configs import composed, with_values

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.preflight import job_spec, preflight
 from lockstep.strategies.base import JobSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.config.run_columns import run_columns
+from lockstep.config.check import run_columns
 from lockstep.loggers.base import EpochSummary
 from lockstep.loggers.event_times import last_wall_time, read_events
 from lockstep.loggers.run_header import HEADER

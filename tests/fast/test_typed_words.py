@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.config.typed_keys import check_typed_keys, notice_of_unread_keys, with_whole_folders
+from lockstep.config.check import check_unread_overrides, notice_of_unread_overrides, with_whole_folders
 from lockstep.errors import ConfigError, path_word
 from support.configs import composed
 from support.refusals import answer
@@ -72,17 +72,17 @@ def typed_config(*words: str, chdir: bool = False) -> tuple[Any, Any, Any]:
 )
 def test_a_plus_does_not_bring_in_a_misspelled_key(typed: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_typed_keys(*typed_config(typed))
+        check_unread_overrides(*typed_config(typed))
     assert str(refused.value) == said
 
 
 def test_keys_of_the_users_own_are_accepted_and_named_if_nothing_reads_them() -> None:
     labels = ["+foo.bar=1", "+tag=a", "+name=b"]
     cfg, values, hydra_cfg = typed_config(*labels, "+width=8", "model=mlp", "model.width=${width}")
-    check_typed_keys(cfg, values, hydra_cfg)
-    assert notice_of_unread_keys(cfg, hydra_cfg) == "nothing in this run reads foo.bar, tag or name"
+    check_unread_overrides(cfg, values, hydra_cfg)
+    assert notice_of_unread_overrides(cfg, hydra_cfg) == "nothing in this run reads foo.bar, tag or name"
     hydra_cfg.run = {"dir": "outputs/${tag}-${name}-${oc.select:foo.bar,0}"}
-    assert notice_of_unread_keys(cfg, hydra_cfg) == ""
+    assert notice_of_unread_overrides(cfg, hydra_cfg) == ""
 
 
 def test_a_relative_folder_is_that_of_the_command_where_hydra_changes_the_folder() -> None:

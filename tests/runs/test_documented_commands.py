@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.check import check_config
-from lockstep.config.fields import rules
+from lockstep.config.schema import rules
 from lockstep.config.suggest import GROUPS
 from support.configs import composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines

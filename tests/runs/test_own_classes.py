@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
 from lockstep.cli_errors import as_config_error
-from lockstep.config.arguments import KEPT_BACK
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import NOT_PASSED, instantiate
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from support.configs import composed, with_values
@@ -144,7 +143,7 @@ def test_a_model_whose_shapes_come_from_the_data_passes_the_checks_before_it() -
 
 def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
     cfg = accepted("optimizer._target_=torch.optim.RMSprop", "~optimizer.nesterov", "~optimizer.fused")
-    options = {key: value for key, value in cfg.optimizer.items() if key not in KEPT_BACK["optimizer"]}
+    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
     optimizer = instantiate(OmegaConf.create(options))([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(optimizer, torch.optim.RMSprop)
     assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.05, 0.9)

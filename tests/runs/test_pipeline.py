@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.config.check import check_config
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from support.configs import composed

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.config.instantiate import instantiate
+from lockstep.config.targets import instantiate
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from lockstep.snapshots.parts import parts_of

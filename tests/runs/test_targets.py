@@ -10,8 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.config.arguments import locate
-from lockstep.config.targets import check_targets, is_open
+from lockstep.config.targets import check_targets, is_open, locate
 from lockstep.errors import ConfigError
 from support.commands import ROOT, Command
 
@@ -74,7 +73,7 @@ def test_an_own_config_folder_may_not_name_the_standard_library(own: Path, name:
     assert said.endswith(f"if you trust it, type model._target_={name}")
 
 
-@pytest.mark.parametrize("name", ["own_nets.Net", "torch.hub.load", "torch.load", "lockstep.config.arguments.locate"])
+@pytest.mark.parametrize("name", ["own_nets.Net", "torch.hub.load", "torch.load", "lockstep.config.targets.locate"])
 @pytest.mark.parametrize("folder", [".hydra", "renamed"])
 def test_the_record_of_a_run_names_nothing_beyond_the_parts_of_a_config(tmp_path: Path, name: str, folder: str) -> None:
     record = tmp_path / folder

@@ -5,9 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lockstep.config.check import flatten
-from lockstep.config.fields import Rule, rules
-from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Run
+from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Rule, Run, flatten, rules
 from lockstep.config.suggest import GROUPS
 from support.commands import ROOT
 from support.configs import composed_with_hydra

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lockstep.config.fields import Rule, show
+from lockstep.config.schema import Rule, show
 
 Text = st.SearchStrategy[str]
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.cli_errors import as_config_error
-from lockstep.config.check import Node
+from lockstep.config.schema import Node
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError

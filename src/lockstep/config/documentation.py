@@ -9,12 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lockstep.config.check import Node, join
-from lockstep.config.fields import rules, show
 from lockstep.config.options import GROUPS, NoKeys
-from lockstep.config.renamed import RENAMED, RENAMED_OPTIONS
-from lockstep.config.schema import CONF, SECTIONS, Augment, Dataset, Run
-from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
+from lockstep.config.schema import CONF, SECTIONS, Augment, Dataset, Node, Run, join, rules, show
 
 TABLE = ["| key | accepts | default | what it is |", "|---|---|---|---|"]
 
@@ -33,7 +29,7 @@ def documentation() -> str:
     nodes = _nodes(["dataset", *groups])
     for group in ("dataset", *sorted(groups)):
         lines += _group(group, nodes[group])
-    return "\n".join([*lines, *_renamed()]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _nodes(groups: list[str]) -> dict[str, dict[str, Node]]:
@@ -78,12 +74,6 @@ def _rows(prefix: str, schema: type, node: Node, skip: type | None = None) -> It
 
 def _show(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else show(value)
-
-
-def _renamed() -> list[str]:
-    lines = ["## Names of the first version", "", "| then | now |", "|---|---|"]
-    lines += [f"| `{old}` | `{new}` |" for old, new in (RENAMED | RENAMED_OPTIONS).items()]
-    return [*lines, "| `loop=...` | `strategy=...` |"]
 
 
 def _compose(overrides: list[str]) -> Node:

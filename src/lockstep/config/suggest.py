@@ -6,14 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-import lockstep.config.dataset_options
-import lockstep.config.mode_options
-import lockstep.config.model_options
-import lockstep.config.training_options  # noqa: F401  (all add to GROUPS)
-from lockstep.config.fields import enumerate_words, rules
 from lockstep.config.options import GROUPS
-from lockstep.config.renamed import renamed_key
-from lockstep.config.schema import SECTIONS, find_rule
+from lockstep.config.schema import SECTIONS, enumerate_words, find_rule, rules
 
 ALIASES = {
     "devices": "launch=torchrun launch.nproc_per_node",
@@ -99,9 +93,6 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
 
     value: as typed, None if unknown. keys: of the composed config. chosen: {group: option}.
     """
-    renamed = renamed_key(key, value)
-    if renamed is not None:
-        return renamed
     placed = re.search("@(experiment|local)", key)  # model@experiment.model
     if placed is not None:
         return without_package(placed[1])

@@ -1,7 +1,7 @@
 """The contract of a mode: what a command does with its config.
 
 To add one: a subclass of `Mode` in a file of its own here, `conf/mode/<name>.yaml` with its `_target_`, and its keys in
-`src/lockstep/config/mode_options.py`. docs/modes.md tells what users see. No torch at the top: `main` imports this.
+`src/lockstep/config/options.py`. docs/modes.md tells what users see. No torch at the top: `main` imports this.
 """
 
 from collections.abc import Mapping
