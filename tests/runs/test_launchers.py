@@ -153,7 +153,7 @@ def test_launchers_say_how_many_ranks_they_start():
     assert spawn("cpu").num_ranks() == (cpu_count(), cpu_count())
     assert spawn(3, nnodes=2, node_rank=1, master_port=29500).num_ranks() == (6, 3)
     assert torchrun("spawn", "auto").num_ranks()[0] == resolve_nproc("auto")
-    assert EnvLauncher("restart").num_ranks() == (1, 1)
+    assert EnvLauncher().num_ranks() == (1, 1)
 
 
 def test_what_launchers_refuse(monkeypatch):
