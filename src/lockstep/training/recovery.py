@@ -18,7 +18,7 @@ from lockstep.distributed.loss_pages import PAGE_BYTES, PAGE_ROWS
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Advance, JobSpec, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.meter import Meter
 from lockstep.training.schedulers import Plateau
@@ -33,7 +33,8 @@ def validate_recovery(job: JobSpec, strategy: Strategy, gradient_sync: GradientS
     reasons = {
         "needs ranks with the same weights; type strategy=ddp": not strategy.recovers_live,
         "cannot go back behind a rollback; type watch.nan=stop": job.nan == "rollback",
-        "needs a gradient sync that remembers nothing; type gradient_sync=auto": not gradient_sync.recovers_live,
+        "needs a gradient sync that remembers nothing; type gradient_sync=auto": gradient_sync.name
+        in ("powersgd", "local_sgd"),
         "needs the same running statistics on all ranks; type sync_bn=on": strategy.supports_sync_bn
         and job.sync_bn == "off",
     }
