@@ -100,17 +100,14 @@ def import_targets(cfg: DictConfig) -> None:
                 get_object(node["_target_"])
 
 
-def train_state(cfg: DictConfig, strategy: Strategy, samples: int, ranks: int | None = None) -> TrainState:
-    """The run that trains the strategy's model on `samples` samples an epoch.
-
-    ranks: how many the run has as a rule, if its world may be smaller now. The global batch is theirs.
-    """
+def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState:
+    """The run that trains the strategy's model on `samples` samples an epoch."""
     world, trainer, task = strategy.world, cfg.trainer, instantiate(cfg.task)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.batch_shares(ranks or world.size)),
+        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size)),
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,

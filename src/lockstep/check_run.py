@@ -95,7 +95,7 @@ def options_of(cfg: DictConfig, strategy: Strategy) -> Options:
 def require_small_worlds(cfg: DictConfig) -> None:
     """Raise ConfigError if one rank, or two, cannot train with these options."""
     try:
-        for launcher in (EnvLauncher("restart"), forks(RANKS)):
+        for launcher in (EnvLauncher(), forks(RANKS)):
             check_options(cfg, launcher)
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
@@ -103,7 +103,7 @@ def require_small_worlds(cfg: DictConfig) -> None:
 
 def forks(ranks: int) -> SpawnLauncher:
     """Starts a world as forks of this process."""
-    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0, "restart", 0)
+    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
     launcher.prepare()
     return launcher
 

@@ -99,12 +99,6 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.recovers_live and job.device_type == "cuda":
-        launcher.restart_instead("is for gloo")
-    if launcher.recovers_live:
-        from lockstep.training.recovery import validate_recovery
-
-        validate_recovery(job, strategy, gradient_sync)
     if launcher.plans and strategy.needs_other_ranks:
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
@@ -132,8 +126,6 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if not mode.checks:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-    if launcher.recovers_live and not mode.checks:
-        raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
     mode.validate(job)
     return mode
 

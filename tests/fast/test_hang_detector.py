@@ -99,7 +99,7 @@ def test_a_pause_is_no_silence(watched):
 def test_an_examination_that_fails_leaves_no_old_facts(watched):
     detector, now = HangDetector(HangRules(10.0, "stop", 300.0)), time.monotonic()
     detector.found = [RankFacts(0, 1, "Z", "train", 5, 60.0)]
-    watched.stacks = -1  # as of a rank that was replaced
+    watched.stacks = -1  # as of a rank of the attempt before
     detector.check([watched], 1, now - 4)
     for second in range(12):
         assert detector.check([watched], 1, now + second) is None

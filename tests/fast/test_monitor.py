@@ -95,7 +95,7 @@ LAUNCHER = """
 import os, signal, time
 from lockstep.monitor import rank
 from lockstep.monitor.start import MonitorLink
-link = MonitorLink(None, recovers=False)
+link = MonitorLink(None)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank.connect(link.name, 0, 1, local_rank=0)

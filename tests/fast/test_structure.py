@@ -11,7 +11,7 @@ from support.commands import ROOT
 SRC = ROOT / "src" / "lockstep"
 TESTS = ROOT / "tests"
 
-# What each package may import besides itself. `train.py`, `build*.py`, `check_run.py`, `dry_run.py`, `live.py` and
+# What each package may import besides itself. `train.py`, `build*.py`, `check_run.py`, `dry_run.py` and
 # `preflight.py` may import everything.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -62,7 +62,7 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_imports_point_one_way(path: Path) -> None:
     package = package_of(module_name(path) + ".")
-    exempt = ("build", "build_data", "build_loggers", "build_trained", "check_run", "dry_run", "live", "preflight")
+    exempt = ("build", "build_data", "build_loggers", "build_trained", "check_run", "dry_run", "preflight")
     exempt += ("__init__",)
     if package in exempt:
         return

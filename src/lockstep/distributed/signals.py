@@ -57,15 +57,15 @@ def end_at_signals() -> None:
     handle_signals(_on_signal)
 
 
-def listen(run_dir: str | Path | None = None, saves_first: bool = False) -> None:
+def listen(run_dir: str | Path | None = None) -> None:
     """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
 
-    The first signal ends the process, except inside `stop_after_saving`, or if the run `saves_first`.
+    The first signal ends the process, except inside `stop_after_saving`.
     """
     info = read_rank_info()
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
-    _process.saves_first = saves_first or info.started_by == "srun"
+    _process.saves_first = info.started_by == "srun"
     if info.local_rank != 0 and info.started_by != "environment":
         _process.prints = False
     if _process.writer is None:

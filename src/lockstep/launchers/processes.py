@@ -34,7 +34,8 @@ PRELOADED_MODULES = [
     "encodings.idna",  # of socket.getaddrinfo
     "hydra.utils",
     "lockstep.build_loggers",
-    "lockstep.live",
+    "lockstep.build",
+    "lockstep.training.setup",
     "lockstep.strategies.ddp",
     "lockstep.distributed.monitoring",
     "lockstep.distributed.run_folder_lock",

@@ -26,8 +26,6 @@ class Supervisor:
     env: what all of them find in their environment. host_store: opens the ranks' store in this process, if it is here.
     """
 
-    recovers = False  # whether ranks that die are replaced while the others go on
-
     def __init__(
         self,
         start_method: str,
@@ -48,7 +46,7 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(temporary_folder(), self.recovers) as monitor, Relay() as relay:
+        with MonitorLink(temporary_folder()) as monitor, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(monitor, relay, attempt, worker, args)

@@ -12,7 +12,6 @@ from lockstep.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     ConfigError,
-    RankLost,
     StoppedEarly,
     TrainingDiverged,
 )
@@ -104,8 +103,7 @@ class RunRecord(Logger):
         self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankLost):  # the run goes on without that rank
-            self._end(*_state_and_code(error))
+        self._end(*_state_and_code(error))
 
     def _note_objective(self, step: int, value: float) -> None:
         found = self.run["improvements"]

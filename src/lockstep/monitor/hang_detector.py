@@ -90,7 +90,7 @@ class HangDetector:
         return None
 
     def _examine(self, ranks: Sequence[WatchedRank], world_size: int, run_dir: str | None) -> None:
-        with suppress(OSError, ValueError):  # a rank was replaced in the meantime, or the run folder cannot be read
+        with suppress(OSError, ValueError):  # the rank has ended in the meantime, or the run folder cannot be read
             self.found = gather(ranks)
             if run_dir is not None and find_verdict(self.found, world_size).kind is Kind.ELSEWHERE:
                 self.elsewhere = exchange(run_dir, self.found, ranks[0].clock_ahead)

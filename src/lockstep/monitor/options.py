@@ -9,8 +9,7 @@ class MonitorOptions:
 
     is_foreign: another program has started the ranks, so the monitor prints the report, and ends by itself.
     is_printed_by_rank: a rank that was started alone prints the report. agent: torchrun's pid. command: the typed
-    words. temporary_folder: what the monitor removes if the launcher is killed. recovers: the launcher replaces ranks
-    that die, so the monitor must not end the others. attempt: restarts so far.
+    words. temporary_folder: what the monitor removes if the launcher is killed. attempt: restarts so far.
     """
 
     is_foreign: bool = False
@@ -18,5 +17,4 @@ class MonitorOptions:
     agent: int | None = None
     command: list[str] = field(default_factory=list)
     temporary_folder: str | None = None
-    recovers: bool = False
     attempt: int = 0

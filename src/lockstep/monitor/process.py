@@ -129,8 +129,6 @@ class Monitor:
         for message in messages:
             if "ranks_ended" in message:
                 self._answer(message["ranks_ended"])
-            elif "replaced" in message:
-                self._forget_ranks([rank for rank in self.ranks if rank.pid in message["replaced"]])
             elif "next_attempt" in message:
                 self._next_attempt(message["next_attempt"])
             elif "over" in message:
@@ -154,17 +152,13 @@ class Monitor:
         for rank in self.ranks:
             self._note(rank, rank.reader.read_rest())
 
-    def _forget_ranks(self, ranks: list[WatchedRank]) -> None:
-        for rank in ranks:
+    def _next_attempt(self, attempt: int) -> None:
+        for rank in self.ranks:
             rank.stop_watching(self.selector)
-        self.forgotten += ranks
-        self.ranks = [rank for rank in self.ranks if rank not in ranks]
+        self.forgotten += self.ranks
+        self.ranks, self.report = [], None
         if self.detector is not None:
             self.detector.expect_new_ranks(time.monotonic())
-
-    def _next_attempt(self, attempt: int) -> None:
-        self._forget_ranks(self.ranks)
-        self.report = None
         self.options.attempt, self.started_wall_time = attempt, time.time()
 
     def _check(self) -> None:
@@ -175,8 +169,7 @@ class Monitor:
             self.forgotten = []
         failed = [rank for rank in self.ranks if rank.has_failed]
         if failed:
-            if not self.options.recovers:
-                self._end_the_others(min(rank.failed_at for rank in failed))
+            self._end_the_others(min(rank.failed_at for rank in failed))
             for rank in self.ranks:
                 if rank.waits_in_crash:
                     rank.read_crash()

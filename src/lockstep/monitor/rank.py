@@ -66,12 +66,6 @@ def connect(name: str, rank: int, world_size: int, **facts: Any) -> None:
         os.close(descriptor)
 
 
-def set_rank(rank: int, world_size: int) -> None:
-    """This process has become another rank, in a world that has changed."""
-    if _reporter is not None:
-        _reporter.send({"hello": {"rank": rank, "local_rank": rank, "world_size": world_size}})
-
-
 @contextmanager
 def started_by_rank() -> Iterator[None]:
     """Inside the block the rank may start a monitor: no launcher of this project has started one."""

@@ -58,13 +58,13 @@ def run_monitor(listener: socket.socket, options: MonitorOptions) -> None:
 class MonitorLink:
     """A launcher's connection to the monitor of its ranks, which it starts. A context manager: the end closes it.
 
-    temporary_folder, recovers: see `MonitorOptions`.
+    temporary_folder: see `MonitorOptions`.
     """
 
-    def __init__(self, temporary_folder: str | None, recovers: bool) -> None:
+    def __init__(self, temporary_folder: str | None) -> None:
         self.name = uuid.uuid4().hex
         self.attempt = 0
-        options = MonitorOptions(command=typed_command(), temporary_folder=temporary_folder, recovers=recovers)
+        options = MonitorOptions(command=typed_command(), temporary_folder=temporary_folder)
         start_monitor(self.name, options)
         self.connection: socket.socket | None = channel.connect(channel.address_of(self.name), timeout=2)
         if self.connection is not None:
@@ -90,12 +90,6 @@ class MonitorLink:
             return None
         answer = self.reader.wait_for("report", REPORT_SECONDS, attempt=self.attempt)
         return None if answer is None else answer["report"]
-
-    def replaced(self, pids: list[int]) -> None:
-        """Other processes have taken the place of these ranks, whose death is no failure of the run."""
-        if self.connection is not None:
-            with suppress(OSError):
-                channel.send(self.connection, {"replaced": pids})
 
     def next_attempt(self, number: int) -> None:
         """The ranks are about to start again. number: how often they were started before."""

@@ -103,8 +103,6 @@ class WatchedRank:
         """What the rank has sent, see `lockstep.monitor.rank`."""
         if "run_dir" in message:
             self.log, self.clock_ahead = message["log"], message["clock_ahead"]
-        elif "hello" in message:
-            self.hello |= message["hello"]
         elif "resumed" in message:
             self.resumed_from, self.resumed_step = message["resumed"]
         elif "failed" in message and self.failure is None:

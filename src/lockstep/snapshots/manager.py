@@ -188,8 +188,6 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
-        if self.is_due:  # the rank that wrote the last one has died
-            self.save()
         with self.world.disk_access():
             self.saver.finish()  # so that model.pt is the newest file
         is_new = state.progress.step > self.start_step

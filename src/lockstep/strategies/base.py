@@ -101,7 +101,6 @@ class Strategy:
     counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
     communicates_in_forward = False  # whether a rank waits for others in its forward and backward pass
     needs_other_ranks = False  # whether a rank acts on messages of others, so that it cannot be planned alone
-    recovers_live = False  # whether all ranks hold the same weights and optimizer state after each step
     shards_state = False  # whether the ranks can save the state in parts: see `own_blocks`
     binds_one_device = True  # False if a rank computes on several GPUs
 

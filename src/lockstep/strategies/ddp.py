@@ -23,7 +23,6 @@ class DDP(Strategy):
     """
 
     uses_communication_hooks = True
-    recovers_live = True
 
     def __init__(
         self,

@@ -39,7 +39,6 @@ class VirtualRanks(Strategy):
     """Trains as `count` virtual ranks, each real rank computing some of them one after the other."""
 
     supports_sync_bn = False  # each virtual rank is computed by itself
-    recovers_live = True
 
     def __init__(self, count: int) -> None:
         self.count = count

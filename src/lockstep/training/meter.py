@@ -151,7 +151,7 @@ class RunningMetrics:
     def __init__(self, state: "TrainState", logger: StepLogger) -> None:
         self.state, self.logger = state, logger
         self.stragglers: StragglerWatch | None = None
-        self.last_step = state.progress.step - (state.unreported.steps if state.unreported else 0)
+        self.last_step = state.progress.step
         self.logged_step = self.last_step
         self.interval = (self.last_step, time.perf_counter())  # when the first step after the last report began
 

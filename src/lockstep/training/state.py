@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lockstep.strategies.base import Advance, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
@@ -80,10 +80,6 @@ def _do_nothing() -> None:
     """Only a run with trainer.digest looks at gradients here."""
 
 
-def _note_nothing(advance: Advance | None) -> None:
-    """Only launch.recover=live goes back to earlier states."""
-
-
 @dataclass
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
@@ -112,8 +108,6 @@ class TrainState:
     gradients: dict[str, Tensor] | None = None
     compare_weights: Callable[[], None] = lambda: None
     before_update: Callable[[], None] = _do_nothing
-    unreported: Advance | None = None  # a step that was taken before, and whose logging is still to come
-    note: Callable[[Advance | None], None] = _note_nothing  # called after each step, and with None after each epoch
 
     @property
     def finished(self) -> bool:
