@@ -174,7 +174,7 @@ def fit(
     """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
     from lockstep import build
     from lockstep.loggers.base import EpochSummary
-    from lockstep.training.running_metrics import RunningMetrics
+    from lockstep.training.meter import RunningMetrics
 
     objective, progress = cfg.objective.removeprefix("test/"), state.progress
     tested: dict[str, float] = {}

@@ -31,7 +31,7 @@ from lockstep.modes.check_steps import Facts, FirstSteps, differences
 from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.training.setup import set_determinism
 
 RANKS = 2

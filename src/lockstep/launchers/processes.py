@@ -40,7 +40,7 @@ PRELOADED_MODULES = [
     "lockstep.distributed.monitoring",
     "lockstep.distributed.run_folder_lock",
     "lockstep.training.loop",
-    "lockstep.training.running_metrics",
+    "lockstep.training.meter",
     "lockstep.snapshots.record",
     "lockstep.loggers.rank_logs",
     "lockstep.loggers.tensorboard",

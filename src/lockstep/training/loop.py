@@ -17,7 +17,7 @@ from lockstep.training.meter import Meter
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.step import TrainStepRunner
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 AfterStep = Callable[[int], None]
 """Called after every step with the global number of samples since its last call. It may raise to stop."""

@@ -13,7 +13,7 @@ from lockstep.failures import rank as monitor
 from lockstep.training.first_batch import require_one_tensor, require_plain_inputs, require_sums
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 
 class TrainStepRunner:
