@@ -12,14 +12,13 @@ from lockstep.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     ConfigError,
-    RankLost,
     StoppedEarly,
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.monitor.code_hashes import module_hashes
 from lockstep.runs.code import DIFF, loaded_code_facts, versions
 from lockstep.runs.record import FAILED, FINISHED, KILLED, PAUSED, RUNNING, read_run, write_run
+from lockstep.source_code import module_hashes
 from lockstep.training.state import TrainState
 
 WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often
@@ -104,8 +103,7 @@ class RunRecord(Logger):
         self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankLost):  # the run goes on without that rank
-            self._end(*_state_and_code(error))
+        self._end(*_state_and_code(error))
 
     def _note_objective(self, step: int, value: float) -> None:
         found = self.run["improvements"]

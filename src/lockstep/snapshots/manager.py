@@ -26,8 +26,8 @@ from lockstep.distributed.slurm_job import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import DISK_TIMEOUT
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged, path_word
+from lockstep.failures import rank as monitor
 from lockstep.files import explain_disk_error, write_whole
-from lockstep.monitor import rank as monitor
 from lockstep.snapshots.files import (
     INFIX,
     blocks_of,
@@ -56,7 +56,7 @@ from lockstep.snapshots.state import (
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
-from lockstep.training.nan_policy import diverged
+from lockstep.training.nan import diverged
 from lockstep.training.state import TrainState
 from lockstep.training.weight_check import local_part
 

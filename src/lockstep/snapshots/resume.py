@@ -13,7 +13,7 @@ import torch
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
 from lockstep.snapshots.state import restore_weights
 from lockstep.training.state import TrainState
