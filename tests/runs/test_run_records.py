@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.code import code_facts, versions
-from lockstep.runs.record import exit_code_of, read_run
+from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
 from support.run_folders import SLOW, position
 

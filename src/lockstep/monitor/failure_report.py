@@ -1,7 +1,6 @@
 """The failure report: which rank failed first, why, where, and how to go on. As JSON and as one screen."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_KILLED
+from lockstep.files import write_whole
 from lockstep.monitor.death_causes import explain_exception, explain_exit, is_consequence, silent_rank
 from lockstep.monitor.options import MonitorOptions
 from lockstep.monitor.report_screen import screen
@@ -61,9 +61,7 @@ class FailureReport:
             return
         for name, text in (("failure.json", json.dumps(self.contents, indent=1)), ("failure.txt", self.screen())):
             try:
-                temporary = self.run_dir / f"{name}.tmp"
-                temporary.write_text(text + "\n", "utf-8", "backslashreplace")  # a path may hold any bytes
-                os.replace(temporary, self.run_dir / name)
+                write_whole(self.run_dir / name, f"{text}\n")
             except OSError:
                 return
 

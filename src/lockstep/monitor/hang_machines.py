@@ -1,13 +1,13 @@
 """Machines that wait for each other show each other what their ranks do, in files of the run folder that they share."""
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.files import write_whole
 from lockstep.monitor.hang_collectives import Collective, Record
 from lockstep.monitor.hang_evidence import RankFacts, SharedSum
 from lockstep.monitor.hang_stack import Frame, Stack
@@ -22,9 +22,7 @@ def exchange(run_dir: str, mine: Sequence[RankFacts], clock_ahead: float) -> lis
     now = time.time() - clock_ahead
     folder = Path(run_dir, "logs")
     own = folder / f"hang_of_rank{mine[0].rank}.json"
-    temporary = own.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
-    os.replace(temporary, own)
+    write_whole(own, json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
     silent_since = now - min(rank.seconds for rank in mine)
     found: list[RankFacts] = []
     for path in set(folder.glob("hang_of_rank*.json")) - {own}:

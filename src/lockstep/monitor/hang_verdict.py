@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.monitor.hang_evidence import RankFacts
 from lockstep.monitor.hang_stack import Frame
+from lockstep.text import aligned
 
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "stopped", "t": "traced", "Z": "has ended", "": "has ended"}
 HEADER = ("rank", "pid", "state", "phase", "step", "silent for", "calls ended/begun", "is in", "at")
@@ -90,8 +91,7 @@ class Diagnosis:
         """One line a rank, after a header. Of many ranks some are left out, but not those whose fault it is."""
         ordered = sorted(self.facts, key=lambda rank: (rank.rank not in self.verdict.ranks, rank.rank))
         rows = [HEADER, *map(_row, sorted(ordered[:MOST_ROWS], key=lambda rank: rank.rank))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
-        lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in rows]
+        lines = aligned(rows)
         left_out = len(self.facts) - MOST_ROWS
         return [*lines, f"and {left_out} other ranks"] if left_out > 0 else lines
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.text import differing
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,8 @@ def log_config_changes(saved: dict[str, Any], ours: dict[str, Any]) -> None:
 
 def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list[str]:
     return [
-        f"{key} ({saved.get(key, 'nothing')} in the snapshot, {ours.get(key, 'nothing')} {here})"
-        for key in sorted({*saved, *ours})
-        if key not in saved or key not in ours or saved[key] != ours[key]
+        f"{key} ({then} in the snapshot, {now} {here})"
+        for key, (then, now) in differing(saved, ours, "nothing").items()
     ]
 
 
