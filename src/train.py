@@ -17,7 +17,6 @@ if __name__ == "__main__":
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +29,14 @@ from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.monitor import rank as monitor
 from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
-    from lockstep.live import LiveRun
     from lockstep.loggers.base import LoggerList
     from lockstep.loggers.rank_logs import RankLogs
     from lockstep.snapshots.manager import SnapshotManager
@@ -80,28 +78,13 @@ def run(cfg: DictConfig) -> Any:
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)
-    record = replace(record, notice="; ".join(filter(None, [record.notice, launcher.notice])))
     cli.collect_garbage()
     wait_for_turn()
-    if not mode.trains:
-        return launcher.launch(mode_worker, cfg, record)
-    if launcher.recovers_live:
-        return launcher.launch(train_live, cfg, record)
-    return launcher.launch(train_worker, cfg, record)
+    return launcher.launch(train_worker if mode.trains else mode_worker, cfg, record)
 
 
-def train_live(cfg: DictConfig, record: ConfigRecord) -> float:
-    """`train_worker`, again and again until no rank dies in it, see `lockstep.live`."""
-    from lockstep.live import keep_training
-
-    return keep_training(train_worker, cfg, record)
-
-
-def train_worker(cfg: DictConfig, record: ConfigRecord, live: "LiveRun | None" = None) -> float:
-    """What one rank does from start to end. Returns the last value of `cfg.objective`.
-
-    live: see `train_live`.
-    """
+def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
+    """What one rank does from start to end. Returns the last value of `cfg.objective`."""
     from lockstep import build, build_loggers
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.run_folder_lock import hold_run_folder
@@ -110,28 +93,27 @@ def train_worker(cfg: DictConfig, record: ConfigRecord, live: "LiveRun | None" =
     from lockstep.snapshots.record import write_record
     from lockstep.training.setup import set_determinism
 
-    signals.listen(cfg.run_dir, saves_first=live is not None and live.goes_on)
+    signals.listen(cfg.run_dir)
     postpone_dynamo()
-    survival = live.survival if live else monitor.failures
     strategy: Strategy = instantiate(cfg.strategy)
     with (
         rank_logs() as logs,
         exits_are_failures(),
-        survival(),  # a rank can die while the others meet or build, too
+        monitor.failures(),  # of the meeting and the building
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
         hold_run_folder(cfg.run_dir, world) as held,
     ):
         begin_run(cfg, record, world, logs)
         set_determinism(cfg.seed, cfg.trainer.deterministic)
-        train_loader, eval_loader = build.model_and_data(cfg, world, strategy, live.datasets if live else None)
+        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
         record = record.completed(cfg)
-        state = build.train_state(cfg, strategy, len(train_loader), live.full_size if live else None)
+        state = build.train_state(cfg, strategy, len(train_loader))
         with (
             build.snapshots(cfg, record, state, train_loader) as snapshots,
-            build_loggers.loggers(cfg, state, held.restore, live.record if live else None) as loggers,
-            survival(),  # before the files below are closed, which takes time
+            build_loggers.loggers(cfg, state, held.restore) as loggers,
+            monitor.failures(),  # of the training, before the files are closed, which takes time
         ):
-            snapshots.resume(cfg.resume) if live is None else live.resume(cfg.resume, state, snapshots, loggers)
+            snapshots.resume(cfg.resume)
             if not state.finished:
                 write_record(world, cfg.run_dir, record.files, state.progress.step)
             loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
@@ -192,7 +174,7 @@ def fit(
     """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
     from lockstep import build
     from lockstep.loggers.base import EpochSummary
-    from lockstep.training.running_metrics import RunningMetrics
+    from lockstep.training.meter import RunningMetrics
 
     objective, progress = cfg.objective.removeprefix("test/"), state.progress
     tested: dict[str, float] = {}
@@ -213,7 +195,6 @@ def fit(
         summary = EpochSummary(trained.epoch, epochs, step, metrics, speed, best, best_step, counted)
         loggers.on_epoch_end(summary)
         snapshots.after_epoch()
-        state.note(None)
     tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
     monitor.enter("export")
     snapshots.export()

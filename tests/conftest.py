@@ -17,7 +17,7 @@ from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of,
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Files of drills that take minutes. They run first, so that no core is idle while another one runs the last of them.
-LONG = ("test_kills", "test_promise", "test_bench", "test_live_recovery", "test_faults", "test_slurm_jobs")
+LONG = ("test_kills", "test_promise", "test_bench", "test_faults", "test_slurm_jobs")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

@@ -13,7 +13,6 @@ from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
-from lockstep.loggers.recorded import LogRecord, RecordedLoggers
 from lockstep.loggers.run_facts import run_facts
 from lockstep.loggers.run_record import RunRecord
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
@@ -22,10 +21,8 @@ from lockstep.snapshots.manager import SnapshotManager
 from lockstep.training.state import TrainState
 
 
-def loggers(
-    cfg: DictConfig, state: TrainState, before_writing: Callable[[], None], record: LogRecord | None = None
-) -> LoggerList:
-    """The loggers on rank 0, none on other ranks. before_writing: see LoggerList. record: notes what is logged."""
+def loggers(cfg: DictConfig, state: TrainState, before_writing: Callable[[], None]) -> LoggerList:
+    """The loggers on rank 0, none on other ranks. before_writing: see LoggerList."""
     members: list[Logger] = []
     if state.strategy.world.is_rank_zero:
         nodes = cfg.get("logger", {}).items()  # logger=[] leaves no section
@@ -35,7 +32,7 @@ def loggers(
 
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
         members.append(RunRecord(state, cfg.objective))
-    return RecordedLoggers(members, before_writing, record) if record else LoggerList(members, before_writing)
+    return LoggerList(members, before_writing)
 
 
 def run_info(

@@ -19,6 +19,7 @@ from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.same_input import OtherData, require_same_data
 from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
@@ -27,11 +28,10 @@ from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, ta
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn
 from lockstep.modes.check_notes import notes
 from lockstep.modes.check_steps import Facts, FirstSteps, differences
-from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.training.setup import set_determinism
 
 RANKS = 2
@@ -95,7 +95,7 @@ def options_of(cfg: DictConfig, strategy: Strategy) -> Options:
 def require_small_worlds(cfg: DictConfig) -> None:
     """Raise ConfigError if one rank, or two, cannot train with these options."""
     try:
-        for launcher in (EnvLauncher("restart"), forks(RANKS)):
+        for launcher in (EnvLauncher(), forks(RANKS)):
             check_options(cfg, launcher)
     except ConfigError as error:
         raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
@@ -103,7 +103,7 @@ def require_small_worlds(cfg: DictConfig) -> None:
 
 def forks(ranks: int) -> SpawnLauncher:
     """Starts a world as forks of this process."""
-    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0, "restart", 0)
+    launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
     launcher.prepare()
     return launcher
 

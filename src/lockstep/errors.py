@@ -37,10 +37,6 @@ class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
 
-class DidNotJoin(TimeoutError):
-    """A rank is alive and does not come where the ranks of its generation meet. Another generation would not help."""
-
-
 class TrainingDiverged(Exception):
     """The loss is not finite, so training cannot continue. The message says at which step and what to type.
 
@@ -90,10 +86,6 @@ def without_quotes(typed: str) -> str:
 def path_word(key: str, path: str | Path) -> str:
     """`key=path` for a sentence that says what to type in a shell."""
     return shlex.quote(f"{key}={path_value(path)}")
-
-
-class RankLost(Exception):
-    """Another rank died. With launch.recover=live this rank goes on as soon as that one is replaced."""
 
 
 class StoppedEarly(BaseException):

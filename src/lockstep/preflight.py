@@ -16,20 +16,20 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.monitor.exception_record import exception_record
 from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.saver import validate_format
 from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.job_process import wait_for_turn
 from lockstep.tasks.base import Task
-from lockstep.training.nan_policy import validate_nan_policy
+from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import validate_digest, validate_training
 
 
@@ -99,13 +99,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.recovers_live and job.device_type == "cuda":
-        launcher.restart_instead("is for gloo")
-    if launcher.recovers_live:
-        from lockstep.training.recovery import validate_recovery
-
-        validate_recovery(job, strategy, gradient_sync)
-    if launcher.plans and strategy.follows_messages:
+    if launcher.plans and strategy.needs_other_ranks:
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
@@ -132,8 +126,6 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if not mode.checks:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-    if launcher.recovers_live and not mode.checks:
-        raise ConfigError(f"mode={mode.name} has nothing to recover; type launch.recover=restart")
     mode.validate(job)
     return mode
 

@@ -1,6 +1,5 @@
-"""Hangs where a new monitor is not started for them: in the attempt after a restart, after a live recovery, alone."""
+"""Hangs where a new monitor is not started for them: in the attempt after a restart, of a rank that is alone."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ import time
 import pytest
 
 from support.commands import PYTHON_TRAIN, ROOT, wait_for
-from support.live_ranks import all_ranks, ranks_in
+from support.rank_pages import all_ranks, ranks_in
 from support.run_folders import has_logged
 
 pytestmark = pytest.mark.drill
@@ -24,14 +23,6 @@ def test_a_hang_that_comes_again_after_a_restart_is_found_and_ends_the_restarts(
     assert re.findall(r"restart (\d) of 3", run.output) == ["1"]
     assert run.output.count("lockstep: rank 1 of 2 hangs") == 2
     assert "it will fail again" in run.output
-
-
-def test_a_hang_under_live_recovery_ends_the_run_with_its_verdict(start_faulty):
-    words = [*HANGING, "launch=fork", "launch.recover=live", "hydra.run.dir=run"]
-    run = start_faulty(*PYTHON_TRAIN, *words, HANG="forward", PYTHONPATH=TESTS).finish(4)
-    assert "lockstep: rank 1 of 2 hangs" in run.output
-    assert "verdict: a rank is in user code" in run.output
-    assert json.loads((run.cwd / "run" / "failure.json").read_text())["first"]["kind"] == "hang"
 
 
 def test_a_hang_of_the_only_rank_is_shown(start_faulty):

@@ -22,7 +22,7 @@ from support.sweep_tables import rows_of, states
 TESTS = str(Path(__file__).parents[1])
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
 OWN_SCRIPT = f"""#!/bin/bash
-srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} launch.recover=live model=mlp trainer.epochs=20
+srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=20
 code=$?; case $code in 75 | 76) scontrol requeue $SLURM_JOB_ID ;; esac; exit $code
 """
 
@@ -87,7 +87,6 @@ def test_srun_in_a_script_of_ones_own_survives_preemption(start, slurm, tmp_path
     assert slurm.wait_for_job(job, "COMPLETED")["Restarts"] == "1", (tmp_path / "out").read_text()
     assert f"stopped early at step {stopped_at(folder)} as Slurm gives the nodes to another job; " in read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in read_log(folder)
-    assert "srun has started these, so no rank is replaced" in read_log(folder)  # launch.recover=live
     assert "epoch 20/20" in read_log(folder)
 
 

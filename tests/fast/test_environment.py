@@ -1,7 +1,6 @@
 """A rank's place in the world, as the environment of each starter describes it."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -10,7 +9,6 @@ from lockstep.distributed.environment import node_rank_info, read_rank_info
 from lockstep.distributed.slurm_lists import first_host
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import refuse_nesting
-from support.commands import ROOT
 
 TORCHRUN = {
     "RANK": "3",
@@ -153,20 +151,3 @@ def test_a_variable_that_torchrun_has_left_behind_starts_no_watchdog(monkeypatch
     monkeypatch.setattr(subprocess, "Popen", lambda *words, **options: pytest.fail("a watchdog"))
     start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x"})
     start_agent_watchdog({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"})
-
-
-def test_a_rank_is_not_forked_at_the_limit_of_processes():
-    script = (
-        "import errno, os, resource\n"
-        "from lockstep.launchers.live_process import require_room_for_process\n"
-        "require_room_for_process()\n"
-        "if os.geteuid() == 0:\n"
-        "    os.setuid(65534)  # the limit does not hold for root\n"
-        "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"
-        "try:\n"
-        "    require_room_for_process()\n"
-        "except OSError as error:\n"
-        "    print(errno.errorcode[error.errno])\n"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "src", check=True)
-    assert found.stdout == "EAGAIN\n"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from lockstep.monitor.hang_detector import SHORTEST_SILENCE, HangDetector, HangRules
-from lockstep.monitor.hang_evidence import RankFacts
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.channel import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.verdict import RankFacts
+from lockstep.failures.watchdog import SHORTEST_SILENCE, HangDetector, HangRules
 
 
 @dataclass
@@ -99,7 +99,7 @@ def test_a_pause_is_no_silence(watched):
 def test_an_examination_that_fails_leaves_no_old_facts(watched):
     detector, now = HangDetector(HangRules(10.0, "stop", 300.0)), time.monotonic()
     detector.found = [RankFacts(0, 1, "Z", "train", 5, 60.0)]
-    watched.stacks = -1  # as of a rank that was replaced
+    watched.stacks = -1  # as of a rank of the attempt before
     detector.check([watched], 1, now - 4)
     for second in range(12):
         assert detector.check([watched], 1, now + second) is None

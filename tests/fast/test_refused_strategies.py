@@ -13,7 +13,6 @@ from lockstep.training.setup import validate_training
 from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
-LIVE = ["launch=spawn", "launch.recover=live"]
 DRY = ["launch=dry", "launch.ranks=1024"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
 ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
@@ -56,7 +55,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*TENSOR, "trainer.compile=true"], "type trainer.compile=false"),
         ([*TENSOR, "optimizer.fused=true"], "type optimizer.fused=false"),
         ([*TENSOR, "watch.nan=skip", "launch=spawn"], "type watch.nan=stop or watch.nan=rollback"),
-        ([*TENSOR, *LIVE], "type strategy=ddp"),
         (["strategy=virtual_ranks", "gradient_sync=ring"], "type strategy=ddp gradient_sync=ring"),
         (["strategy=virtual_ranks", "sync_bn=on"], "type sync_bn=off"),
         (["strategy=virtual_ranks", "trainer.gradient_accumulation_steps=2"], "gradient_accumulation_steps=1"),
@@ -85,49 +83,13 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         (DRY, "trainer.batch_size=64 is too small for 1024 ranks; type trainer.batch_size=1024"),
         ([*DRY, "strategy=fsdp", "strategy.replicas=3"], "3 groups of two or more of 1024 ranks; type strategy.rep"),
         ([*DRY, "mode=evaluate", "resume=a"], "mode=evaluate is none; type mode=train"),
-        (["strategy=fsdp", *LIVE], "type strategy=ddp"),
         (["snapshot.format=sharded", *THREE], "type snapshot.format=auto, or strategy=fsdp"),
-        (["gradient_sync=local_sgd", *LIVE], "type gradient_sync=auto"),
-        (["sync_bn=off", *LIVE], "type sync_bn=on"),
-        (["watch.nan=rollback", *LIVE], "type watch.nan=stop"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_does_not_go_together_is_refused(typed: list[str], said: str) -> None:
     cfg = composed(*typed)
     with pytest.raises(ConfigError, match=said):
-        preflight(cfg, instantiate(cfg.launch))
-
-
-def test_without_live_recovery_on_several_machines_the_run_starts_and_says_so() -> None:
-    cfg = composed("launch.nnodes=2", "launch.master_port=29500", *LIVE)
-    launcher = instantiate(cfg.launch)
-    preflight(cfg, launcher)
-    said = "launch.recover=live is for one machine, so no rank is replaced. If one dies, the run ends"
-    assert launcher.notice.startswith(said)
-    assert not launcher.recovers_live
-
-
-@pytest.mark.parametrize("restarts", [0, 3])
-def test_without_live_recovery_on_gpus_the_restarts_stay(restarts: int) -> None:
-    launcher = instantiate(composed("launch=torchrun", "launch.recover=live", f"launch.max_restarts={restarts}").launch)
-    launcher.restart_instead("is for gloo")
-    said = f"restart from the newest snapshot, up to {restarts} times" if restarts else "the run ends, and its report"
-    assert said in launcher.notice
-    assert not launcher.recovers_live
-
-
-def test_a_process_that_no_other_program_started_has_nobody_to_replace() -> None:
-    cfg = composed("launch.recover=live")
-    with pytest.raises(ConfigError, match="with launch=env it is the only one; type launch=torchrun launch.recover=li"):
-        preflight(cfg, instantiate(cfg.launch))
-
-
-@pytest.mark.parametrize("launch", ["fork", "spawn", "torchrun"])
-def test_a_torch_that_cannot_reconfigure_a_group_is_refused(launch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.distributed, "_reconfigure")  # as in torch 2.13
-    cfg = composed(f"launch={launch}", "launch.recover=live")
-    with pytest.raises(ConfigError, match="live needs torch 2.14 or later; type launch.recover=restart"):
         preflight(cfg, instantiate(cfg.launch))
 
 

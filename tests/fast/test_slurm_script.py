@@ -22,7 +22,6 @@ NOTHING_SET: dict[str, Any] = {
     "options": [],
     "setup": [],
     "dry_run": True,
-    "recover": "restart",
     "overrides": [],
 }
 
@@ -73,10 +72,6 @@ def test_the_ranks_run_the_typed_command_with_launch_env_in_a_fixed_folder(scrip
     (command,) = [line for line in text.splitlines() if line.startswith("srun ")]
     words = f"model=mlp trainer.epochs=3 launch=env 'hydra.run.dir=\"{tmp_path}/a folder\"' &"
     assert command == f"srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} {words}"
-
-
-def test_the_ranks_are_told_of_live_recovery_and_log_what_happens_instead(script):
-    assert " launch=env launch.recover=live " in script(recover="live", overrides=["launch.recover=live"])
 
 
 @pytest.mark.parametrize("code", [0, 1, 5, 75, 76, 130])

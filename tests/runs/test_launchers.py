@@ -27,7 +27,6 @@ from support.worlds import PRELOAD, in_world
 
 def spawn(nproc: int | str = 2, start_method: str = "forkserver", **options: Any) -> SpawnLauncher:
     defaults: dict[str, Any] = {"nnodes": 1, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": 0}
-    defaults |= {"recover": "restart", "replace_within": 10}
     return SpawnLauncher(start_method, nproc, **(defaults | options))
 
 
@@ -78,7 +77,7 @@ def test_jobs_of_launch_spawn_leave_no_port_and_no_thread_behind():
 
 
 def torchrun(start_method: str, nproc: int | str = 2) -> TorchrunLauncher:
-    return TorchrunLauncher(start_method, nproc, 0, "restart", 10)
+    return TorchrunLauncher(start_method, nproc, 0)
 
 
 def test_no_other_program_gets_the_port_while_the_ranks_start(monkeypatch):
@@ -154,7 +153,7 @@ def test_launchers_say_how_many_ranks_they_start():
     assert spawn("cpu").num_ranks() == (cpu_count(), cpu_count())
     assert spawn(3, nnodes=2, node_rank=1, master_port=29500).num_ranks() == (6, 3)
     assert torchrun("spawn", "auto").num_ranks()[0] == resolve_nproc("auto")
-    assert EnvLauncher("restart").num_ranks() == (1, 1)
+    assert EnvLauncher().num_ranks() == (1, 1)
 
 
 def test_what_launchers_refuse(monkeypatch):

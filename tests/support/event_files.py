@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MEASURED = ("speed/", "time/", "world/", "recovery/")  # tags of times and memory, which differ between equal runs
+MEASURED = ("speed/", "time/", "world/")  # tags of times and memory, which differ between equal runs
 
 
 def read(folder: Path) -> Any:

@@ -48,6 +48,7 @@ def _describe_options_without_keys() -> None:
     for name, path in hooks.items():
         describes(f"lockstep.strategies.gradient_sync.{path}", f"gradient_sync/{name}")(NoKeys)
     describes("lockstep.training.schedulers.constant", "scheduler/constant")(NoKeys)
+    describes("lockstep.launchers.env.EnvLauncher", "launch/env")(NoKeys)
     describes("lockstep.loggers.console.ConsoleLogger", "logger/console")(NoKeys)
     describes("lockstep.loggers.progress_bar.ProgressBarLogger", "logger/progress_bar")(NoKeys)
 
@@ -60,25 +61,12 @@ def _nproc_per_node() -> Any:
     return number(help, min=1, example=2, words=("auto", "gpu", "cpu"))
 
 
-NOT_LIVE = "live replaces no rank here: the log says what happens instead."
-
-
-def _recover(live: str = "live: a rank that dies is replaced while the others go on.") -> Any:
-    return choice("restart", "live", help=live)
-
-
-def _replace_within() -> Any:
-    return number("With recover=live: seconds that the others wait for a new rank.", min=0, example=30)
-
-
 @describes("lockstep.launchers.torchrun.TorchrunLauncher", "launch/torchrun")
 @dataclass
 class Torchrun:
     start_method: str = choice("forkserver", "spawn", "fork", help=_START_METHODS)
     nproc_per_node: int | str = _nproc_per_node()
     max_restarts: int = number("How often failed ranks are started again.", min=0, example=3)
-    recover: str = _recover()
-    replace_within: float = _replace_within()
 
 
 @describes("lockstep.launchers.spawn.SpawnLauncher", "launch/spawn", "launch/fork")
@@ -92,14 +80,6 @@ class Spawn:
     node_rank: int = number("Number of this machine.", min=0, example=0)
     master_addr: str = value("Address of the machine with node_rank 0.", example="127.0.0.1")
     master_port: int = number("Port there; 0: any free one, for one machine.", min=0, max=65535, example=29500)
-    recover: str = _recover()
-    replace_within: float = _replace_within()
-
-
-@describes("lockstep.launchers.env.EnvLauncher", "launch/env")
-@dataclass
-class Env:
-    recover: str = _recover(f"{NOT_LIVE} A plain `python src/train.py` refuses it.")
 
 
 @describes("lockstep.launchers.dry.DryLauncher", "launch/dry")
@@ -128,7 +108,6 @@ class Slurm:
     options: list[str] = value("More options of sbatch.", example=["--gpus-per-node=2"])
     setup: list[str] = value("Shell lines before srun.", example=["module load cuda"])
     dry_run: bool = value("Print the script and submit nothing.", example=True)
-    recover: str = _recover(NOT_LIVE)
     run_dir: str = value("Folder of this run.", example="${run_dir}")
     overrides: list[str] = value("The overrides that composed this run.", example="${as_typed:${hydra:overrides.task}}")
 
@@ -321,13 +300,13 @@ class AsyncParameterServer:
     sync_every: int = number("Optimizer steps after which all ranks synchronise.", min=1, example=100)
 
 
-@describes("lockstep.strategies.gradient_sync.local_sgd.LocalSGD", "gradient_sync/local_sgd")
+@describes("lockstep.strategies.gradient_sync.LocalSGD", "gradient_sync/local_sgd")
 @dataclass
 class LocalSGD:
     sync_every: int = number("Steps between two averages of the weights.", min=1, example=8)
 
 
-@describes("lockstep.strategies.gradient_sync.powersgd.PowerSGD", "gradient_sync/powersgd")
+@describes("lockstep.strategies.gradient_sync.PowerSGD", "gradient_sync/powersgd")
 @dataclass
 class PowerSGD:
     rank: int = number("Rank of the matrices that approximate the gradients.", min=1, example=2)

@@ -19,10 +19,10 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.death_causes import tells_of_lost_rank
-from lockstep.monitor.exception_record import is_local, message_of
-from lockstep.monitor.way_on import newest_snapshot
+from lockstep.failures import rank as monitor
+from lockstep.failures.causes import tells_of_lost_rank
+from lockstep.failures.record import is_local, message_of
+from lockstep.failures.report import newest_snapshot
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.
@@ -57,15 +57,15 @@ def end_at_signals() -> None:
     handle_signals(_on_signal)
 
 
-def listen(run_dir: str | Path | None = None, saves_first: bool = False) -> None:
+def listen(run_dir: str | Path | None = None) -> None:
     """Listen in a thread, which gets a signal also while this process waits in torch. For a rank.
 
-    The first signal ends the process, except inside `stop_after_saving`, or if the run `saves_first`.
+    The first signal ends the process, except inside `stop_after_saving`.
     """
     info = read_rank_info()
     _process.run_dir = run_dir
     # Slurm can preempt a job before it trains. Such a job must not fail, so it stops after its first step.
-    _process.saves_first = saves_first or info.started_by == "srun"
+    _process.saves_first = info.started_by == "srun"
     if info.local_rank != 0 and info.started_by != "environment":
         _process.prints = False
     if _process.writer is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import object_collectives, regroup
+from lockstep.distributed import object_collectives
 from lockstep.distributed.backend import (
     backend_environment,
     choose_backend,
@@ -23,7 +23,7 @@ from lockstep.distributed.listening import on_one_machine
 from lockstep.distributed.rendezvous import form_group
 from lockstep.distributed.time_waited import all_reduce_sum
 from lockstep.errors import ConfigError
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +146,6 @@ def _init_process_group(
     backend: str, info: RankInfo, wait: timedelta, device: torch.device | None, resources: ExitStack
 ) -> None:
     """device: what NCCL is bound to, if anything. resources: takes what is done when the rank leaves its world."""
-    member = regroup.member()
-    if member is not None:
-        resources.callback(member.leave)
-        member.join(wait)
-        return
     resources.callback(_destroy_process_group)
     store = form_group(info, wait)
     dist.init_process_group(

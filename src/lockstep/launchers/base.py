@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
-from lockstep.monitor.report_screen import RAISED_BY_ALL
+from lockstep.failures.report import RAISED_BY_ALL
 
 Worker = Callable[..., Any]
 
@@ -19,16 +19,10 @@ class Launcher:
 
     starts_processes: bool = False
     """Whether `launch` starts the ranks as processes of this machine."""
-    recovers_live: bool = False
-    """Whether `launch` replaces ranks that die, while the others go on."""
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
     plans: bool = False
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
-    max_restarts: int = 0
-    """How often ranks that fail are started again together, from the newest snapshot."""
-    notice: str = ""
-    """A line for the log of every rank: what was asked for and cannot be had here."""
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
@@ -49,14 +43,6 @@ class Launcher:
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """
         raise NotImplementedError
-
-    def restart_instead(self, reason: str) -> None:
-        """Go on without launch.recover=live, and note why: the same command is for machines that have it or not."""
-        self.recovers_live = False
-        stays = "the run ends, and its report has the command that goes on"
-        if self.max_restarts:
-            stays = f"all ranks restart from the newest snapshot, up to {self.max_restarts} times"
-        self.notice = f"launch.recover=live {reason}, so no rank is replaced. If one dies, {stays}"
 
 
 class RankFailed(Exception):

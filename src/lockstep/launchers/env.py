@@ -10,34 +10,16 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.failures import rank as monitor
+from lockstep.failures.record import message_of
 from lockstep.launchers.base import Launcher, RankFailed, Worker
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.exception_record import message_of
 
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
 class EnvLauncher(Launcher):
-    """This process is a rank already, so `launch` just calls the worker.
-
-    recover: of the program that started the ranks, which replaces none: live is noted in the log.
-    """
-
-    def __init__(self, recover: str) -> None:
-        self.recovers_live = recover == "live"
-        self.max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-
-    def validate(self) -> None:
-        started_by = read_rank_info().started_by
-        if self.recovers_live and started_by == "python":
-            raise ConfigError(
-                "launch.recover=live needs ranks that this command starts, and with launch=env it is the only one; "
-                "type launch=torchrun launch.recover=live"
-            )
-        if self.recovers_live:
-            starter = "another program" if started_by == "environment" else started_by
-            self.restart_instead(f"is for ranks that this project starts, and {starter} has started these")
+    """This process is a rank already, so `launch` just calls the worker."""
 
     def num_ranks(self) -> tuple[int, int]:
         info = read_rank_info()

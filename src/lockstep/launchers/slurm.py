@@ -42,7 +42,6 @@ class SlurmLauncher(Launcher):
     %24 for $ and %25 for %: the script gets ${oc.env:KEY} as it was typed, and no secret.
     time: the limit, as sbatch reads it. warning: seconds before the limit at which the ranks are told to save.
     options: more options for sbatch. setup: shell lines before srun. dry_run: print the script and submit nothing.
-    recover: as for EnvLauncher.
     """
 
     runs_elsewhere = True
@@ -59,14 +58,12 @@ class SlurmLauncher(Launcher):
         options: list[str],
         setup: list[str],
         dry_run: bool,
-        recover: str,
         run_dir: str,
         overrides: list[str],
     ) -> None:
         self.nodes, self.ntasks_per_node, self.cpus_per_task = nodes, ntasks_per_node, cpus_per_task
         self.partition, self.account, self.time, self.warning = partition, account, time, warning
         self.options, self.setup, self.dry_run = options, setup, dry_run
-        self.recover = recover
         self.folder, self.overrides = Path(run_dir).resolve(), [unquote(word) for word in overrides]
 
     def validate(self) -> None:
@@ -141,9 +138,8 @@ class SlurmLauncher(Launcher):
         overrides = [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
         script = str(Path(sys.argv[0]).resolve())
         folder = f"hydra.run.dir={path_value(self.folder)}"
-        launch = ["launch=env", *(["launch.recover=live"] if self.recover == "live" else [])]  # the job's log says more
         typed = [*config_flags(sys.argv[1:]), *hydra_overrides(sys.argv[1:])]
-        return [sys.executable, script, *typed, *overrides, *launch, folder]
+        return [sys.executable, script, *typed, *overrides, "launch=env", folder]
 
 
 def hydra_overrides(arguments: list[str]) -> list[str]:

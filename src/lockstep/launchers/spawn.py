@@ -7,7 +7,6 @@ from lockstep.distributed.environment import RankInfo, node_rank_info
 from lockstep.distributed.store import close_store, hold_port, shared_store
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
-from lockstep.launchers.live import LiveSupervisor, validate_live
 from lockstep.launchers.processes import preload, resolve_nproc, start_method_here, validate_start_method
 from lockstep.launchers.supervisor import Supervisor, rank_environment
 
@@ -16,9 +15,7 @@ class SpawnLauncher(Launcher):
     """On several nodes the same command runs on each, with its own `node_rank`.
 
     start_method: spawn, fork or forkserver. nproc_per_node: ranks, or auto, gpu or cpu; the same number on each node.
-    master_addr, master_port: where node 0 listens. Port 0 takes a free one, for one node only. recover: live replaces a
-    rank that dies while the others go on; all ranks are then forked from a helper process. replace_within: seconds that
-    the others wait for the new rank before they go on without it.
+    master_addr, master_port: where node 0 listens. Port 0 takes a free one, for one node only.
     """
 
     starts_processes = True
@@ -31,18 +28,15 @@ class SpawnLauncher(Launcher):
         node_rank: int,
         master_addr: str,
         master_port: int,
-        recover: str,
-        replace_within: float,
     ) -> None:
-        self.recovers_live, self.replace_within = recover == "live", replace_within
         self.start_method, self.nproc_per_node = start_method, nproc_per_node
         self.nnodes, self.node_rank = nnodes, node_rank
         self.master_addr, self.master_port = master_addr, master_port
         self.name = "fork" if start_method == "fork" else "spawn"
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
-        self.start_method = start_method_here(self.start_method, self.nnodes > 1 or self.recovers_live)
-        preload("forkserver" if self.recovers_live else self.start_method, modules)
+        self.start_method = start_method_here(self.start_method, self.nnodes > 1)
+        preload(self.start_method, modules)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)
@@ -54,18 +48,12 @@ class SpawnLauncher(Launcher):
                 "a process with threads cannot fork safely; type launch=spawn"
             )
         self._node()
-        if self.recovers_live and self.nnodes > 1:
-            self.restart_instead("is for one machine")
-        if self.recovers_live:
-            validate_live()
 
     def num_ranks(self) -> tuple[int, int]:
         ranks = resolve_nproc(self.nproc_per_node)
         return self.nnodes * ranks, ranks
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        if self.recovers_live:
-            return LiveSupervisor(self.name, self.num_ranks()[1], 0, self.replace_within).run(worker, *args)
         node = self._node() if self.master_port else hold_port(self._node())
         world_size, ranks_here = self.num_ranks()
         env = rank_environment(node, world_size, ranks_here, self.name) | {"GROUP_RANK": str(self.node_rank)}

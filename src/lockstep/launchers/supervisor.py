@@ -14,10 +14,10 @@ from lockstep.distributed.listening import store_address
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.distributed.temporary_folder import temporary_folder
+from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
 from lockstep.launchers.stopping import fork_server_killed, stopped_early, wait_for_ranks
-from lockstep.monitor.start import MonitorLink
 
 
 class Supervisor:
@@ -25,8 +25,6 @@ class Supervisor:
 
     env: what all of them find in their environment. host_store: opens the ranks' store in this process, if it is here.
     """
-
-    recovers = False  # whether ranks that die are replaced while the others go on
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(temporary_folder(), self.recovers) as monitor, Relay() as relay:
+        with MonitorLink(temporary_folder()) as monitor, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(monitor, relay, attempt, worker, args)

@@ -11,36 +11,26 @@ from lockstep.distributed.environment import RankInfo, node_rank_info
 from lockstep.distributed.store import close_store, hold_port, shared_store
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
-from lockstep.launchers.live import LiveSupervisor, validate_live
 from lockstep.launchers.processes import preload, resolve_nproc, start_method_here, validate_start_method
 from lockstep.launchers.supervisor import Supervisor, rank_environment
 
 
 class TorchrunLauncher(Launcher):
-    """nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together.
-
-    recover: live replaces a rank that dies while the others go on; restart does not. replace_within: seconds that the
-    others wait for the new rank before they go on without it.
-    """
+    """nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together."""
 
     starts_processes = True
 
-    def __init__(
-        self, start_method: str, nproc_per_node: int | str, max_restarts: int, recover: str, replace_within: float
-    ) -> None:
+    def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
         self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
-        self.recovers_live, self.replace_within = recover == "live", replace_within
 
     def prepare(self, modules: Sequence[str] = ()) -> None:
-        self.start_method = start_method_here(self.start_method, self.max_restarts > 0 or self.recovers_live)
-        preload("forkserver" if self.recovers_live else self.start_method, modules)
+        self.start_method = start_method_here(self.start_method, self.max_restarts > 0)
+        preload(self.start_method, modules)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)
         resolve_nproc(self.nproc_per_node)
         refuse_nesting("torchrun")
-        if self.recovers_live:
-            validate_live()
         if self.start_method == "fork" and self.max_restarts:
             raise ConfigError(
                 "launch.start_method=fork cannot restart ranks: after the first start this process has threads; "
@@ -53,8 +43,6 @@ class TorchrunLauncher(Launcher):
 
     def launch(self, worker: Worker, *args: Any) -> Any:
         ranks = resolve_nproc(self.nproc_per_node)
-        if self.recovers_live:
-            return LiveSupervisor("torchrun", ranks, self.max_restarts, self.replace_within).run(worker, *args)
         node: RankInfo = hold_port(node_rank_info(1, 0, "127.0.0.1", 0))
         env = rank_environment(node, ranks, ranks, "torchrun")
         supervisor = Supervisor(self.start_method, ranks, 0, env, self.max_restarts, lambda: shared_store(node))

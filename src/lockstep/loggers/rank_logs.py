@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import CannotStartNow, ConfigError, RankLost, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.exception_record import message_of
+from lockstep.errors import CannotStartNow, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
+from lockstep.failures import rank as monitor
+from lockstep.failures.record import message_of
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def rank_logs() -> Iterator[RankLogs]:
     root.handlers, root.level = [*logs.files, *logs.console], logging.INFO
     try:
         yield logs
-    except (StoppedEarly, RankLost) as stopped:
+    except StoppedEarly as stopped:
         log.info("%s", stopped)
         raise
     except Exception as error:

@@ -12,12 +12,10 @@ from lockstep.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     ConfigError,
-    RankLost,
     StoppedEarly,
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.monitor.code_hashes import module_hashes
 from lockstep.runs.record import (
     DIFF,
     FAILED,
@@ -32,6 +30,7 @@ from lockstep.runs.record import (
     versions,
     write_run,
 )
+from lockstep.source_code import module_hashes
 from lockstep.text import differing
 from lockstep.training.state import TrainState
 
@@ -119,8 +118,7 @@ class RunRecord(Logger):
         self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
-        if not isinstance(error, RankLost):  # the run goes on without that rank
-            self._end(*_state_and_code(error))
+        self._end(*_state_and_code(error))
 
     def _note_objective(self, step: int, value: float) -> None:
         found = self.run["improvements"]

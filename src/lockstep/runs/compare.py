@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, first_of, path_value
-from lockstep.monitor.code_hashes import hash_of_source
 from lockstep.runs.record import DIFF, FINISHED, Run, configs_of, exit_code_of, state_of, versions
+from lockstep.source_code import hash_of_source
 from lockstep.text import MISSING, aligned, differing, plain
 
 LONGEST_CELL = 60

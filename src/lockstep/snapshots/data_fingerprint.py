@@ -33,7 +33,7 @@ def data_fingerprint(dataset: Any) -> str:
     random transforms change the inputs; an item that cannot be loaded counts as one without a target.
     """
     try:
-        known = _known.get(dataset)  # ranks that regroup, as with launch.recover=live, keep their data
+        known = _known.get(dataset)
         if known is None:
             known = _known[dataset] = _fingerprint(dataset)
         return known

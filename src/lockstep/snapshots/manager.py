@@ -13,7 +13,7 @@ from lockstep.distributed.slurm_job import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, step_of
 from lockstep.snapshots.finding import find_snapshots, load_first_good
@@ -188,8 +188,6 @@ class SnapshotManager:
         step keeps the files of an earlier start. Raises ConfigError on all ranks if one cannot be written.
         """
         state = self.state
-        if self.is_due:  # the rank that wrote the last one has died
-            self.save()
         with self.world.disk_access():
             self.saver.finish()  # so that model.pt is the newest file
         is_new = state.progress.step > self.start_step

@@ -20,7 +20,7 @@ from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.packed import from_bytes, to_bytes
 
 
@@ -39,7 +39,6 @@ class VirtualRanks(Strategy):
     """Trains as `count` virtual ranks, each real rank computing some of them one after the other."""
 
     supports_sync_bn = False  # each virtual rank is computed by itself
-    recovers_live = True
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -10,15 +10,14 @@ from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.monitor import rank as monitor
-from lockstep.strategies.base import Advance
+from lockstep.failures import rank as monitor
 from lockstep.tasks.base import Report
 from lockstep.training.first_batch import require_sums
 from lockstep.training.meter import Meter
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.step import TrainStepRunner
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 AfterStep = Callable[[int], None]
 """Called after every step with the global number of samples since its last call. It may raise to stop."""
@@ -44,9 +43,6 @@ def train_epoch(
     if progress.samples == 0:
         state.meter.clear()
     samples_before = progress.samples
-    if state.unreported is not None:
-        _report(after_step, state.unreported)
-        state.unreported = None
     timer.phase("data")
     try:
         # Nothing is left if the run stopped early between its last step and the evaluation.
@@ -55,8 +51,8 @@ def train_epoch(
             progress.step += advance.steps
             monitor.step_ended(progress.epoch + 1, progress.step)
             timer.phase("logging")
-            state.note(advance)
-            _report(after_step, advance)
+            for callback in after_step:
+                callback(advance.samples)
             timer.step_end(runner.full_steps_left)
             timer.phase("data")
             if runner.steps_left <= 0:
@@ -67,11 +63,6 @@ def train_epoch(
     if runner.samples_left <= 0:
         progress.epoch, progress.samples = progress.epoch + 1, 0
     return samples
-
-
-def _report(after_step: Sequence[Callable[[int], None]], advance: Advance) -> None:
-    for callback in after_step:
-        callback(advance.samples)
 
 
 def stop() -> NoReturn:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from lockstep.strategies.base import Advance, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
-from lockstep.training.nan_policy import NanPolicy
-from lockstep.training.schedulers import Plateau
+from lockstep.training.nan import NanPolicy
+from lockstep.training.schedulers import Plateau, require_schedule
+from lockstep.training.setup import grad_scaler
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,6 @@ def _do_nothing() -> None:
     """Only a run with trainer.digest looks at gradients here."""
 
 
-def _note_nothing(advance: Advance | None) -> None:
-    """Only launch.recover=live goes back to earlier states."""
-
-
 @dataclass
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
@@ -109,8 +108,6 @@ class TrainState:
     gradients: dict[str, Tensor] | None = None
     compare_weights: Callable[[], None] = lambda: None
     before_update: Callable[[], None] = _do_nothing
-    unreported: Advance | None = None  # a step that was taken before, and whose logging is still to come
-    note: Callable[[Advance | None], None] = _note_nothing  # called after each step, and with None after each epoch
 
     @property
     def finished(self) -> bool:
@@ -195,3 +192,39 @@ class TrainState:
                     yield value
         if self.ema is not None:
             yield from self.ema.averages.values()
+
+
+def constant_rate(optimizer: Optimizer) -> LRScheduler:
+    """The learning rate stays as it is."""
+    return LambdaLR(optimizer, lambda step: 1.0)
+
+
+def fresh_state(
+    settings: TrainSettings,
+    task: Task,
+    strategy: Strategy,
+    optimizer: Optimizer,
+    schedule: Callable[[Optimizer], LRScheduler] = constant_rate,
+    ema: float | None = None,
+    nan: str = "stop",
+) -> TrainState:
+    """What trains the model that `strategy` was set up with.
+
+    optimizer: of the parameters of `strategy.module`. schedule: makes the scheduler, which is stepped after each step.
+    ema: decay of an average of the weights. nan: as watch.nan.
+    """
+    # Before the scheduler, which changes the learning rate.
+    initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    meter = Meter(task, strategy.world)
+    return TrainState(
+        settings=settings,
+        task=task,
+        strategy=strategy,
+        optimizer=optimizer,
+        initial_hyperparameters=initial,
+        scheduler=require_schedule(schedule(optimizer), "scheduler"),
+        scaler=grad_scaler(strategy.world, settings.precision),
+        meter=meter,
+        nan=NanPolicy(nan, strategy, meter, checks_gradients=settings.precision != "fp16"),
+        ema=None if ema is None else ExponentialMovingAverage(strategy.model, ema),
+    )

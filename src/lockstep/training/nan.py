@@ -1,0 +1,235 @@
+"""What happens to a step whose loss or gradient is NaN or infinite, and which samples broke it."""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.nested import tensors_in
+from lockstep.data.partition import Batch
+from lockstep.errors import ConfigError, TrainingDiverged, first_of
+from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.training.meter import LOSSES_KEPT, Meter
+
+log = logging.getLogger(__name__)
+
+FindSnapshot = Callable[[], Path | None]
+"""Finds the last good snapshot, for an error message."""
+
+ReadSamples = Callable[[Tensor], tuple[Tensor, Any, Any]]
+"""Numbers of training samples (N,) -> (their numbers, inputs, targets), as `BatchLoader.read` gives them."""
+
+SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
+SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
+OTHER_DATA = "repair these samples or remove them from the data set"
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
+
+
+def diverged(
+    what: str, newest_snapshot: FindSnapshot, step: int | None = None, advice: str = SMALLER_STEPS
+) -> TrainingDiverged:
+    """The error for a loss, a gradient or weights that are not finite. what: the first words, with the step."""
+    path = newest_snapshot()
+    saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
+    error = TrainingDiverged(f"{what}; {saved}; {advice}")
+    error.step = step
+    return error
+
+
+class NanPolicy:
+    """Looks at the averaged gradient of every step, and finds the samples of a batch that broke it.
+
+    A NaN on one rank is in the averaged gradient of all ranks, so each decides alone and all decide alike. On a GPU
+    the norms are kept, and read with the next log: the host does not wait. `skip` needs them before the update, so
+    there the host waits in each step.
+
+    action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
+    snapshot and leaves out the batch (see lockstep.snapshots.rollback). skipped: updates left out so far. left_out:
+    the steps whose batches are not used again. newest_snapshot, read: attributes, for messages.
+    """
+
+    def __init__(self, action: str, strategy: Strategy, meter: Meter, checks_gradients: bool) -> None:
+        self.action, self.strategy, self.meter = action, strategy, meter
+        self.checks_gradients = checks_gradients and strategy.ranks_agree
+        self.reads_at_once = reads_at_once(strategy.world.device, action)
+        self.newest_snapshot: FindSnapshot = lambda: None
+        self.read: ReadSamples = lambda indices: (indices, (), ())
+        self.skipped = self.skipped_in_a_row = 0
+        self.left_out: set[int] = set()
+        self.batches: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, sample indices)
+        self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
+        self.buffers_before: dict[str, Tensor] = {}
+
+    def begin(self, step: int, batch: Batch) -> None:
+        """The forward pass of `step` is about to start."""
+        self.batches.append((step, [part.indices for part in batch.parts]))
+        if self.action == "skip":  # running statistics change in the forward pass
+            self.buffers_before = {name: buffer.clone() for name, buffer in self.strategy.model.named_buffers()}
+
+    def accepts(self, step: int, gradients: Sequence[Tensor]) -> bool:
+        """Whether the update is to be taken. Call it after the gradients are averaged. `step`: this step's number.
+
+        Raises TrainingDiverged, on all ranks, if the norm of the gradients is not finite and the policy is not `skip`.
+        """
+        if not self.checks_gradients or not gradients:
+            return True
+        if not self.reads_at_once:
+            self.norms.append((step, sum_of_norms(gradients)))
+            return True
+        if are_finite(gradients):
+            self.skipped_in_a_row = 0
+            return True
+        what, advice = self._describe(step)
+        self.skipped_in_a_row += 1
+        if self.action != "skip":
+            raise diverged(what, self.newest_snapshot, step, advice)
+        if self.skipped_in_a_row > SKIPS_IN_A_ROW:
+            raise diverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", self.newest_snapshot, advice=advice)
+        self._skip(step, what)
+        return False
+
+    def non_finite_loss(self, loss: float, last_step: int) -> TrainingDiverged:
+        """The error for a mean loss that is not finite. A collective, called by all ranks with the same numbers."""
+        steps = [step for step, norm in self.norms if not math.isfinite(norm.item())]
+        found = self.meter.first_non_finite()
+        step = min([*steps, *([] if found is None else [found])], default=None)
+        if step is None:
+            return diverged(f"the loss is {loss} by step {last_step}", self.newest_snapshot)
+        what, advice = self._describe(step)
+        return diverged(what, self.newest_snapshot, step, advice)
+
+    def leave_out(self, step: int) -> None:
+        """After a return to an earlier step: the batch of `step` is not used again."""
+        self.left_out.add(step)
+        self.norms.clear()
+
+    @torch.no_grad()
+    def _skip(self, step: int, what: str) -> None:
+        self.meter.discard(step)
+        for name, buffer in self.strategy.model.named_buffers():  # a model may have assigned another tensor
+            buffer.copy_(self.buffers_before[name])
+        self.skipped += 1
+        log.warning("%s; the update of this step is left out", what)
+
+    def _describe(self, step: int) -> tuple[str, str]:
+        """(the loss of `step`, and which rank's samples broke it; what to do about it). A collective."""
+        losses = [loss for loss in self.meter.losses_of(step) if not math.isfinite(loss)]
+        samples = self._samples(step)
+        mine = {
+            "loss": str(losses[0]) if losses else None,
+            "samples": [index for indices in samples for index in indices.tolist()],
+            "broken": [found for indices in samples for found in broken_samples(*self.read(indices))],
+        }
+        everyone = self.strategy.world.all_gather_json(mine)
+        advice = self._other_data() if any(found["broken"] for found in everyone) else SMALLER_STEPS
+        return describe_batches(step, everyone), advice
+
+    def _other_data(self) -> str:
+        if self.action != "stop":
+            return OTHER_DATA
+        action = "skip" if self.strategy.ranks_agree else "rollback"
+        return f"{OTHER_DATA}, or to leave out their batches type watch.nan={action}"
+
+    def _samples(self, step: int) -> list[Tensor]:
+        """The numbers of the samples of each part of this rank."""
+        return next((parts for number, parts in self.batches if number == step), [])
+
+
+def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:
+    """The first words of a message.
+
+    everyone: of each rank its loss as text, if it is not finite, the samples of its batch, and those among them that
+    hold a NaN. With synchronised batch norm these make the loss of all ranks NaN, so only their ranks count.
+    """
+    losses = {rank: found["loss"] for rank, found in enumerate(everyone) if found["loss"] is not None}
+    broken = {rank: found["broken"] for rank, found in enumerate(everyone) if found["broken"]}
+    what = f"the loss is {next(iter(losses.values()))}" if losses else "the gradient is not finite (the loss is)"
+    ranks = broken or losses or range(len(everyone))
+    batches = [
+        f"on rank {rank} with the samples {first_of(everyone[rank]['samples'], SAMPLES_NAMED)}" for rank in ranks
+    ]
+    sentence = f"{what} at step {step} {' and '.join(batches)}"
+    if broken:
+        sentence += f"; {sentence_about(sample for found in broken.values() for sample in found)}"
+    return sentence
+
+
+def reads_at_once(device: torch.device, action: str) -> bool:
+    """Whether the norm is read in its own step: on a CPU nothing waits for it, and `skip` has to know it."""
+    return device.type == "cpu" or action == "skip"
+
+
+def are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether all values are. Reads them: on a GPU the host waits."""
+    if tensors[0].device.type != "cpu":
+        quick = math.isfinite(sum_of_norms(tensors).item())
+        return quick or all(bool(tensor.isfinite().all()) for tensor in tensors)  # huge values overflow in a norm
+    values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    found, scale = torch.zeros(()), torch.ones(())
+    # GradScaler's check, which multiplies by the scale: one call takes half the time of a sum of each small tensor.
+    torch._amp_foreach_non_finite_check_and_unscale_(values, found, scale)
+    return not found.item()
+
+
+def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """A 0-d tensor that is NaN or infinite if a value of `tensors` is, or if a square overflows."""
+    device = tensors[0].device
+    return torch.stack([norm.to(device) for norm in torch._foreach_norm(list(tensors))]).sum()
+
+
+SAMPLES_NAMED = 16  # in a sentence
+
+Broken = tuple[int, str, str]
+"""The number of a sample, "NaN" or "infinite values", and "inputs" or "targets"."""
+
+
+def broken_samples(indices: Tensor, inputs: Any, targets: Any) -> list[Broken]:
+    """Those of a batch. indices: the numbers of its samples (N,). Reads values: on a GPU the host waits.
+
+    A tensor with other rows than samples, such as sequences that a collate_fn packs, names none.
+    """
+    found: list[Broken] = []
+    for place, value in (("inputs", inputs), ("targets", targets)):
+        for tensor in filter(torch.is_floating_point, tensors_in(value)):
+            if tensor.shape[:1] != indices.shape:
+                continue
+            rows = tensor.reshape(len(tensor), -1) if len(tensor) else tensor[:, None]
+            for kind, is_broken in (("NaN", rows.isnan().any(1)), ("infinite values", rows.isinf().any(1))):
+                found += [(number, kind, place) for number in indices.to(tensor.device)[is_broken].tolist()]
+    return found
+
+
+def sentence_about(broken: Iterable[Sequence[Any]]) -> str:
+    """ "sample 17 has NaN in its inputs". broken: one at least; a `Broken` that came as JSON is a list."""
+    groups: dict[tuple[str, str], set[int]] = {}
+    for number, kind, place in broken:
+        groups.setdefault((kind, place), set()).add(number)
+    words = []
+    for (kind, place), numbers in groups.items():
+        names = first_of(sorted(numbers), SAMPLES_NAMED)
+        words.append(
+            f"sample {names} has {kind} in its {place}"
+            if len(numbers) == 1
+            else f"the samples {names} have {kind} in their {place}"
+        )
+    return " and ".join(words)
