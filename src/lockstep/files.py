@@ -1,46 +1,67 @@
-"""Files that are replaced whole: whenever the process is killed, a reader finds the old contents or the new ones."""
+"""Files that are written whole or not at all, and what an error of the disk means. No torch here."""
 
+import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
+
+Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
+"""What a file shall hold, or a function that writes it to the open file."""
 
 
-@contextmanager
-def replacing(path: Path, sync: bool = False, temporary: Path | None = None) -> Iterator[Path]:
-    """Gives the path of a temporary file to write, and puts that file in the place of `path` when the block ends.
+def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:
+    """Replace the file `path` at once: a kill at any moment leaves the old one or the new one.
 
-    An error in the block leaves the file at `path` as it was, and removes the temporary one.
-
-    sync: only when the new contents are on the disk, which takes some ms; a power cut then loses neither file.
-    temporary: in the same folder. Give one where two processes may write the same file. Raises OSError.
+    sync: only when the new one is on the disk, and its name too: a power cut may lose either.
+    shared: another process may write the same file now. Otherwise the temporary file beside it has a fixed name, so
+    that what a killed process left is overwritten by the next one.
+    Raises OSError, for example on a full disk; the old file is untouched then.
     """
-    temporary = temporary or path.with_name(f"{path.name}.tmp")
+    temporary = write_temporary(path, contents, sync, shared)
     try:
-        yield temporary
-        if sync:
-            _sync(temporary)
         os.replace(temporary, path)
-        if sync:
-            _sync(path.parent)
-    finally:
-        with suppress(OSError):
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def write_temporary(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> Path:
+    """The first half of `write_whole`: the temporary file beside `path`, which the caller moves there."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            if callable(contents):
+                contents(file)
+            else:
+                file.write(contents.encode() if isinstance(contents, str) else contents)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException as error:
+        if temporary.is_file():
             temporary.unlink()
+        if isinstance(error.__context__, OSError):  # on a full disk torch.save raises an error that does not say so
+            raise error.__context__ from None
+        raise
+    return temporary
 
 
-def write_whole(path: Path, text: str, sync: bool = False) -> None:
-    """Write a text file as `replacing` does. A character that UTF-8 cannot hold is written as its escape.
-
-    Raises OSError.
-    """
-    with replacing(path, sync) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Without it a power cut may lose the names of new files."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def explain_disk_error(error: OSError, folder: Path) -> str:
+    """`error` in words, with what to do about it. It ends in a request, so that " and ..." can follow."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}; free some space"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error}; {folder} cannot be written: make it writable"
+    return f"{error}; check {folder}"

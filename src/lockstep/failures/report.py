@@ -243,7 +243,8 @@ class FailureReport:
             return
         for name, text in (("failure.json", json.dumps(self.contents, indent=1)), ("failure.txt", self.screen())):
             try:
-                write_whole(self.run_dir / name, f"{text}\n")
+                contents = f"{text}\n".encode(errors="backslashreplace")  # a path may hold any bytes
+                write_whole(self.run_dir / name, contents, sync=False)
             except OSError:
                 return
 

@@ -167,7 +167,7 @@ def exchange(run_dir: str, mine: Sequence[RankFacts], clock_ahead: float) -> lis
     now = time.time() - clock_ahead
     folder = Path(run_dir, "logs")
     own = folder / f"hang_of_rank{mine[0].rank}.json"
-    write_whole(own, json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
+    write_whole(own, json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}), sync=False)
     silent_since = now - min(rank.seconds for rank in mine)
     found: list[RankFacts] = []
     for path in set(folder.glob("hang_of_rank*.json")) - {own}:

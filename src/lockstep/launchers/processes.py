@@ -41,7 +41,7 @@ PRELOADED_MODULES = [
     "lockstep.distributed.run_folder_lock",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.snapshots.record",
+    "lockstep.snapshots.resume",
     "lockstep.loggers.rank_logs",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",

@@ -52,7 +52,7 @@ class CSVLogger(Logger):
     def _start_file(self, start_step: int) -> None:
         """Replace the file by one with its rows up to `start_step`; none for a fresh run."""
         kept = [row for row in read_rows(self.path) if row[0] <= start_step] if start_step > 0 else []
-        write_whole(self.path, HEADER + to_text(kept))
+        write_whole(self.path, HEADER + to_text(kept), sync=False)
 
 
 def read_rows(path: Path) -> list[Row]:

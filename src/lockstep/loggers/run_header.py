@@ -4,6 +4,7 @@ All of it is in one small file beside the curves, which every start writes anew.
 hyperparameters that it reads of a run, and it reads files in the order of their names: so this file comes first.
 """
 
+import os
 import time
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +15,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from lockstep.files import replacing
 from lockstep.loggers.base import Hyperparameter, RunInfo
 
 HEADER = "events.out.tfevents.0.header"
@@ -31,12 +31,15 @@ def write_header(run: RunInfo) -> None:
     """
     config = text("config", f"```yaml\n{run.config_yaml}```")
     summaries = [config, hyperparameters(run.hyperparameters), custom_scalars(layout(run))]
-    # TensorBoard reads every file whose name contains "tfevents", so not the unfinished one.
     unfinished = run.run_dir / "header.tmp"
-    with replacing(run.run_dir / HEADER, temporary=unfinished), unfinished.open("wb") as file:
-        writer = RecordWriter(file)
-        for event in _events(summaries):
-            writer.write(event.SerializeToString())
+    try:
+        with unfinished.open("wb") as file:
+            writer = RecordWriter(file)
+            for event in _events(summaries):
+                writer.write(event.SerializeToString())
+        os.replace(unfinished, run.run_dir / HEADER)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def hyperparameters(values: Mapping[str, Hyperparameter]) -> Summary:

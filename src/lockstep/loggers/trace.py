@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lockstep.files import replacing
-
 log = logging.getLogger(__name__)
 
 
@@ -59,10 +57,11 @@ class StepTrace:
 
     def _export(self, profiler: Any) -> None:
         """Write the whole file or none. A full disk does not end the training."""
+        unfinished = self.path.with_suffix(".tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as unfinished:
-                profiler.export_chrome_trace(str(unfinished))
+            profiler.export_chrome_trace(str(unfinished))
+            os.replace(unfinished, self.path)
             log.info("trace: %s", self.path)
         except OSError as error:
             log.warning("the trace cannot be written (%s); training goes on", error)

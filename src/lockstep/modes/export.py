@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.files import replacing
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.modes.output import cannot_write, require_place
 
@@ -65,14 +64,17 @@ class Export(Mode):
         # The suffix stays: torch.export asks for it.
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}")
         try:
-            with replacing(path, temporary=temporary), trained.state.ema_weights():
+            with trained.state.ema_weights():
                 self._write(trained, temporary)
+            os.replace(temporary, path)
         except Exception as error:
             # On a full disk torch.save raises an error that does not say so.
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
             raise ConfigError(cannot_write(path, cause, "mode.file")) from error
+        finally:
+            temporary.unlink(missing_ok=True)
         log.info("exported: the weights of step %d, as %s", trained.step, self.format)
         log.info("written to: %s", path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
-from lockstep.files import replacing
+from lockstep.files import write_whole
 from lockstep.runs.record import NAME
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
@@ -30,10 +30,8 @@ def write_output(world: "World", path: Path, text: Iterable[str], key: str) -> N
 
 def _write(path: Path, text: Iterable[str], key: str) -> str | None:
     """None, or why the file could not be written."""
-    own = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another command may write the same file
     try:
-        with replacing(path, sync=True, temporary=own), open(own, "w", encoding="utf-8") as file:
-            file.writelines(text)
+        write_whole(path, lambda file: file.writelines(piece.encode() for piece in text), shared=True)
     except OSError as error:
         return cannot_write(path, error, key)
     return None
