@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from lockstep.distributed import signals
+from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.slurm_job import slurm_reason
-from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.monitor import rank as monitor

@@ -6,10 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.object_collectives import gather_state
 from lockstep.distributed.world import DISK_TIMEOUT, World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import explain, save_snapshot
@@ -45,7 +43,7 @@ class Saver:
         self.keep_last, self.form = keep_last, form
         self.damaged: set[Path] = set()
         self.part_memory = CopyMemory()
-        self.group: dist.ProcessGroup | None = None  # of the writing threads, while the others use their own groups
+        self.thread_world: World | None = None  # of the writing threads, while the others use their own groups
 
     @property
     def world(self) -> World:
@@ -68,10 +66,8 @@ class Saver:
         of_ranks = self.world.all_gather_json([mine, secrets.token_hex(4)])
         if self.form == "auto" and (self.world.size == 1 or sum(size for size, _ in of_ranks) < SHARDED_ABOVE):
             return None
-        if self.group is None:
-            group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-            assert isinstance(group, dist.ProcessGroup)
-            self.group = group
+        if self.thread_world is None:
+            self.thread_world = self.world.for_thread(DISK_TIMEOUT)
         return str(of_ranks[0][1])
 
     def put(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
@@ -105,9 +101,9 @@ class Saver:
             report |= write_part(folder / f"rank_{self.world.rank}.bin", contents)
         except OSError as error:
             report["problem"] = explain(error, self.folder)
-        assert self.group is not None
+        assert self.thread_world is not None
         try:
-            reports = gather_state(report, self.group)
+            reports = self.thread_world.gather_state(report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
             log.warning("no snapshot at step %d: a rank was lost (%s)", position["step"], str(error).splitlines()[0])
             return

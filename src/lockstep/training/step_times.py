@@ -7,7 +7,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.time_waited import seconds_waited
 from lockstep.training.timer import PHASES
 
 Moment = float | torch.cuda.Event
@@ -75,12 +74,6 @@ def now(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def own_time(device: torch.device) -> Moment:
-    """As `now`. On a CPU this clock stops while the rank waits for others."""
-    moment = now(device)
-    return moment - seconds_waited() if isinstance(moment, float) else moment
 
 
 def milliseconds_between(begin: Moment, end: Moment) -> float:

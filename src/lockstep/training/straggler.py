@@ -14,9 +14,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.time_waited import seconds_waited
 from lockstep.distributed.world import World
-from lockstep.training.step_times import StepTimes, own_time
+from lockstep.training.step_times import Moment, StepTimes, now
 from lockstep.training.timer import StepTimer
 
 log = logging.getLogger(__name__)
@@ -63,13 +62,18 @@ class StragglerWatch(StepTimer):
     def step_end(self, full_steps_left: int) -> None:
         if self.measured is not None:
             self.measured.step_end()
-            self.waited += seconds_waited()
+            self.waited += self.world.waiting.seconds
             self.unread, self.measured = self.measured, None
         self.inner.step_end(full_steps_left)
         if self.steps_since_log == 0 and full_steps_left > 0:
-            self.measured = StepTimes(self.world.device, self.parameters, own_time)
-            self.waited = -seconds_waited()
+            self.measured = StepTimes(self.world.device, self.parameters, self._own_time)
+            self.waited = -self.world.waiting.seconds
         self.steps_since_log += 1
+
+    def _own_time(self, device: torch.device) -> Moment:
+        """This moment on the device's clock. On a CPU this clock stops while the rank waits for others."""
+        moment = now(device)
+        return moment - self.world.waiting.seconds if isinstance(moment, float) else moment
 
     def epoch_end(self) -> None:
         if self.measured is not None:
