@@ -31,9 +31,9 @@ from lockstep.distributed.backend import (
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
 from lockstep.errors import ConfigError
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.code_hashes import module_hashes
-from lockstep.monitor.start import start_for_rank
+from lockstep.failures import rank as monitor
+from lockstep.failures.start import start_for_rank
+from lockstep.source_code import module_hashes
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def _destroy_process_group() -> None:
 def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
     """Tell the monitor where the run folder is, and what a hang is. A collective.
 
-    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.monitor.hang_detector`.
+    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
     """
     if monitor.may_start_monitor():
         name = world.broadcast_json(uuid.uuid4().hex)

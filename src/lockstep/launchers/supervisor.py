@@ -13,10 +13,10 @@ from lockstep.compat import multiprocessing_folder
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.rendezvous import store_address
 from lockstep.distributed.signals import Relay, blocked
+from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
 from lockstep.launchers.stopping import fork_server_killed, stopped_early, wait_for_ranks
-from lockstep.monitor.start import MonitorLink
 
 
 class Supervisor:
