@@ -69,8 +69,7 @@ def stop_after_two_steps(cfg: Any) -> str:
 
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:
-    from lockstep.snapshots.files import list_snapshots
-    from lockstep.snapshots.parts import parts_of
+    from lockstep.snapshots.files import list_snapshots, parts_of
 
     moving = [*AVERAGED, "scheduler=one_cycle", "trainer.epochs=12"]  # 48 steps, and six stops after up to 7
     objective, whole = trained(1, tmp_path, moving)[0]

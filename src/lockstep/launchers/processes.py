@@ -39,7 +39,7 @@ PRELOADED_MODULES = [
     "lockstep.strategies.ddp",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.snapshots.record",
+    "lockstep.snapshots.resume",
     "lockstep.loggers.rank_logs",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",
