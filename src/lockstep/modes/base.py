@@ -155,7 +155,7 @@ def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
 def begin(cfg: DictConfig, record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
-    from lockstep.distributed.monitoring import join_monitor
+    from lockstep.distributed.world import join_monitor
 
     logs.open(cfg.run_dir)
     if record.notice:

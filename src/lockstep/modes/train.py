@@ -25,7 +25,7 @@ class Train(Mode):
     def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
         """Returns the last value of `cfg.objective`."""
         from lockstep import build, build_loggers
-        from lockstep.distributed.run_folder_lock import hold_run_folder
+        from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.snapshots.resume import write_hydra_files
 
         with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world) as held:
