@@ -1,7 +1,9 @@
 """How the jobs of a sweep are composed and run with Hydra. The scan for plugins leaves this file out."""
 
+import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -179,7 +181,10 @@ def prepare_forks(modules: Sequence[str]) -> None:
     """Import and ask once, in the process that jobs are forked from, what each of them needs. modules: of this project:
     what a user's module does when it is imported is the job's own affair.
     """
-    preload("fork", [*modules, "lockstep.tasks.drawing"])
+    preload("fork")
+    for name in [*modules, "lockstep.tasks.drawing"]:
+        with suppress(ImportError):  # the job that needs it reports the error
+            importlib.import_module(name)
     loaded_code_facts()
 
 

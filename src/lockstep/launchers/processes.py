@@ -5,13 +5,11 @@ of a helper process without threads or CUDA; such copies share one import of tor
 """
 
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TextIO
@@ -24,29 +22,6 @@ from lockstep.launchers.base import RankFailed, Worker
 from lockstep.monitor import rank as monitor
 
 START_METHODS = ("spawn", "fork", "forkserver")
-
-# What a rank imports in any case. It is imported once, before ranks are forked.
-PRELOADED_MODULES = [
-    "torch.utils.tensorboard",
-    "torch.utils.serialization.config",  # of torch.save
-    "numpy.random",
-    "tqdm",
-    "encodings.idna",  # of socket.getaddrinfo
-    "hydra.utils",
-    "lockstep.build_loggers",
-    "lockstep.build",
-    "lockstep.training.setup",
-    "lockstep.strategies.ddp",
-    "lockstep.distributed.monitoring",
-    "lockstep.distributed.run_folder_lock",
-    "lockstep.training.loop",
-    "lockstep.training.running_metrics",
-    "lockstep.snapshots.record",
-    "lockstep.loggers.rank_logs",
-    "lockstep.loggers.tensorboard",
-    "lockstep.loggers.console",
-    "lockstep.loggers.progress_bar",
-]
 
 _has_preloaded = False  # whether this process, or the one that it is a copy of, has imported these modules
 
@@ -88,18 +63,16 @@ def validate_start_method(start_method: str) -> None:
         )
 
 
-def preload(start_method: str, modules: Sequence[str] = ()) -> None:
-    """Import PRELOADED_MODULES and `modules` in the process that ranks are forked from.
+def preload(start_method: str) -> None:
+    """Import lockstep.launchers.rank_imports where ranks are forked from, a fork server in the background.
 
-    The fork server does it in the background.
+    Nothing for `spawn`.
     """
-    modules = [*PRELOADED_MODULES, *modules, "lockstep.launchers.hashed_modules"]
     if start_method != "fork":
         # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
         multiprocessing.resource_tracker.ensure_running()
     if start_method == "forkserver":
-        # The server skips a module that it cannot import.
-        multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *modules])
+        multiprocessing.set_forkserver_preload(["lockstep.launchers.rank_imports"])
         os.environ[LAUNCHER] = str(os.getpid())
         try:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
@@ -115,9 +88,6 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
     elif start_method == "fork":
         global _has_preloaded
         _has_preloaded = True
-        for name in modules:
-            with suppress(ImportError):  # a rank that needs it reports the error
-                importlib.import_module(name)
 
 
 def start_method_here(start_method: str, forks_again: bool) -> str:
