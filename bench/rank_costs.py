@@ -60,7 +60,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
     from lockstep.training.loop import train_epoch
-    from lockstep.training.timer import StepTimer
+    from lockstep.training.timing import StepTimer
 
     pin_to_core()
     with init_distributed(**cfg.backend) as world:

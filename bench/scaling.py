@@ -60,8 +60,7 @@ def time_collectives(rounds: int) -> dict[tuple[str, int], float]:
     import torch.distributed as dist
 
     from lockstep.distributed.world import init_distributed
-    from lockstep.strategies.gradient_sync.parameter_server import server_sum
-    from lockstep.strategies.gradient_sync.ring import ring_sum
+    from lockstep.strategies.gradient_sync import ring_sum, server_sum
 
     with init_distributed("gloo", 120) as world:
         run: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {

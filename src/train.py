@@ -29,9 +29,9 @@ from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.monitor import rank as monitor
 from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def fit(
     """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
     from lockstep import build
     from lockstep.loggers.base import EpochSummary
-    from lockstep.training.running_metrics import RunningMetrics
+    from lockstep.training.meter import RunningMetrics
 
     objective, progress = cfg.objective.removeprefix("test/"), state.progress
     tested: dict[str, float] = {}

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from lockstep.distributed.world import World
 from lockstep.strategies.base import Advance, StepRunner, Strategy
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.training.setup import autocast
 
 TURN = 20  # steps

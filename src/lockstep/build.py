@@ -19,10 +19,10 @@ from lockstep.data.loader import BatchLoader
 from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World
+from lockstep.failures import rank as monitor
 from lockstep.loggers.base import LoggerList
 from lockstep.models.lazy_layers import give_shapes, has_lazy_layers
 from lockstep.models.weights_from_data import WeightsFromData
-from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
@@ -31,13 +31,11 @@ from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
 from lockstep.training.epochs import EpochTrainer
 from lockstep.training.evaluation import Evaluator, wanted_by
-from lockstep.training.fresh_state import fresh_state
+from lockstep.training.meter import RunningMetrics
 from lockstep.training.parameter_groups import ParameterRules
-from lockstep.training.running_metrics import RunningMetrics
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.straggler import StragglerWatch
-from lockstep.training.timer import StepTimer
+from lockstep.training.state import TrainSettings, TrainState, fresh_state
+from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
 
 
@@ -177,7 +175,7 @@ def epoch_trainer(
     after_step = [running.after_step, weights.after_step, snapshots.after_step]
     measures = timer(cfg, state, train_loader, loggers)
     world, strategy = state.strategy.world, state.strategy
-    if cfg.watch.straggler is not None and world.size > 1 and not strategy.waits_in_passes:
+    if cfg.watch.straggler is not None and world.size > 1 and not strategy.communicates_in_forward:
         parameters = list(strategy.model.parameters())
         measures = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
         running.stragglers = measures

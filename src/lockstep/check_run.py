@@ -17,6 +17,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.same_input import OtherData, require_same_data
 from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, exits_are_failures
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
@@ -25,11 +26,10 @@ from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, ta
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn
 from lockstep.modes.check_notes import notes
 from lockstep.modes.check_steps import Facts, FirstSteps, differences
-from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.training.setup import set_determinism
 
 RANKS = 2

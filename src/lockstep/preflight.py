@@ -16,20 +16,20 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.monitor.exception_record import exception_record
 from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.interval import SaveInterval
 from lockstep.snapshots.saver import validate_format
 from lockstep.snapshots.trained import snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.job_process import wait_for_turn
 from lockstep.tasks.base import Task
-from lockstep.training.nan_policy import validate_nan_policy
+from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import validate_digest, validate_training
 
 
@@ -99,7 +99,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.plans and strategy.follows_messages:
+    if launcher.plans and strategy.needs_other_ranks:
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.training.straggler import find_stragglers
+from lockstep.training.timing import find_stragglers
 from support.configs import composed
 from support.event_files import scalars
 from support.worlds import in_world, train_all
@@ -67,14 +67,14 @@ def test_a_rank_that_is_slow_for_a_moment_is_not_named(tmp_path: Path) -> None:
 
 def train_all_soon(configs: list[Any]) -> None:
     """Several trainings in this rank that compare after 25 steps, not after 100 and 5 s."""
-    from lockstep.training import straggler
+    from lockstep.training import timing
 
-    straggler.SECONDS = 0.0
+    timing.SECONDS = 0.0
     train_all_briefly(configs)
 
 
 def train_all_briefly(configs: list[Any]) -> None:
-    from lockstep.training import straggler
+    from lockstep.training import timing
 
-    straggler.STEPS = 25
+    timing.STEPS = 25
     train_all(configs)

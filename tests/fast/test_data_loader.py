@@ -169,7 +169,7 @@ def accuracies() -> list[float]:
     """Accuracies of a fixed net over the first 1..40 digits, in this world."""
     from lockstep.distributed.world import init_distributed
     from lockstep.strategies.base import Strategy
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.tasks.classification import Classification
     from lockstep.training.meter import Meter
 

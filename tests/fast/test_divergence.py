@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import TrainingDiverged
-from lockstep.training.broken_samples import broken_samples
+from lockstep.training.nan import broken_samples
 from support.configs import composed
 from support.worlds import in_world, train
 

@@ -15,7 +15,7 @@ from lockstep.models.linear import linear
 from lockstep.models.mlp import mlp
 from lockstep.models.torchvision_model import torchvision_model
 from lockstep.models.toy_parallel import toy_parallel
-from lockstep.strategies.layer_groups import layer_groups
+from lockstep.strategies.model_parallel import layer_groups
 from lockstep.tasks.base import Share, Task
 from lockstep.tasks.class_report import ClassReport
 from lockstep.tasks.classification import Classification

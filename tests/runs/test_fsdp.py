@@ -78,7 +78,7 @@ def test_tied_weights_are_left_to_the_whole_model() -> None:
 def shares_of_one_step(replicas: int) -> list[int]:
     """How many values of the weights, the gradients and the moments this rank holds after one step."""
     from lockstep.distributed.world import init_distributed
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
 
     with init_distributed("gloo", 60) as world:
         strategy = FSDP(replicas, reshard_after_forward=True, wrap_classes=[], wrap_min_parameters=1000)

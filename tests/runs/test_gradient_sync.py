@@ -19,8 +19,7 @@ SUMS = ["ring_sum", "server_sum", "shared_memory"]
 
 def sum_by(name: str, world: World) -> Any:
     from lockstep.distributed.shared_memory import SharedMemorySum
-    from lockstep.strategies.gradient_sync.parameter_server import server_sum
-    from lockstep.strategies.gradient_sync.ring import ring_sum
+    from lockstep.strategies.gradient_sync import ring_sum, server_sum
 
     if name == "shared_memory":
         return SharedMemorySum(world, 1500, torch.double)  # the longest vector is summed in three pieces
@@ -75,7 +74,7 @@ def test_a_rank_that_is_slow_to_open_the_shared_files_is_told_that_rank_0_is_gon
 
 def bytes_handed_over(name: str, length: int) -> int:
     """Bytes that this rank hands to its sends in one sum."""
-    from lockstep.strategies.gradient_sync import parameter_server, ring
+    from lockstep.strategies import gradient_sync
 
     handed = []
 
@@ -83,7 +82,7 @@ def bytes_handed_over(name: str, length: int) -> int:
         handed.append(tensor.nbytes if operation is torch.distributed.isend else 0)
         return torch.distributed.P2POp(operation, tensor, peer)
 
-    ring.P2POp = parameter_server.P2POp = counted  # type: ignore[assignment,misc]
+    gradient_sync.P2POp = counted  # type: ignore[assignment,misc]
     with init_distributed("gloo", 60) as world:
         sum_by(name, world)(torch.ones(length), world.rank, world.size)
         world.barrier()

@@ -14,7 +14,7 @@ SMALL = ["model=mlp", "model.width=32", "trainer.max_steps=6", "strategy.bucket_
 def sums_of(configs: list[Any]) -> list[Counter[str]]:
     """Trainings in this rank -> for each how often each of this project's ways of adding up took a bucket."""
     from lockstep.distributed.shared_memory import SharedMemorySum
-    from lockstep.strategies.gradient_sync import parameter_server, ring
+    from lockstep.strategies import gradient_sync
 
     found: list[Counter[str]] = []
 
@@ -25,8 +25,8 @@ def sums_of(configs: list[Any]) -> list[Counter[str]]:
 
         return add
 
-    ring.ring_sum = counted("ring", ring.ring_sum)
-    parameter_server.server_sum = counted("parameter_server", parameter_server.server_sum)
+    gradient_sync.ring_sum = counted("ring", gradient_sync.ring_sum)
+    gradient_sync.server_sum = counted("parameter_server", gradient_sync.server_sum)
     SharedMemorySum.__call__ = counted("shared_memory", SharedMemorySum.__call__)  # type: ignore[method-assign]
     for cfg in configs:
         found.append(Counter())

@@ -24,9 +24,9 @@ def values_read(cfg: Any) -> list[str]:
     """The operations that read a tensor's value, of the steps of an epoch. The CPU is treated as a GPU."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from lockstep.training import loop, nan_policy
+    from lockstep.training import loop, nan
 
-    nan_policy.reads_at_once = lambda device, action: False
+    nan.reads_at_once = lambda device, action: False
 
     read: list[str] = []
 

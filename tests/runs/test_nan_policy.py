@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
-from lockstep.training.nan_policy import are_finite
+from lockstep.training.nan import are_finite
 from support.configs import composed, with_values
 from support.event_files import read, scalars
 from support.worlds import in_world, same_bits, train
@@ -102,9 +102,9 @@ def test_the_look_at_gradients_changes_none() -> None:
 
 
 def _train_as_on_a_gpu(cfg: Any) -> tuple[int | None, str]:
-    from lockstep.training import nan_policy
+    from lockstep.training import nan
 
-    nan_policy.reads_at_once = lambda device, action: False
+    nan.reads_at_once = lambda device, action: False
     return _train_all([cfg])[0]
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from lockstep.distributed.world import World, init_distributed
 from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
 from lockstep.strategies.fsdp import FSDP
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.regression import Regression
-from lockstep.training.fresh_state import fresh_state
-from lockstep.training.state import TrainSettings, TrainState
+from lockstep.training.state import TrainSettings, TrainState, fresh_state
 from support.worlds import in_world
 
 OPTIMIZERS = ["Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]

@@ -40,7 +40,7 @@ def test_two_replicas_of_two_ranks_have_one_processs_numbers(tmp_path: Path) -> 
 def values_after_setup(rank_plan: Any) -> dict[str, int]:
     """{layer: how many of its weights this rank holds}"""
     from lockstep.distributed.world import init_distributed
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
 
     with init_distributed("gloo", 60) as world:
         strategy = TensorParallel(1, rank_plan)

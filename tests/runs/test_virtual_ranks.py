@@ -64,7 +64,7 @@ def test_a_tree_sum_does_not_depend_on_who_computed_the_rows(count: int) -> None
 def sums_are_those_of_one_rank(counts: list[int]) -> list[bool]:
     """Whether this rank gets the bits of one tree, through shared memory and by gathering, for each of `counts`."""
     from lockstep.distributed.world import init_distributed
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.virtual_ranks import VirtualRanks
 
     found = []
@@ -106,7 +106,7 @@ class Remembering(nn.Module):
 def one_step(parts: list[list[float]]) -> dict[str, Any]:
     """The gradients and the buffer after a step of a virtual rank for each of `parts`."""
     from lockstep.distributed.world import init_distributed
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
     from lockstep.strategies.virtual_ranks import VirtualRanks
 
     model = Remembering()

@@ -29,7 +29,7 @@ IMPORTS = (
     "lockstep.launchers.slurm",
     "lockstep.launchers.env",
     "lockstep.training.loop",
-    "lockstep.training.running_metrics",
+    "lockstep.training.meter",
     "lockstep.data.digits",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.csv_logger",

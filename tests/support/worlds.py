@@ -21,7 +21,7 @@ PRELOAD = [
     "train",
     "lockstep.build",
     "lockstep.training.loop",
-    "lockstep.training.running_metrics",
+    "lockstep.training.meter",
     "lockstep.data.digits",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",

@@ -300,13 +300,13 @@ class AsyncParameterServer:
     sync_every: int = number("Optimizer steps after which all ranks synchronise.", min=1, example=100)
 
 
-@describes("lockstep.strategies.gradient_sync.local_sgd.LocalSGD", "gradient_sync/local_sgd")
+@describes("lockstep.strategies.gradient_sync.LocalSGD", "gradient_sync/local_sgd")
 @dataclass
 class LocalSGD:
     sync_every: int = number("Steps between two averages of the weights.", min=1, example=8)
 
 
-@describes("lockstep.strategies.gradient_sync.powersgd.PowerSGD", "gradient_sync/powersgd")
+@describes("lockstep.strategies.gradient_sync.PowerSGD", "gradient_sync/powersgd")
 @dataclass
 class PowerSGD:
     rank: int = number("Rank of the matrices that approximate the gradients.", min=1, example=2)

@@ -35,9 +35,9 @@ import lockstep.loggers.tensorboard
 import lockstep.snapshots.record
 import lockstep.strategies.ddp
 import lockstep.training.loop
-import lockstep.training.running_metrics
+import lockstep.training.meter
 import lockstep.training.setup
-from lockstep.monitor.code_hashes import module_hashes
+from lockstep.source_code import module_hashes
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports its compiler with the first optimizer
 module_hashes()  # once for all ranks

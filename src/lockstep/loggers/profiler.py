@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.loggers.trace import StepTrace
-from lockstep.training.step_times import StepTimes
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer, StepTimes
 
 
 class StepProfiler(StepTimer):

@@ -15,7 +15,7 @@ from lockstep.data.nested import tensors_in
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.errors import TrainingDiverged
 from lockstep.training.loop import train_epoch
-from lockstep.training.memory import peak_memory
+from lockstep.training.meter import peak_memory
 from lockstep.training.state import TrainState
 from lockstep.training.weight_check import digest, local_part
 

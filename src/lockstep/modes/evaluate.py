@@ -61,9 +61,8 @@ class Evaluate(Mode):
 
     def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
-        from lockstep.training.broken_samples import sentence_about
         from lockstep.training.evaluation import broken_in
-        from lockstep.training.nan_policy import OTHER_DATA
+        from lockstep.training.nan import OTHER_DATA, sentence_about
 
         what = f"the {self.split} loss of {trained.snapshot} is {loss}"
         broken = broken_in(trained.loader(self.split), trained.world)

@@ -143,7 +143,7 @@ def _failure(run: Run) -> dict[str, Any] | None:
     """The failure report of the run's last life."""
     if run["lives"][-1]["state"] not in (RUNNING, FAILED):
         return None
-    from lockstep.monitor.failure_report import read_report  # a table of runs that ended well does not need it
+    from lockstep.failures.report import read_report  # a table of runs that ended well does not need it
 
     report = read_report(Path(run["folder"]))
     return report if report is not None and report["run"]["time"] >= run["lives"][-1]["started"] else None

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lockstep.training.nan_policy import FindSnapshot, diverged
+from lockstep.training.nan import FindSnapshot, diverged
 from lockstep.training.state import TrainState
 from lockstep.training.weight_check import local_part
 

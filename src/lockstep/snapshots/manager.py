@@ -13,7 +13,7 @@ from lockstep.distributed.slurm_job import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, step_of
 from lockstep.snapshots.finding import find_snapshots, load_first_good

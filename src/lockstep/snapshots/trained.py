@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, path_value
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.snapshots.finding import Keys, load_first_good, named_snapshots
 from lockstep.snapshots.fingerprint import require_same_model
 from lockstep.snapshots.loading import Found, load_on_all_ranks

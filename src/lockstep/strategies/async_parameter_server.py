@@ -25,8 +25,8 @@ class AsyncParameterServer(Strategy):
     """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
 
     ranks_agree = False
-    waits_in_passes = True
-    follows_messages = True
+    communicates_in_forward = True
+    needs_other_ranks = True
     supports_sync_bn = False  # workers compute different batches at the same time
 
     def __init__(self, sync_every: int) -> None:

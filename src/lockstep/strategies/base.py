@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lockstep.data.nested import map_tensors, tensors_in
 from lockstep.data.partition import Batch, Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
-from lockstep.strategies.empty_share import forward
 
 if TYPE_CHECKING:
-    from lockstep.strategies.gradient_sync.base import GradientSync
+    from lockstep.strategies.gradient_sync import GradientSync
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the loss of these samples as one number, summed and weighted as the step needs it."""
@@ -96,11 +96,11 @@ class Strategy:
     uses_communication_hooks = False  # whether gradients are averaged by DistributedDataParallel
     supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
     ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
-    rounds_alike = True  # whether these have the same bits, too
+    replicas_bitwise_equal = True  # whether these have the same bits, too
     ranks_per_model = 1  # ranks that hold a model together, each a part. Ranks this far apart hold the same
     counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
-    waits_in_passes = False  # whether a rank waits for others in its forward and backward pass
-    follows_messages = False  # whether a rank acts on messages of others, so that it cannot be planned alone
+    communicates_in_forward = False  # whether a rank waits for others in its forward and backward pass
+    needs_other_ranks = False  # whether a rank acts on messages of others, so that it cannot be planned alone
     shards_state = False  # whether the ranks can save the state in parts: see `own_blocks`
     binds_one_device = True  # False if a rank computes on several GPUs
 
@@ -216,10 +216,11 @@ class Strategy:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
 
-        These are all ranks, or those `ranks_per_model` apart; none without `rounds_alike`. Buffers: of synced norms.
+        These are all ranks, or those `ranks_per_model` apart; none without `replicas_bitwise_equal`.
+        Buffers: those of synchronised batch norms.
         """
         has_replicas = 1 < self.ranks_per_model < self.world.size
-        if not (self.rounds_alike and (self.ranks_agree or has_replicas)):
+        if not (self.replicas_bitwise_equal and (self.ranks_agree or has_replicas)):
             return {}
         tensors: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, module in self.model.named_modules():
@@ -247,3 +248,31 @@ class Strategy:
         The ranks save all of each tensor together, and nothing twice.
         """
         raise NotImplementedError
+
+
+def forward(module: nn.Module, inputs: Any) -> Any:
+    """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples."""
+    if all(len(tensor) for tensor in tensors_in(inputs)):
+        return module(inputs)
+    return forward_empty_batch(module, inputs)
+
+
+def forward_empty_batch(module: nn.Module, inputs: Any) -> Any:
+    """The outputs for inputs without samples, such as of an epoch's last batch of one sample.
+
+    Many models cannot compute those: `view(len(x), -1)` has no answer for a tensor without elements. So two samples of
+    ones stand in for them, and their outputs are cut off: two, because batch norm refuses one, and ones, because these
+    are token numbers, masks and pixels that any model takes. Their gradient is zero, and synchronised batch norm does
+    not count them. torch's own, on GPUs, would, and can compute inputs without samples.
+    """
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return module(inputs)
+    norms = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
+    for norm in norms:
+        norm.counts_inputs = False
+    try:
+        outputs = module(map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]), inputs))
+    finally:
+        for norm in norms:
+            norm.counts_inputs = True
+    return map_tensors(lambda tensor: tensor[:0], outputs)

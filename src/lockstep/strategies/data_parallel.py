@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 
 
 class DDP(Strategy):
@@ -48,7 +48,7 @@ class DDP(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         self.gradient_sync = gradient_sync
-        self.ranks_agree, self.rounds_alike = gradient_sync.ranks_agree, gradient_sync.rounds_alike
+        self.ranks_agree, self.replicas_bitwise_equal = gradient_sync.ranks_agree, gradient_sync.replicas_bitwise_equal
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return
         devices = {parameter.device for parameter in model.parameters()}

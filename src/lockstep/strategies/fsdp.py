@@ -6,9 +6,11 @@ With copies of these parts in other groups of ranks (HSDP, Zhao et al. 2023, sec
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,9 +20,8 @@ from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.mapped_memory import parameters_on_disk
-from lockstep.strategies.replicas import replica_groups, validate_replicas
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
@@ -38,7 +39,7 @@ class FSDP(Strategy):
 
     ranks_agree = False  # each rank holds its own part
     shards_state = True
-    waits_in_passes = True
+    communicates_in_forward = True
 
     def __init__(
         self, replicas: int, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int
@@ -174,3 +175,28 @@ def _shares_parameters(block: nn.Module, model: nn.Module) -> bool:
     inside = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
     everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return any(everywhere[key] > count for key, count in inside.items())
+
+
+def validate_replicas(strategy: str, replicas: int, world_size: int) -> None:
+    """Raise ConfigError if `world_size` ranks cannot form `replicas` groups of two or more. strategy: as typed."""
+    if world_size % replicas or world_size == replicas > 1:
+        raise ConfigError(
+            f"{strategy} cannot make {replicas} groups of two or more of {world_size} ranks; "
+            f"type strategy.replicas=1, or strategy=ddp"
+        )
+
+
+def replica_groups(replicas: int, world: World) -> tuple[Tensor, dist.ProcessGroup, dist.ProcessGroup]:
+    """(ranks, the group that shares this rank's model, the group that holds what this rank holds). A collective.
+
+    ranks: (replicas, ranks of a group). Neighbours share a model: they are the likeliest to be on one machine.
+    """
+    ranks = torch.arange(world.size).view(replicas, -1)
+    return ranks, _own_group(ranks, world.timeout), _own_group(ranks.T, world.timeout)
+
+
+def _own_group(ranks: Tensor, timeout: float) -> dist.ProcessGroup:
+    """Each row of `ranks` becomes a group. Returns this rank's. A collective."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -10,8 +10,7 @@ from lockstep.data.nested import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.gradient_sync.base import GradientSync
-from lockstep.strategies.layer_groups import layer_groups
+from lockstep.strategies.gradient_sync import GradientSync
 
 
 class ModelParallel(DDP):
@@ -69,3 +68,21 @@ def rank_devices(world: World, count: int) -> list[torch.device]:
             f"{gpus}; type strategy.devices={max(1, gpus // world.local_size)}, fewer ranks, or backend=gloo"
         )
     return [torch.device("cuda", world.local_rank + number * world.local_size) for number in range(count)]
+
+
+def layer_groups(module: nn.Module, count: int) -> list[dict[str, nn.Module]]:
+    """The children of `module` in `count` groups of neighbours, [{name: child}, ...].
+
+    Groups have about equally many layers with parameters. A layer without parameters stays with the one before it.
+    Raises ConfigError if there are fewer layers with parameters than groups.
+    """
+    children = list(module.named_children())
+    with_parameters = [index for index, (_, child) in enumerate(children) if any(True for _ in child.parameters())]
+    if len(with_parameters) < count:
+        raise ConfigError(
+            f"this model has {len(with_parameters)} layers with parameters, too few for {count} places; "
+            f"type model=mlp model.depth={count - 1}"
+        )
+    first_of_group = [int(group[0]) for group in torch.tensor(with_parameters).tensor_split(count)]
+    starts = [0, *first_of_group[1:], len(children)]
+    return [dict(children[start:end]) for start, end in zip(starts, starts[1:], strict=False)]

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
-from lockstep.strategies.layer_groups import layer_groups
+from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.strategies.model_parallel import layer_groups
 from lockstep.strategies.stored_tensor import whole_block
 
 
@@ -45,8 +45,8 @@ class Pipeline(Strategy):
 
     ranks_agree = False  # each rank holds its own layers
     shards_state = True
-    waits_in_passes = True
-    follows_messages = True  # torch's stages tell each other their shapes
+    communicates_in_forward = True
+    needs_other_ranks = True  # torch's stages tell each other their shapes
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: str, micro_batches: int) -> None:

@@ -20,7 +20,7 @@ from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
-from lockstep.strategies.gradient_sync.base import GradientSync
+from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.packed import from_bytes, to_bytes
 
 

@@ -7,11 +7,11 @@ from typing import Protocol
 
 from lockstep.data.loader import BatchLoader
 from lockstep.errors import TrainingDiverged
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.training import loop
-from lockstep.training.running_metrics import RunningMetrics
+from lockstep.training.meter import RunningMetrics
 from lockstep.training.state import TrainState
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 RollBack = Callable[[TrainingDiverged], None]
 """Brings the state back to a snapshot, on all ranks, or raises the error."""

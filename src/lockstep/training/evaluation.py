@@ -14,9 +14,8 @@ from lockstep.data.nested import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingDiverged
 from lockstep.tasks.base import ReadSample, Report, Share
-from lockstep.training.broken_samples import Broken, broken_samples, sentence_about
 from lockstep.training.loop import evaluate
-from lockstep.training.nan_policy import OTHER_DATA, diverged
+from lockstep.training.nan import OTHER_DATA, Broken, broken_samples, diverged, sentence_about
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)

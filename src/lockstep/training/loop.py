@@ -10,14 +10,14 @@ from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.tasks.base import Report
 from lockstep.training.first_batch import require_sums
 from lockstep.training.meter import Meter
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.step import TrainStepRunner
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 AfterStep = Callable[[int], None]
 """Called after every step with the global number of samples since its last call. It may raise to stop."""

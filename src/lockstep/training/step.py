@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.training.first_batch import require_one_tensor, require_plain_inputs, require_sums
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.timer import StepTimer
+from lockstep.training.timing import StepTimer
 
 
 class TrainStepRunner:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.distributed.stop_vote import hide_from_profiler
 from lockstep.errors import RanksDiffer, first_of, path_word
-from lockstep.training.nan_policy import FindSnapshot
+from lockstep.training.nan import FindSnapshot
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)

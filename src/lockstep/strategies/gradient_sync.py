@@ -1,0 +1,282 @@
+"""The ways in which DistributedDataParallel averages gradients over ranks, one class each, and their contract.
+
+A communication hook gets one bucket of gradients after the other, the same on every rank, while the backward pass runs
+(Li et al. 2020, section 4). To add one: a class here or in a file of yours, and `conf/gradient_sync/<name>.yaml`.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket, P2POp, batch_isend_irecv, irecv, isend
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.distributed.shared_memory import SharedMemorySum
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import JobSpec, Strategy
+
+SumInPlace = Callable[[Tensor, int, int], None]
+"""(vector (n,), rank, world size) -> None: the vector becomes the sum over all ranks."""
+
+Future = torch.futures.Future[Tensor]
+
+
+class GradientSync:
+    """The contract. By itself it is DDP's own way: one all-reduce per bucket, by the algorithm of the backend's choice.
+
+    ranks_agree: whether all ranks have the same gradient afterwards, and so the same weights.
+    replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
+    is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
+    needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
+    """
+
+    name = "all_reduce"
+    ranks_agree = True
+    replicas_bitwise_equal = True
+    is_exact = True
+    needs_hooks = False
+
+    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+        """Raise ConfigError for what does not go together. Called before any process starts."""
+        if self.needs_hooks and not strategy.uses_communication_hooks:
+            raise ConfigError(
+                f"gradient_sync={self.name} is a communication hook of DDP; "
+                f"type strategy=ddp gradient_sync={self.name}, or gradient_sync=auto"
+            )
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        """Register a communication hook on `module`."""
+
+    def before_forward(self, module: DistributedDataParallel) -> None:
+        """Called before every forward pass in training."""
+
+    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
+        """Average `tensors` over the ranks in place, if ranks hold different weights between two averages."""
+
+
+class AllReduce(GradientSync):
+    """One all-reduce per bucket, DDP's default. It registers no hook."""
+
+
+class Auto(GradientSync):
+    """The fastest exact way: `SharedMemory` between CPU ranks of one machine, else DDP's all-reduce."""
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        with suppress(ConfigError):  # raised on all ranks alike, so all of them stay with DDP's all-reduce
+            SharedMemory().attach(module, world)
+
+
+class SharedMemory(GradientSync):
+    """Sums in memory that all ranks of one machine share, see `lockstep.distributed.shared_memory`."""
+
+    name = "shared_memory"
+    needs_hooks = True
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        """Raises ConfigError, on all ranks, for GPUs, several machines, and weights of several types."""
+        parameters = list(module.parameters())
+        if len({parameter.dtype for parameter in parameters}) > 1:
+            raise ConfigError("gradient_sync=shared_memory needs weights of one type; type gradient_sync=all_reduce")
+        length = sum(parameter.numel() for parameter in parameters)
+        sum_in_place = SharedMemorySum(world, length, parameters[0].dtype)
+        module.register_comm_hook(None, mean_hook(world, sum_in_place))
+
+
+class Ring(GradientSync):
+    """Every rank talks to its two neighbours only, see `ring_sum`. Written to be read and measured."""
+
+    name = "ring"
+    needs_hooks = True
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        module.register_comm_hook(None, mean_hook(world, ring_sum))
+
+
+class ParameterServer(GradientSync):
+    """Rank 0 adds up what all other ranks send, and sends them the sum, see `server_sum`. Written to be measured."""
+
+    name = "parameter_server"
+    needs_hooks = True
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        module.register_comm_hook(None, mean_hook(world, server_sum))
+
+
+class Float16(GradientSync):
+    """All-reduce of float16: half the bytes, 11 bits of precision. Gradients beyond 65504 overflow."""
+
+    name = "fp16"
+    is_exact = False
+    needs_hooks = True
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+class BFloat16(GradientSync):
+    """All-reduce of bfloat16: half the bytes, 8 bits of precision, float32's range."""
+
+    name = "bf16"
+    is_exact = False
+    needs_hooks = True
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        def hook(group: Any, bucket: GradBucket) -> Future:
+            # DDP accepts torch's hook, which it knows by name, with NCCL alone. gloo adds bfloat16 just as well.
+            return default_hooks.bf16_compress_hook(group, bucket)
+
+        module.register_comm_hook(None, hook)
+
+
+class PowerSGD(GradientSync):
+    """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch.
+
+    rank: of the approximation.
+    start_step: steps of plain all-reduce first, at least 2.
+    min_compression: a matrix that would shrink by less than this factor is sent whole.
+    epsilon: prevents a division by zero for columns of zeros.
+    """
+
+    name = "powersgd"
+    is_exact = False
+    replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
+    needs_hooks = True
+
+    def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
+        self.state_options: dict[str, Any] = {
+            "matrix_approximation_rank": rank,
+            "start_powerSGD_iter": start_step,
+            "min_compression_rate": min_compression,
+            "orthogonalization_epsilon": epsilon,
+        }
+
+    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+        super().validate(job, strategy)
+        if job.nan == "skip":
+            raise ConfigError(
+                "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
+                "type watch.nan=rollback, or gradient_sync=auto"
+            )
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        def one_bucket_at_a_time(state: PowerSGDState, bucket: GradBucket) -> Future:
+            # With several buckets at once torch's hook deadlocks on gloo: it waits, on gloo's threads, for all-reduces
+            # that only gloo's threads can run.
+            future = powerSGD_hook(state, bucket)
+            future.wait()
+            return future
+
+        module.register_comm_hook(PowerSGDState(None, **self.state_options), one_bucket_at_a_time)
+
+
+class LocalSGD(GradientSync):
+    """Ranks step on their own gradients, and average their weights every `sync_every` steps (Stich 2019)."""
+
+    name = "local_sgd"
+    is_exact = False
+    needs_hooks = True
+    ranks_agree = False
+
+    def __init__(self, sync_every: int) -> None:
+        self.sync_every = sync_every
+        self.steps_apart = 0  # steps since all ranks held the same weights
+
+    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+        super().validate(job, strategy)
+        if job.precision == "fp16":
+            raise ConfigError(
+                "gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16"
+            )
+
+    def attach(self, module: DistributedDataParallel, world: World) -> None:
+        self.world = world
+        module.register_comm_hook(None, self._no_communication)
+
+    def _no_communication(self, _: Any, bucket: GradBucket) -> Future:
+        self.steps_apart += bucket.is_last()
+        return finished_future(bucket.buffer())
+
+    def before_forward(self, module: DistributedDataParallel) -> None:
+        if self.steps_apart >= self.sync_every:
+            self.average_replicas(module.parameters())
+
+    @torch.no_grad()
+    def average_replicas(self, tensors: Iterable[Tensor]) -> None:
+        """Average in place, unless no step was taken since the last average."""
+        if not self.steps_apart:
+            return
+        tensors = list(tensors)
+        vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        mean = self.world.all_reduce_sum(vector).div_(self.world.size)
+        for tensor, values in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+        self.steps_apart = 0
+
+
+def mean_hook(world: World, sum_in_place: SumInPlace) -> Callable[[Any, GradBucket], Future]:
+    """A communication hook that averages each bucket by `sum_in_place`."""
+
+    def hook(_: Any, bucket: GradBucket) -> Future:
+        vector = bucket.buffer().div_(world.size)  # before the sum, as DDP does: float16 cannot overflow
+        sum_in_place(vector, world.rank, world.size)
+        return finished_future(vector)
+
+    return hook
+
+
+def finished_future(vector: Tensor) -> Future:
+    """A future that holds `vector` already. DDP expects a future from a hook."""
+    future: Future = torch.futures.Future(devices=[vector.device] if vector.is_cuda else [])
+    future.set_result(vector)
+    return future
+
+
+def ring_sum(vector: Tensor, rank: int, size: int) -> None:
+    """Sum `vector` (n,) over `size` ranks in place (Patarasuk and Yuan 2009; Gibiansky 2017, Baidu).
+
+    The vector is cut into `size` parts; some are empty if it is shorter. In the reduce-scatter every part goes once
+    round the ring and collects each rank's values. It ends as the whole sum on the rank before the one it started
+    from. In the all-gather the finished parts go round again. A rank sends 2 (size - 1) parts, which is
+    2 (size - 1) / size vectors for any number of ranks. No algorithm sends less.
+    """
+    parts = vector.tensor_split(size)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for step in range(size - 1):
+        outgoing, incoming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
+        received = torch.empty_like(incoming)
+        exchange(P2POp(irecv, received, left), P2POp(isend, outgoing, right))
+        incoming.add_(received)
+    for step in range(size - 1):
+        outgoing, incoming = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
+        exchange(P2POp(irecv, incoming, left), P2POp(isend, outgoing, right))
+
+
+def server_sum(vector: Tensor, rank: int, size: int) -> None:
+    """Sum `vector` (n,) over `size` ranks in place, on rank 0 (Li et al. 2014).
+
+    A worker sends one vector and receives one. The server sends and receives size - 1 of them, so its connection is
+    what all ranks wait for.
+    """
+    if rank == 0:
+        gradients = vector.new_empty(size - 1, len(vector))
+        exchange(*(P2POp(irecv, gradient, worker) for worker, gradient in enumerate(gradients, start=1)))
+        vector.add_(gradients.sum(0))
+        exchange(*(P2POp(isend, vector, worker) for worker in range(1, size)))
+    else:
+        exchange(P2POp(isend, vector, 0))
+        exchange(P2POp(irecv, vector, 0))
+
+
+def exchange(*operations: P2POp) -> None:
+    """Run all operations at once and wait for them. One at a time, two ranks that send to each other would deadlock.
+
+    Put receives first: gloo tells the peer on a connection that it may send, and would do so only after it has sent.
+    """
+    for work in batch_isend_irecv(list(operations)):
+        work.wait()

@@ -1,1 +1,0 @@
-"""Ways to average gradients under DistributedDataParallel."""
