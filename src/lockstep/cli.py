@@ -28,6 +28,7 @@ from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.cli_report import exit_code, show_error
+from lockstep.compat import remove_multiprocessing_folder
 from lockstep.config.check import (
     check_config,
     check_tokens,
@@ -40,7 +41,6 @@ from lockstep.config.schema import CONF, Node, register_schema
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.store import STORE_TIMEOUT
-from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_FINISHED,
@@ -169,7 +169,7 @@ def run_main(main: Callable[[], Any]) -> None:
 
         start_agent_watchdog(os.environ)
     flush_output()
-    remove_temporary_folder()
+    remove_multiprocessing_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
 

@@ -25,3 +25,12 @@ def multiprocessing_folder() -> str | None:
     config = {} if process is None else getattr(process.current_process(), "_config", {})
     folder: str | None = config.get("tempdir")
     return folder
+
+
+def remove_multiprocessing_folder() -> None:
+    """Remove that folder. Call it when nothing is left of this process to do but to exit."""
+    import shutil
+
+    folder = multiprocessing_folder()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.compat import remove_multiprocessing_folder
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures import rank as monitor
 from lockstep.failures.causes import tells_of_lost_rank
@@ -196,7 +196,7 @@ def _end(number: int) -> NoReturn:
     if _process.prints:
         with suppress(OSError, ValueError):  # the terminal is closed
             print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
-    remove_temporary_folder()
+    remove_multiprocessing_folder()
     os._exit(stopped.code)
 
 
