@@ -68,7 +68,7 @@ def run(cfg: DictConfig) -> Any:
         from lockstep.dry_run import dry_run
 
         return dry_run(cfg, launcher, record.options)
-    launcher.prepare()
+    launcher.prepare("lockstep.rank_imports")
     from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep

@@ -101,7 +101,7 @@ def require_small_worlds(cfg: DictConfig) -> None:
 def forks(ranks: int) -> SpawnLauncher:
     """Starts a world as forks of this process."""
     launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-    launcher.prepare()
+    launcher.prepare("lockstep.rank_imports")
     return launcher
 
 

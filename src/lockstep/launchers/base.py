@@ -24,8 +24,11 @@ class Launcher:
     plans: bool = False
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
 
-    def prepare(self) -> None:
-        """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin."""
+    def prepare(self, rank_imports: str) -> None:
+        """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
+
+        rank_imports: the module that imports what ranks need, see `lockstep.rank_imports`.
+        """
 
     def validate(self) -> None:
         """Raise ConfigError for whatever would make `launch` fail."""

@@ -23,8 +23,6 @@ from lockstep.launchers.base import RankFailed, Worker
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
-_has_preloaded = False  # whether this process, or the one that it is a copy of, has imported these modules
-
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
     """The number of ranks on this machine, by torchrun's rules.
@@ -63,16 +61,13 @@ def validate_start_method(start_method: str) -> None:
         )
 
 
-def preload(start_method: str) -> None:
-    """Import lockstep.launchers.rank_imports where ranks are forked from, a fork server in the background.
-
-    Nothing for `spawn`.
-    """
+def preload(start_method: str, rank_imports: str) -> None:
+    """Import the module `rank_imports` where ranks are forked from, in a fork server in the background."""
     if start_method != "fork":
         # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
         multiprocessing.resource_tracker.ensure_running()
     if start_method == "forkserver":
-        multiprocessing.set_forkserver_preload(["lockstep.launchers.rank_imports"])
+        multiprocessing.set_forkserver_preload([rank_imports])
         os.environ[LAUNCHER] = str(os.getpid())
         try:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
@@ -90,15 +85,13 @@ def preload(start_method: str) -> None:
         _has_preloaded = True
 
 
-def start_method_here(start_method: str, forks_again: bool) -> str:
+def start_method_here(start_method: str, forks_again: bool, rank_imports: str) -> str:
     """`fork` in place of `forkserver` in a job of a sweep, which is a copy of a process that has imported everything.
 
     A fork server of its own would import torch again, for 2 s. forks_again: ranks may be started a second time, when
     this process has threads, so that it cannot fork safely.
     """
-    if start_method == "forkserver" and _has_preloaded and not forks_again:
-        return "fork"
-    return start_method
+    return "fork" if start_method == "forkserver" and rank_imports in sys.modules and not forks_again else start_method
 
 
 def run_rank(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:

@@ -22,9 +22,9 @@ class TorchrunLauncher(Launcher):
     def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
         self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
 
-    def prepare(self) -> None:
-        self.start_method = start_method_here(self.start_method, self.max_restarts > 0)
-        preload(self.start_method)
+    def prepare(self, rank_imports: str) -> None:
+        self.start_method = start_method_here(self.start_method, self.max_restarts > 0, rank_imports)
+        preload(self.start_method, rank_imports)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)
