@@ -5,6 +5,7 @@ of a helper process without threads or CUDA; such copies share one import of tor
 """
 
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -81,8 +82,7 @@ def preload(start_method: str, rank_imports: str) -> None:
         finally:
             del os.environ[LAUNCHER]
     elif start_method == "fork":
-        global _has_preloaded
-        _has_preloaded = True
+        importlib.import_module(rank_imports)
 
 
 def start_method_here(start_method: str, forks_again: bool, rank_imports: str) -> str:
