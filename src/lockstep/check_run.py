@@ -14,8 +14,7 @@ from omegaconf import DictConfig
 from lockstep import build
 from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
-from lockstep.distributed.same_input import OtherData, require_same_data
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, exits_are_failures
 from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher

@@ -28,7 +28,6 @@ from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.cli_report import exit_code, show_error
-from lockstep.compat import remove_multiprocessing_folder
 from lockstep.config.check import (
     check_config,
     check_tokens,
@@ -40,7 +39,8 @@ from lockstep.config.check import (
 from lockstep.config.schema import CONF, Node, register_schema
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.store import STORE_TIMEOUT
+from lockstep.distributed.host import remove_temporary_folder
+from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_FINISHED,
@@ -63,7 +63,7 @@ def register_resolvers() -> None:
     register_schema()
 
     def started(pattern: str, _root_: DictConfig) -> str:
-        from lockstep.distributed.store import run_started_at
+        from lockstep.distributed.rendezvous import run_started_at
 
         is_run = not asks_for_text(sys.argv)
         timeout = _rendezvous_timeout(_root_)
@@ -165,11 +165,11 @@ def run_main(main: Callable[[], Any]) -> None:
     _prepare_environment()
     code, error = end_of(lambda: _run(main))
     if error is not None and not isinstance(error, ConfigError):
-        from lockstep.distributed.agent_watchdog import start_agent_watchdog
+        from lockstep.distributed.host import start_agent_watchdog
 
         start_agent_watchdog(os.environ)
     flush_output()
-    remove_multiprocessing_folder()
+    remove_temporary_folder()
     # gloo's threads sometimes abort the interpreter while it exits, and torchrun would call a finished run failed.
     os._exit(code)
 
@@ -227,7 +227,7 @@ def _replace_closed_streams() -> None:
 
 def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
-    from lockstep.distributed.store import forget_start
+    from lockstep.distributed.rendezvous import forget_start
 
     sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
     sys.argv = prepare_arguments(sys.argv)

@@ -1,36 +1,59 @@
-"""Every private name of torch, Hydra, OmegaConf and Python's library that this project uses. No torch at the top.
+"""Every private name of torch, Hydra, OmegaConf and Python's library that this project uses, a section for each.
 
-Each has its reason, the version that it was seen in (torch 2.14.1, hydra-core 1.3.8 and 1.4.0rc3, omegaconf 2.3.1 and
-2.4.1rc1, Python 3.11), and what happens where it is missing. Functions import inside: `--help` imports no torch.
+Each function says why the name is needed, in which version it was seen, and what happens where it is missing.
+The imports are inside the functions: `--help` must not import torch.
 """
 
-# torch
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-# hydra
-
-# omegaconf
-
-# python
+# Python's library, seen in 3.11.
 
 
 def multiprocessing_folder() -> str | None:
-    """The folder in TMPDIR that multiprocessing has made in this process, or in the one that started it, if any.
+    """The folder in TMPDIR that multiprocessing has made for the socket of a fork server, None without one.
 
-    Why: it holds the socket of a fork server, and Python removes it in a teardown that this project's processes skip.
-    Name: `multiprocessing.process.current_process()._config`, Python 3.11 to 3.14. Missing: None, and the folder stays.
+    multiprocessing removes it while the interpreter is torn down, which this project's processes skip. Missing: None,
+    and the folder stays.
     """
-    import sys
-
     process = sys.modules.get("multiprocessing.process")  # else nobody has made one
-    config = {} if process is None else getattr(process.current_process(), "_config", {})
-    folder: str | None = config.get("tempdir")
+    folder: str | None = None
+    if process is not None:
+        folder = getattr(process.current_process(), "_config", {}).get("tempdir")
     return folder
 
 
-def remove_multiprocessing_folder() -> None:
-    """Remove that folder. Call it when nothing is left of this process to do but to exit."""
-    import shutil
+def fork_server_pid() -> int | None:
+    """The process that ranks are forked from, None without one. Missing: None, and its death is not noticed."""
+    from multiprocessing import forkserver
 
-    folder = multiprocessing_folder()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    server = getattr(forkserver, "_forkserver", None)
+    pid: int | None = getattr(server, "_forkserver_pid", None)
+    return pid
+
+
+# Hydra, seen in 1.3.8 and 1.4.0rc3.
+
+
+# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+# torch, seen in 2.14.1.
+
+
+@contextmanager
+def hidden_from_profiler() -> Iterator[None]:
+    """For the start of a collective that may end after torch's profiler has stopped.
+
+    A recorded collective writes its end into the profiler's memory, from a thread of gloo. If the profiler has stopped
+    by then, this memory is freed, and the write corrupts the heap. Missing: the collective is recorded.
+    """
+    import torch
+
+    enable = getattr(torch.autograd, "_enable_record_function", lambda enabled: None)
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(True)

@@ -26,13 +26,11 @@ from torch.utils.serialization import config  # of torch.save
 
 import lockstep.build
 import lockstep.build_loggers
-import lockstep.distributed.monitoring
-import lockstep.distributed.run_folder_lock
 import lockstep.loggers.console
 import lockstep.loggers.progress_bar
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
-import lockstep.snapshots.record
+import lockstep.snapshots.resume
 import lockstep.strategies.ddp
 import lockstep.training.loop
 import lockstep.training.meter

@@ -30,7 +30,7 @@ from lockstep.cli_record import words_of_folders
 from lockstep.config.schema import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
-from lockstep.runs.code import loaded_code_facts
+from lockstep.runs.record import loaded_code_facts
 from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, sweeper_goes_on
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn

@@ -21,7 +21,7 @@ from hydra_plugins.lockstep_sweeper._outcomes import error_in_words, is_refusal,
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.run_folder import SWEEP_FOLDER
-from lockstep.distributed.signal_relay import Relay
+from lockstep.distributed.signals import Relay
 from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, path_value
 from lockstep.failures.watched_rank import children
 from lockstep.sweeps.folder import wait_for_lock

@@ -11,9 +11,8 @@ from typing import Any
 
 from lockstep.compat import multiprocessing_folder
 from lockstep.distributed.environment import RankInfo
-from lockstep.distributed.listening import store_address
-from lockstep.distributed.signal_relay import Relay
-from lockstep.distributed.signals import blocked
+from lockstep.distributed.rendezvous import store_address
+from lockstep.distributed.signals import Relay, blocked
 from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
