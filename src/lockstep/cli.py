@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from string import Template
 from typing import Any, cast
 
@@ -260,8 +259,3 @@ def _run(main: Callable[[], Any]) -> int:
 
 def _prepare_environment() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    # A job that submitit starts on another machine begins in submitit's script and imports this package from there.
-    source = str(Path(__file__).parents[1])
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if source not in folders:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, *folders]))
