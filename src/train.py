@@ -26,18 +26,16 @@ from lockstep import cli
 from lockstep.cli_record import record_config
 from lockstep.config.targets import check_arguments, instantiate_as, names_own_code
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_before_ranks_are_failures
+from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.sweeps.job_process import wait_for_turn
-
-COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
-    with exits_before_ranks_are_failures():
+    with cli.errors_are_shown_once(), exits_are_failures("the command left before the training"):
         return run(cfg)
 
 
@@ -54,11 +52,9 @@ def run(cfg: DictConfig) -> Any:
         from lockstep.dry_run import dry_run
 
         return dry_run(cfg, launcher, record.options)
-    launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo  # imports torch, while the fork server does the same
-    from lockstep.preflight import preflight
+    launcher.prepare("lockstep.rank_imports")
+    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-    postpone_dynamo()
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)

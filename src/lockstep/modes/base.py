@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_are_failures
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures import rank as monitor
 from lockstep.runs.record import read_run
 
@@ -133,18 +132,16 @@ class Mode:
 @contextmanager
 def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
     """Inside the block this rank has met the others. What fails there is reported, and signals are listened to."""
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
     from lockstep.strategies.base import Strategy
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
-    postpone_dynamo()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with (
         rank_logs() as logs,
-        exits_are_failures(),
+        exits_are_failures("this rank left before the end of the training"),
         monitor.failures(),
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
     ):
