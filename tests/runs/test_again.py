@@ -9,7 +9,7 @@ RUN = "lr=0.1"  # as a sweep names a folder
 OWN_DATA = """
 from pathlib import Path
 import torch
-from lockstep.data.digits import digits
+from lockstep.data.builtin.digits import digits
 from lockstep.models.mlp import mlp
 
 def data(train):
