@@ -29,9 +29,9 @@ from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.monitor import rank as monitor
 from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
     """What one rank does from start to end. Returns the last value of `cfg.objective`."""
     from lockstep import build, build_loggers
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
-    from lockstep.distributed.run_folder_lock import hold_run_folder
+    from lockstep.distributed.run_folder import hold_run_folder
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.record import write_record
+    from lockstep.snapshots.resume import write_hydra_files
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
@@ -109,13 +109,13 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
         record = record.completed(cfg)
         state = build.train_state(cfg, strategy, len(train_loader))
         with (
-            build.snapshots(cfg, record, state, train_loader) as snapshots,
             build_loggers.loggers(cfg, state, held.restore) as loggers,
+            build.snapshots(cfg, record, state, train_loader, loggers) as snapshots,
             monitor.failures(),  # of the training, before the files are closed, which takes time
         ):
             snapshots.resume(cfg.resume)
             if not state.finished:
-                write_record(world, cfg.run_dir, record.files, state.progress.step)
+                write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
             loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
             with signals.stop_after_saving():
                 return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
@@ -127,7 +127,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.trained import restore_trained, snapshots_to_try
+    from lockstep.snapshots.resume import restore_trained, snapshots_to_try
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
@@ -144,7 +144,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
         train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
         state = build.train_state(cfg, strategy, len(train_loader))
         paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-        snapshot, saved = restore_trained(state, paths, build.model_config(record.completed(cfg)))
+        saved, snapshot = restore_trained(state, paths, build.model_config(record.completed(cfg)))
         trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
         build_trained.warn_of_changed_data(trained, record.completed(cfg).shown)
         monitor.enter("mode")
@@ -154,7 +154,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
 def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
-    from lockstep.distributed.monitoring import join_monitor
+    from lockstep.distributed.world import join_monitor
 
     logs.open(cfg.run_dir)
     if record.notice:
@@ -181,7 +181,6 @@ def fit(
     running = RunningMetrics(state, loggers)
     evaluate = build.evaluator(cfg, state, eval_loader, loggers)
     trainer = build.epoch_trainer(cfg, state, train_loader, snapshots, loggers, running)
-    snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
     while not state.finished:
         trained = trainer.train()
         metrics, epochs = {"train": trained.means} if trained.means else {}, state.settings.epochs

@@ -16,9 +16,9 @@ from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
-from lockstep.distributed.same_input import OtherData, require_same_data
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
@@ -27,7 +27,6 @@ from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, ta
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn
 from lockstep.modes.check_notes import notes
 from lockstep.modes.check_steps import Facts, FirstSteps, differences
-from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy

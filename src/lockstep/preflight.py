@@ -16,15 +16,13 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.monitor.exception_record import exception_record
-from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.snapshots.interval import SaveInterval
-from lockstep.snapshots.saver import validate_format
-from lockstep.snapshots.trained import snapshots_to_try
+from lockstep.snapshots.manager import SaveInterval, validate_format
+from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.job_process import wait_for_turn

@@ -29,7 +29,7 @@ from lockstep.config.schema import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
 from lockstep.launchers.processes import preload
-from lockstep.runs.code import loaded_code_facts
+from lockstep.runs.record import loaded_code_facts
 from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, sweeper_goes_on
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn

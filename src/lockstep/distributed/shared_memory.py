@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.distributed.time_waited import waiting
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
@@ -123,7 +122,7 @@ class SharedMemorySum:
                 os.write(pipe, b".")
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
-        with waiting():
+        with self.world.waiting:
             for pipe, peer in self.readers.items():
                 if self.page is not None:
                     self.page.waits_for(peer)

@@ -9,15 +9,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lockstep.compat import multiprocessing_folder
 from lockstep.distributed.environment import RankInfo
-from lockstep.distributed.listening import store_address
-from lockstep.distributed.signal_relay import Relay
-from lockstep.distributed.signals import blocked
-from lockstep.distributed.temporary_folder import temporary_folder
+from lockstep.distributed.rendezvous import store_address
+from lockstep.distributed.signals import Relay, blocked
+from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
 from lockstep.launchers.stopping import fork_server_killed, stopped_early, wait_for_ranks
-from lockstep.monitor.start import MonitorLink
 
 
 class Supervisor:
@@ -46,7 +45,7 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(temporary_folder()) as monitor, Relay() as relay:
+        with MonitorLink(multiprocessing_folder()) as monitor, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(monitor, relay, attempt, worker, args)

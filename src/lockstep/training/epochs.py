@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lockstep.data.loader import BatchLoader
 from lockstep.errors import TrainingDiverged
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.training import loop
 from lockstep.training.meter import RunningMetrics
 from lockstep.training.state import TrainState

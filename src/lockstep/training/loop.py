@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
-from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.signals import StopVote
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.tasks.base import Report
 from lockstep.training.first_batch import require_sums
 from lockstep.training.meter import Meter

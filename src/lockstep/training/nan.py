@@ -64,7 +64,7 @@ class NanPolicy:
     there the host waits in each step.
 
     action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
-    snapshot and leaves out the batch (see lockstep.snapshots.rollback). skipped: updates left out so far. left_out:
+    snapshot and leaves out the batch (see lockstep.snapshots.manager). skipped: updates left out so far. left_out:
     the steps whose batches are not used again. newest_snapshot, read: attributes, for messages.
     """
 

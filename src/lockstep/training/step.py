@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 from lockstep.training.first_batch import require_one_tensor, require_plain_inputs, require_sums
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState

@@ -1,0 +1,158 @@
+"""Starts the monitor of this machine, and asks it for the failure report."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lockstep.failures import channel
+from lockstep.failures.rank import ADDRESS
+from lockstep.failures.watched_rank import MonitorOptions
+
+MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
+
+REPORT_SECONDS = 5.0  # for the answer of a monitor that has to read logs
+# Without site-packages and PYTHON* variables the interpreter starts in 20 ms, and runs no code of the user's.
+PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.failures.monitor import main; main()"
+
+
+def start_monitor(name: str, options: MonitorOptions) -> None:
+    """Start the monitor called `name` as a process of its own. It ends with the ranks that connect to it.
+
+    A monitor that cannot be started costs the report, not the run.
+    """
+    try:
+        listener = channel.listen(channel.address_of(name))
+    except OSError:  # another rank of this machine has started it
+        return
+    with listener:
+        run_monitor(listener, options)
+
+
+def run_monitor(listener: socket.socket, options: MonitorOptions) -> None:
+    """Start the process that takes the connections of `listener`."""
+    program = PROGRAM.format(source=str(Path(__file__).parents[2]))
+    try:
+        monitor = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", program, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError:  # no process or no memory is left for it
+        return
+    assert monitor.stdin is not None
+    # Options are not in its command line: `pkill -f train.py` must not end the monitor.
+    with suppress(OSError), monitor.stdin as options_file:
+        options_file.write(json.dumps(asdict(options)).encode())
+
+
+class MonitorLink:
+    """A launcher's connection to the monitor of its ranks, which it starts. A context manager: the end closes it.
+
+    temporary_folder: see `MonitorOptions`.
+    """
+
+    def __init__(self, temporary_folder: str | None) -> None:
+        self.name = uuid.uuid4().hex
+        self.attempt = 0
+        options = MonitorOptions(command=typed_command(), temporary_folder=temporary_folder)
+        start_monitor(self.name, options)
+        self.connection: socket.socket | None = channel.connect(channel.address_of(self.name), timeout=2)
+        if self.connection is not None:
+            self.reader = channel.Reader(self.connection)
+            os.register_at_fork(after_in_child=self.connection.close)  # its end shows that the launcher has ended
+            channel.send(self.connection, {"launcher": True})
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the ranks need in their environment to find the monitor."""
+        return {ADDRESS: self.name}
+
+    def report(self, exit_codes: dict[int, int]) -> dict[str, Any] | None:
+        """The report of the ranks, which have all ended. exit_codes: {pid: code}. None if no rank has failed.
+
+        The dictionary has the "contents" of failure.json and the "screen".
+        """
+        if self.connection is None:
+            return None
+        try:
+            channel.send(self.connection, {"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
+        except OSError:
+            return None
+        answer = self.reader.wait_for("report", REPORT_SECONDS, attempt=self.attempt)
+        return None if answer is None else answer["report"]
+
+    def next_attempt(self, number: int) -> None:
+        """The ranks are about to start again. number: how often they were started before."""
+        self.attempt = number
+        if self.connection is not None:
+            with suppress(OSError):  # the monitor was killed: the run goes on without a report
+                channel.send(self.connection, {"next_attempt": number})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.connection is not None:
+            with suppress(OSError):
+                channel.send(self.connection, {"over": True})
+            self.connection.close()
+
+
+def typed_command() -> list[str]:
+    """The words that started this process."""
+    return [os.path.basename(sys.executable), *sys.argv]
+
+
+def start_for_rank(name: str, started_by: str, world_size: int) -> None:
+    """Start the monitor for ranks that another program has started. The first rank of each machine calls it."""
+    is_torchrun = started_by == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
+    options = MonitorOptions(
+        is_foreign=True,
+        is_printed_by_rank=started_by == "python" and world_size == 1,
+        agent=os.getppid() if is_torchrun else None,
+        command=whole_command(started_by),
+    )
+    start_monitor(name, options)
+
+
+def whole_command(started_by: str) -> list[str]:
+    """The words that started this process, with those of torchrun, mpirun or srun before them if it was one of these.
+
+    started_by: see `RankInfo`. Only of srun the words are not known: it runs on another machine.
+    """
+    if started_by == "srun":
+        return ["srun", *typed_command()]
+    parent = _command_of(os.getppid())
+    if parent[0] in MPI_LAUNCHERS:
+        return _without_values(parent)
+    return parent if "TORCHELASTIC_RUN_ID" in os.environ else typed_command()
+
+
+def _without_values(mpirun: list[str]) -> list[str]:
+    """The words with `-x NAME` for `-x NAME=VALUE`, which may be a secret. Where the ranks meet is none."""
+    shown = mpirun[:1]
+    for before, word in pairwise(mpirun):
+        is_value = before == "-x" and not word.startswith("MASTER_")
+        shown.append(word.partition("=")[0] if is_value else word)
+    return shown
+
+
+def _command_of(pid: int) -> list[str]:
+    """The words that started another process; this one's where the system does not tell."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return typed_command()
+    return [os.path.basename(words[0]), *words[1:]]
