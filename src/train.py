@@ -28,7 +28,7 @@ from lockstep import cli
 from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
+from lockstep.errors import exits_are_failures
 from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
@@ -45,13 +45,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
-
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
-    with exits_before_ranks_are_failures():
+    with cli.errors_are_shown_once(), exits_are_failures("the command left before the training"):
         return run(cfg)
 
 
@@ -70,11 +68,9 @@ def run(cfg: DictConfig) -> Any:
         from lockstep.dry_run import dry_run
 
         return dry_run(cfg, launcher, record.options)
-    launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo  # imports torch, while the fork server does the same
-    from lockstep.preflight import preflight
+    launcher.prepare("lockstep.rank_imports")
+    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-    postpone_dynamo()
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
         wait_for_turn()
     preflight(cfg, launcher)
@@ -86,7 +82,6 @@ def run(cfg: DictConfig) -> Any:
 def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
     """What one rank does from start to end. Returns the last value of `cfg.objective`."""
     from lockstep import build, build_loggers
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.run_folder import hold_run_folder
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
@@ -94,11 +89,10 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
-    postpone_dynamo()
     strategy: Strategy = instantiate(cfg.strategy)
     with (
         rank_logs() as logs,
-        exits_are_failures(),
+        exits_are_failures("this rank left before the end of the training"),
         monitor.failures(),  # of the meeting and the building
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
         hold_run_folder(cfg.run_dir, world) as held,
@@ -124,18 +118,16 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
 def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
     """What one rank does in any mode but train: bring the trained net back, and hand it to the mode."""
     from lockstep import build, build_trained
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
     from lockstep.snapshots.resume import restore_trained, snapshots_to_try
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
-    postpone_dynamo()
     mode, strategy = instantiate_as(Mode, cfg.mode, "mode"), instantiate(cfg.strategy)
     with (
         rank_logs() as logs,
-        exits_are_failures(),
+        exits_are_failures("this rank left before the end of the training"),
         monitor.failures(),
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
     ):

@@ -148,7 +148,7 @@ def hydra_overrides(arguments: list[str]) -> list[str]:
     The run folder is fixed, and what starts this job or a sweep of such jobs is done.
     """
     words = [word for word in arguments if re.match(r"[+~]*hydra[./]", word)]
-    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|launcher|mode)\b", word)]
+    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|mode)\b", word)]
 
 
 def config_flags(arguments: list[str]) -> list[str]:
