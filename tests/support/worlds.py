@@ -22,7 +22,7 @@ PRELOAD = [
     "lockstep.build",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.data.digits",
+    "lockstep.data.builtin",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",
     "lockstep.loggers.progress_bar",
