@@ -97,6 +97,11 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.plans and not gradient_sync.sends_as_much_each_step:
+        raise ConfigError(
+            f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
+            f"type gradient_sync=auto, or launch=fork"
+        )
     if launcher.plans and strategy.needs_other_ranks:
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "

@@ -22,7 +22,7 @@ class Launcher:
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
     plans: bool = False
-    """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
+    """Whether `launch` trains nothing, and shows what the job would do."""
 
     def prepare(self, rank_imports: str) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
