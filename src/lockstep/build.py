@@ -13,12 +13,10 @@ from lockstep.build_data import batch_transforms, complete_config, datasets, sam
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
-from lockstep.data.augment import Augment
-from lockstep.data.converter import Converter
-from lockstep.data.loader import BatchLoader
-from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
+from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.failures import rank as monitor
 from lockstep.loggers.base import LoggerList
 from lockstep.models.lazy_layers import give_shapes, has_lazy_layers
@@ -27,7 +25,6 @@ from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.rollback import Rollback
 from lockstep.strategies.base import Strategy
 from lockstep.training.epochs import EpochTrainer
 from lockstep.training.evaluation import Evaluator, wanted_by
@@ -132,7 +129,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
     return state
 
 
-def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader) -> SnapshotManager:
+def snapshots(
+    cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader, loggers: LoggerList
+) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
     samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
     require_same_data(state.strategy.world, "training data", samples, data)
@@ -144,7 +143,6 @@ def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_lo
     }
     return SnapshotManager(
         state,
-        state.strategy.world,
         cfg.run_dir,
         fingerprint,
         agreed_on(record.shown),
@@ -152,6 +150,7 @@ def snapshots(cfg: DictConfig, record: ConfigRecord, state: TrainState, train_lo
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,
+        before_save=loggers.flush,  # the curves of a killed run reach as far as its snapshots
     )
 
 
@@ -179,7 +178,7 @@ def epoch_trainer(
         parameters = list(strategy.model.parameters())
         measures = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
         running.stragglers = measures
-    return EpochTrainer(state, train_loader, measures, after_step, running, loggers, Rollback(state, snapshots))
+    return EpochTrainer(state, train_loader, measures, after_step, running, loggers, snapshots.roll_back)
 
 
 def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: LoggerList) -> Evaluator:

@@ -9,15 +9,15 @@ from omegaconf import DictConfig
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.check import run_columns
 from lockstep.config.targets import chooses_foreign_target, instantiate_as
-from lockstep.data.in_memory import class_names
+from lockstep.data.dataset import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
-from lockstep.loggers.run_facts import require_repetition, run_facts
+from lockstep.loggers.run_facts import run_facts
 from lockstep.loggers.run_record import RunRecord
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
-from lockstep.snapshots.fingerprint import compared
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.resume import compared
 from lockstep.training.state import TrainState
 
 
@@ -48,7 +48,6 @@ def run_info(
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.facts, computed, data)
-    require_repetition(world, facts)
     facts["classes"] = class_names(train_loader.dataset)
     return RunInfo(
         run_dir=snapshots.run_dir,

@@ -1,14 +1,66 @@
-"""Every private name of torch, Hydra, OmegaConf and Python's library that this project uses.
+"""Every private name of torch, Hydra, OmegaConf and Python's library that this project uses, a section for each.
 
-Each with the reason, the version that it was seen in, and what happens where it is missing. Libraries are imported
-inside the functions: `--help` answers without torch.
+Each function says why the name is needed, in which version it was seen, and what happens where it is missing.
+The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-# torch 2.14.1
+# Python's library, seen in 3.11.
 
-# Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang is less precise.
+
+def multiprocessing_folder() -> str | None:
+    """The folder in TMPDIR that multiprocessing has made for the socket of a fork server, None without one.
+
+    multiprocessing removes it while the interpreter is torn down, which this project's processes skip. Missing: None,
+    and the folder stays.
+    """
+    process = sys.modules.get("multiprocessing.process")  # else nobody has made one
+    folder: str | None = None
+    if process is not None:
+        folder = getattr(process.current_process(), "_config", {}).get("tempdir")
+    return folder
+
+
+def fork_server_pid() -> int | None:
+    """The process that ranks are forked from, None without one. Missing: None, and its death is not noticed."""
+    from multiprocessing import forkserver
+
+    server = getattr(forkserver, "_forkserver", None)
+    pid: int | None = getattr(server, "_forkserver_pid", None)
+    return pid
+
+
+# Hydra, seen in 1.3.8 and 1.4.0rc3.
+
+
+# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+# torch, seen in 2.14.1.
+
+
+@contextmanager
+def hidden_from_profiler() -> Iterator[None]:
+    """For the start of a collective that may end after torch's profiler has stopped.
+
+    A recorded collective writes its end into the profiler's memory, from a thread of gloo. If the profiler has stopped
+    by then, this memory is freed, and the write corrupts the heap. Missing: the collective is recorded.
+    """
+    import torch
+
+    enable = getattr(torch.autograd, "_enable_record_function", lambda enabled: None)
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(True)
+
+
+# Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed
+# first, are less certain.
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
 GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 
@@ -16,8 +68,8 @@ GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new p
 def flight_records() -> list[bytes]:
     """torch's records of the last collectives of this process, each as JSON: gloo's, and NCCL's in one of its own.
 
-    For the verdict on a hang; none where this torch has none. Without stacks: torch looks up their lines while it
-    holds the recorder's lock, which takes a second.
+    For the verdict on a hang. Without stacks: torch looks up their lines while it holds the recorder's lock, which
+    takes a second. Missing: none.
     """
     c10d = sys.modules.get("torch._C._distributed_c10d")  # an import could wait for an import that hangs
     records = []

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 
 PROJECT = Path(__file__).parent  # the folder src/lockstep
-PLUGIN = PROJECT.parent / "hydra_plugins" / "lockstep_sweeper"
-ENTRY_POINTS = (str(PROJECT.parent / "train.py"), str(PROJECT.parent / "runs.py"))
+_OWN = (f"{PROJECT}/", f"{PROJECT.parent}/hydra_plugins/", f"{PROJECT.parent}/train.py")
 _SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 LIBRARIES = tuple({f"{path}/" for path in (*map(sysconfig.get_path, _SCHEMES), *site.getsitepackages())})
 PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also of a virtual environment that this process is not in
@@ -23,7 +22,7 @@ def is_library(file: str) -> bool:
 
 def is_project(file: str) -> bool:
     """Whether it is a file of this project."""
-    return file.startswith((f"{PROJECT}/", f"{PLUGIN}/")) or file in ENTRY_POINTS
+    return file.startswith(_OWN)
 
 
 def is_users(file: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.distributed.host import LAUNCHER, cpu_count
-from lockstep.distributed.listening import listening_socket
+from lockstep.distributed.rendezvous import listening_socket
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed
@@ -179,5 +179,5 @@ def test_a_fork_server_ends_if_its_launcher_has_ended_before_it_ran(launcher_liv
     ended = subprocess.Popen(["true"])
     ended.wait()
     env = {LAUNCHER: str(os.getpid() if launcher_lives else ended.pid), "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", "import lockstep.launchers.forkserver_preload"]
+    command = [sys.executable, "-c", "import lockstep.rank_imports"]
     assert subprocess.run(command, env=os.environ | env).returncode == code

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World, init_distributed
-from lockstep.snapshots.state_dict import collect_state, model_state, plain_copy, restore_state
+from lockstep.snapshots.state import collect_state, model_state, plain_copy, restore_state
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.regression import Regression

@@ -89,12 +89,11 @@ def _answer(connection: socket.socket, stacks: int) -> None:
     with suppress(OSError), connection:
         while question := connection.recv(1):
             if question == LEAVE:
-                leave(EXIT_HANG)
+                os._exit(EXIT_HANG)
             faulthandler.dump_traceback(stacks, all_threads=True)
             connection.sendall(b"[" + b",".join(flight_records()) + b"]\n")
 
 
-leave = os._exit  # os._exit is replaced while a rank trains, see lockstep.distributed.early_exit
 _reporter = Reporter()
 _may_start = False
 
@@ -226,9 +225,9 @@ def _end_copy(error: BaseException) -> None:
     """
     if _reporter.is_copy:
         if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-            leave(error.code or 0)
+            os._exit(error.code or 0)
         traceback.print_exception(error)
-        leave(EXIT_FAILED)
+        os._exit(EXIT_FAILED)
 
 
 def _samples(batch: Any) -> list[int]:

@@ -23,6 +23,7 @@ from lockstep.failures.channel import NOBODY, STEP, STEP_ENDED_AT, STEPS_ENDED, 
 from lockstep.failures.rank import ASK
 from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, find_verdict, parse_stack
 from lockstep.failures.watched_rank import WatchedRank, children, parent, process_state, request_stack
+from lockstep.files import write_whole
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
 MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow
@@ -296,9 +297,7 @@ def exchange(run_dir: str, mine: Sequence[RankFacts], clock_ahead: float) -> lis
     now = time.time() - clock_ahead
     folder = Path(run_dir, "logs")
     own = folder / f"hang_of_rank{mine[0].rank}.json"
-    temporary = own.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
-    os.replace(temporary, own)
+    write_whole(own, json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}), sync=False)
     silent_since = now - min(rank.seconds for rank in mine)
     others: list[RankFacts] = []
     for path in set(folder.glob("hang_of_rank*.json")) - {own}:

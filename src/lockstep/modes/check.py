@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import ConfigError, first_of
 from lockstep.modes.base import Mode
+from lockstep.text import aligned
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lockstep.cli_record import ConfigRecord
     from lockstep.modes.check_draws import Draws
     from lockstep.modes.check_steps import Facts
     from lockstep.strategies.base import JobSpec
@@ -22,7 +26,14 @@ NAMED = 4  # parameters or modules that a line names
 class Check(Mode):
     """Takes a few steps on one rank and on two, and prints a table. `lockstep.check_run` does it."""
 
-    name, checks = "check", True
+    name, starts_ranks = "check", True
+
+    def work(self, cfg: "DictConfig", record: "ConfigRecord") -> None:
+        from lockstep.check_run import check_run
+        from lockstep.config.targets import instantiate_as
+        from lockstep.launchers.base import Launcher
+
+        check_run(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
 
     def validate(self, job: "JobSpec") -> None:
         info = read_rank_info()
@@ -163,8 +174,7 @@ def table(found: Sequence[Row]) -> list[str]:
         first, *others = row.reasons or [row.seen]
         cells.append((row.promise, "no" if row.reasons else "yes", first))
         cells += [("", "", reason) for reason in others]
-    width = max(len(promise) for promise, _, _ in cells)
-    return [f"{promise.ljust(width)}  {holds.ljust(5)}  {because}".rstrip() for promise, holds, because in cells]
+    return aligned(cells)
 
 
 def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:

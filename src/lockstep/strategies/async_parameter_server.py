@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Advance, JobSpec, StepRunner, Strategy
-from lockstep.strategies.packed import from_bytes, to_bytes
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 
 
 class AsyncParameterServer(Strategy):

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.model_parallel import layer_groups
-from lockstep.strategies.stored_tensor import whole_block
+from lockstep.strategies.tensor_bytes import whole_block
 
 
 class Stage(nn.Sequential):

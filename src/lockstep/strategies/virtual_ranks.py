@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.data.nested import count_samples
+from lockstep.data.dataset import count_samples
 from lockstep.data.partition import Part
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.packed import from_bytes, to_bytes
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 
 
 class Row(NamedTuple):

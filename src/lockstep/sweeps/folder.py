@@ -11,7 +11,8 @@ from typing import IO, Any
 
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
-from lockstep.runs.record import is_locked, write_whole
+from lockstep.files import write_whole
+from lockstep.runs.record import is_locked
 from lockstep.source_code import source_hashes
 from lockstep.sweeps.table import read_rows
 

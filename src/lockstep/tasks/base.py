@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.data.nested import count_samples
+from lockstep.data.dataset import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 

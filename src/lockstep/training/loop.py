@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
-from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.signals import StopVote
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures import rank as monitor
 from lockstep.tasks.base import Report

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.nested import tensors_in
+from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import Batch
 from lockstep.errors import ConfigError, TrainingDiverged, first_of
 from lockstep.strategies.base import JobSpec, Strategy
@@ -64,7 +64,7 @@ class NanPolicy:
     there the host waits in each step.
 
     action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
-    snapshot and leaves out the batch (see lockstep.snapshots.rollback). skipped: updates left out so far. left_out:
+    snapshot and leaves out the batch (see lockstep.snapshots.manager). skipped: updates left out so far. left_out:
     the steps whose batches are not used again. newest_snapshot, read: attributes, for messages.
     """
 
