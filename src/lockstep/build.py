@@ -19,8 +19,7 @@ from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.failures import rank as monitor
 from lockstep.loggers.base import LoggerList
-from lockstep.models.lazy_layers import give_shapes, has_lazy_layers
-from lockstep.models.weights_from_data import WeightsFromData
+from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights

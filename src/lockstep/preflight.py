@@ -18,7 +18,7 @@ from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
-from lockstep.models.lazy_layers import has_lazy_layers
+from lockstep.models.base import has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format

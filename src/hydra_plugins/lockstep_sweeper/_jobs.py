@@ -174,7 +174,7 @@ def prepare_forks(modules: Sequence[str]) -> None:
     """Import and ask once, in the process that jobs are forked from, what each of them needs. modules: of this project:
     what a user's module does when it is imported is the job's own affair.
     """
-    for name in [*modules, "lockstep.rank_imports", "lockstep.tasks.drawing"]:
+    for name in [*modules, "lockstep.rank_imports", "lockstep.tasks.reports"]:
         with suppress(ImportError):  # the job that needs it reports the error
             importlib.import_module(name)
     loaded_code_facts()

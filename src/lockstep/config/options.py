@@ -164,7 +164,7 @@ class TaskWithCounts(Task):
     classes: int | None = number("Classes, or labels, that are counted; null: as the data has.", min=1, example=10)
 
 
-@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
+@describes("lockstep.tasks.classification.ClassificationF1", "task/classification_f1")
 @dataclass
 class ClassificationF1(SmoothedTask):
     classes: int | None = number("Classes that are counted; null: as the data has.", min=1, example=10)
