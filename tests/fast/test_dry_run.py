@@ -97,7 +97,8 @@ def test_ways_to_add_up_send_what_they_say(way: str) -> None:
         assert (first.sent, first.received, last.sent, last.received) == (3 * whole, 3 * whole, whole, whole)
     else:
         ring = 2 * 3 / 4 * whole * (1 if way == "gradient_sync=ring" else 0.5)
-        assert first.sent == first.received == last.sent == last.received == pytest.approx(ring, rel=0.01)
+        for nbytes in (first.sent, first.received, last.sent, last.received):  # parts of a ring differ by a value
+            assert nbytes == pytest.approx(ring, rel=0.001)
 
 
 def test_layers_that_are_cut_send_what_dtensor_sends() -> None:
