@@ -29,19 +29,15 @@ from lockstep.cli_record import ConfigRecord, record_config
 from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.monitor import rank as monitor
 from lockstep.sweeps.job_process import wait_for_turn
 
 if TYPE_CHECKING:
-    from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
-    from lockstep.loggers.base import LoggerList
     from lockstep.loggers.rank_logs import RankLogs
-    from lockstep.snapshots.manager import SnapshotManager
     from lockstep.strategies.base import Strategy
-    from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +86,8 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
     from lockstep.distributed.run_folder_lock import hold_run_folder
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.record import write_record
+    from lockstep.snapshots.resume import write_hydra_files
+    from lockstep.training.loop import fit
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
@@ -100,25 +97,29 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
         rank_logs() as logs,
         exits_are_failures(),
         monitor.failures(),  # of the meeting and the building
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
         hold_run_folder(cfg.run_dir, world) as held,
     ):
         begin_run(cfg, record, world, logs)
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
         record = record.completed(cfg)
-        state = build.train_state(cfg, strategy, len(train_loader))
+        state = build.train_state(cfg, strategy, train_loader)
+        weights = build.weight_check(cfg, state)
         with (
-            build.snapshots(cfg, record, state, train_loader) as snapshots,
             build_loggers.loggers(cfg, state, held.restore) as loggers,
+            build.snapshots(cfg, record, state, train_loader, loggers, weights) as snapshots,
             monitor.failures(),  # of the training, before the files are closed, which takes time
         ):
             snapshots.resume(cfg.resume)
             if not state.finished:
-                write_record(world, cfg.run_dir, record.files, state.progress.step)
+                write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
             loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
+            evaluate = build.evaluator(cfg, state, eval_loader, loggers)
+            running, timer = build.running_metrics(cfg, state, train_loader, loggers)
+            watchers = [running, weights, snapshots]
             with signals.stop_after_saving():
-                return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
+                return fit(state, train_loader, evaluate, snapshots, loggers, watchers, timer, Path(cfg.run_dir))
 
 
 def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
@@ -127,7 +128,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.trained import restore_trained, snapshots_to_try
+    from lockstep.snapshots.resume import restore_trained, snapshots_to_try
     from lockstep.training.setup import set_determinism
 
     signals.listen(cfg.run_dir)
@@ -137,14 +138,14 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
         rank_logs() as logs,
         exits_are_failures(),
         monitor.failures(),
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
     ):
         begin_run(cfg, record, world, logs)
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, len(train_loader))
+        state = build.train_state(cfg, strategy, train_loader)
         paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-        snapshot, saved = restore_trained(state, paths, build.model_config(record.completed(cfg)))
+        saved, snapshot = restore_trained(state, paths, build.model_config(record.completed(cfg)))
         trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
         build_trained.warn_of_changed_data(trained, record.completed(cfg).shown)
         monitor.enter("mode")
@@ -161,45 +162,6 @@ def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "Rank
         log.warning("%s", record.notice)
     join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
     build.check_same_config(record, world)
-
-
-def fit(
-    cfg: DictConfig,
-    state: "TrainState",
-    train_loader: "BatchLoader",
-    eval_loader: "BatchLoader",
-    snapshots: "SnapshotManager",
-    loggers: "LoggerList",
-) -> float:
-    """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
-    from lockstep import build
-    from lockstep.loggers.base import EpochSummary
-    from lockstep.training.meter import RunningMetrics
-
-    objective, progress = cfg.objective.removeprefix("test/"), state.progress
-    tested: dict[str, float] = {}
-    running = RunningMetrics(state, loggers)
-    evaluate = build.evaluator(cfg, state, eval_loader, loggers)
-    trainer = build.epoch_trainer(cfg, state, train_loader, snapshots, loggers, running)
-    snapshots.before_save = loggers.flush  # the curves of a killed run reach as far as its snapshots
-    while not state.finished:
-        trained = trainer.train()
-        metrics, epochs = {"train": trained.means} if trained.means else {}, state.settings.epochs
-        if state.evaluation_due:
-            tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
-            if state.update_best(tested[objective], state.task.mode(cfg.objective)):
-                snapshots.save("best")
-        best = {} if progress.best is None else {objective: progress.best}
-        speed, counted = trained.samples_per_second, trained.counted_per_second
-        step, best_step = progress.step, progress.best_step
-        summary = EpochSummary(trained.epoch, epochs, step, metrics, speed, best, best_step, counted)
-        loggers.on_epoch_end(summary)
-        snapshots.after_epoch()
-    tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
-    monitor.enter("export")
-    snapshots.export()
-    loggers.on_fit_end(Path(cfg.run_dir), tested)
-    return tested[objective]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.run_facts import require_repetition, run_facts
 from lockstep.loggers.run_record import RunRecord
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
-from lockstep.snapshots.fingerprint import compared
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.resume import compared
 from lockstep.training.state import TrainState
 
 

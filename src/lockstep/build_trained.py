@@ -18,9 +18,8 @@ from lockstep.modes.base import TrainedRun, folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet
 from lockstep.runs.record import read_run
 from lockstep.snapshots.data_fingerprint import data_fingerprint
-from lockstep.snapshots.exported import trained_weights
-from lockstep.snapshots.finding import load_first_good
-from lockstep.snapshots.trained import PYTHON, snapshots_to_try
+from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
+from lockstep.snapshots.state import trained_weights
 from lockstep.training.setup import model_dtype, model_memory_format
 
 log = logging.getLogger(__name__)

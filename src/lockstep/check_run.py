@@ -19,6 +19,7 @@ from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.same_input import OtherData, require_same_data
 from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.spawn import SpawnLauncher
@@ -27,7 +28,6 @@ from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, ta
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn
 from lockstep.modes.check_notes import notes
 from lockstep.modes.check_steps import Facts, FirstSteps, differences
-from lockstep.monitor import rank as monitor
 from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
@@ -164,7 +164,7 @@ def check_worker(cfg: DictConfig, folder: Path, timed: bool) -> tuple[Facts, Dra
     strategy = instantiate(cfg.strategy)
     with rank_logs() as logs, exits_are_failures(), monitor.failures():
         logging.getLogger().handlers = logs.files  # warnings are shown below the table, once
-        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world:
+        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
             monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
@@ -188,7 +188,7 @@ def take_steps(
     loader, _ = build.model_and_data(cfg, world, strategy)
     fingerprint = data_fingerprint(loader.dataset)
     require_same_data(world, "training data", len(loader), fingerprint)
-    state = build.train_state(cfg, strategy, len(loader))
+    state = build.train_state(cfg, strategy, loader)
     steps, draws, lines = FirstSteps(state, timed), Draws(), list[str]()
     read = first_samples(loader)
     if timed and world.size == 1:

@@ -15,9 +15,9 @@ from lockstep.errors import (
     RanksDiffer,
     TrainingDiverged,
 )
+from lockstep.failures.causes import explain_lost_rank, tells_of_lost_rank
+from lockstep.failures.record import is_local, message_of
 from lockstep.launchers.base import RankFailed
-from lockstep.monitor.death_causes import explain_lost_rank, tells_of_lost_rank
-from lockstep.monitor.exception_record import is_local, message_of
 
 
 def exit_code(error: BaseException) -> int:

@@ -16,15 +16,13 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
 from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
 from lockstep.models.lazy_layers import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.monitor.exception_record import exception_record
-from lockstep.snapshots.finding import find_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
-from lockstep.snapshots.interval import SaveInterval
-from lockstep.snapshots.saver import validate_format
-from lockstep.snapshots.trained import snapshots_to_try
+from lockstep.snapshots.manager import SaveInterval, validate_format
+from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.job_process import wait_for_turn
@@ -94,12 +92,12 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     mode = check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
-    gradient_sync.validate(job, strategy)
+    strategy.validate_gradient_sync(gradient_sync, job)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.plans and strategy.needs_other_ranks:
+    if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"

@@ -14,18 +14,16 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.monitor.channel import Reader, send
-from lockstep.monitor.exception_record import exception_record
-from lockstep.monitor.failure_report import (
+from lockstep.failures.channel import ProgressPage, Reader, create_page_file, create_unnamed_file, send
+from lockstep.failures.record import exception_record
+from lockstep.failures.report import (
     FailureReport,
     build_report,
     compare_attempts,
+    resume_command,
     write_report,
 )
-from lockstep.monitor.options import MonitorOptions
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
-from lockstep.monitor.watched_rank import WatchedRank
-from lockstep.monitor.way_on import resume_command
+from lockstep.failures.watched_rank import MonitorOptions, WatchedRank
 
 LOST = "rank 1 is gone: closed by peer"
 

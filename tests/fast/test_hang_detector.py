@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from lockstep.monitor.hang_detector import SHORTEST_SILENCE, HangDetector, HangRules
-from lockstep.monitor.hang_evidence import RankFacts
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.channel import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.verdict import RankFacts
+from lockstep.failures.watchdog import SHORTEST_SILENCE, HangDetector, HangRules
 
 
 @dataclass

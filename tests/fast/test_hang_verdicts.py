@@ -5,13 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.monitor.code_owner import PROJECT
-from lockstep.monitor.hang_collectives import Record, parse_record
-from lockstep.monitor.hang_evidence import RankFacts, SharedSum
-from lockstep.monitor.hang_machines import exchange
-from lockstep.monitor.hang_rules import find_verdict
-from lockstep.monitor.hang_stack import Frame, Stack, parse_stack
-from lockstep.monitor.hang_verdict import Diagnosis, Kind
+from lockstep.failures.verdict import (
+    Diagnosis,
+    Frame,
+    Kind,
+    RankFacts,
+    Record,
+    SharedSum,
+    Stack,
+    find_verdict,
+    parse_record,
+    parse_stack,
+)
+from lockstep.failures.watchdog import exchange
+from lockstep.source_code import PROJECT
 
 USER = Stack((Frame("/home/me/net.py", 7, "forward"),))
 IN_TORCH = Stack((Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER.frames))

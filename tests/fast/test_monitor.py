@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.monitor import channel
-from lockstep.monitor.channel import Reader, send
-from lockstep.monitor.options import MonitorOptions
-from lockstep.monitor.process import Monitor
-from lockstep.monitor.start import run_monitor
+from lockstep.failures import channel
+from lockstep.failures.channel import Reader, send
+from lockstep.failures.monitor import Monitor
+from lockstep.failures.start import run_monitor
+from lockstep.failures.watched_rank import MonitorOptions
 from support.commands import ROOT, wait_for
 
-CONNECTS = "import os, sys; from lockstep.monitor import rank; rank.connect('{name}', {rank}, {size}, local_rank=0); "
+CONNECTS = "import os, sys; from lockstep.failures import rank; rank.connect('{name}', {rank}, {size}, local_rank=0); "
 CONNECTS += "rank.set_run('{run_dir}', 'log', 0.0); "
 RAISES = CONNECTS + "rank.failed({error})"
 WAITS = CONNECTS + "sys.stdin.read()"  # until the test closes its input
@@ -93,8 +93,8 @@ def test_a_rank_in_a_container_of_its_own_is_alive_as_long_as_it_is_connected(na
 # Its forked rank has a copy of all that is open in the launcher, and does not end by SIGTERM.
 LAUNCHER = """
 import os, signal, time
-from lockstep.monitor import rank
-from lockstep.monitor.start import MonitorLink
+from lockstep.failures import rank
+from lockstep.failures.start import MonitorLink
 link = MonitorLink(None)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -115,7 +115,7 @@ def test_forked_ranks_end_after_a_killed_launcher():
         wait_for(lambda: not rank.exists(), "end of the rank", 20)
 
 
-SHOWS_COMMAND = "from lockstep.monitor.start import whole_command as whole; print(ascii(whole('python')))"
+SHOWS_COMMAND = "from lockstep.failures.start import whole_command as whole; print(ascii(whole('python')))"
 
 
 def whole_command_under(name: str, *words: str) -> str:
@@ -140,8 +140,8 @@ def test_a_parent_whose_words_are_no_text_ends_no_run():
 def test_a_monitor_that_cannot_be_started_ends_no_run():
     script = (
         "import os, resource\n"
-        "from lockstep.monitor.options import MonitorOptions\n"
-        "from lockstep.monitor.start import start_monitor\n"
+        "from lockstep.failures.watched_rank import MonitorOptions\n"
+        "from lockstep.failures.start import start_monitor\n"
         "if os.geteuid() == 0:\n"
         "    os.setuid(65534)  # the limit does not hold for root\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))\n"

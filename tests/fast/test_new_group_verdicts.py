@@ -1,10 +1,7 @@
 """Ranks that form a process group meet at the store. If they wait there: is a rank missing, or is it the store?"""
 
-from lockstep.monitor.code_owner import PROJECT
-from lockstep.monitor.hang_evidence import RankFacts
-from lockstep.monitor.hang_rules import find_verdict
-from lockstep.monitor.hang_stack import Frame, Stack
-from lockstep.monitor.hang_verdict import Kind
+from lockstep.failures.verdict import Frame, Kind, RankFacts, Stack, find_verdict
+from lockstep.source_code import PROJECT
 
 USER = Frame("/home/me/net.py", 7, "forward")
 TORCH = "/x/site-packages/torch/distributed/distributed_c10d.py"

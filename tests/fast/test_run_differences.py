@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_hashes import hash_of_source, module_hashes
 from lockstep.runs.again import _create, _free_name, command_of, require_repeatable
 from lockstep.runs.code import versions
 from lockstep.runs.compare import explain
 from lockstep.runs.digests import StepTable, first_difference
 from lockstep.runs.record import read_run
+from lockstep.source_code import hash_of_source, module_hashes
 from support.made_runs import make_run
 
 
@@ -181,7 +181,7 @@ class Unread(ModuleType):
 def test_modules_of_libraries_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked rank would copy the memory of all of them."""
     found = module_hashes()
-    assert "lockstep.monitor.code_hashes" in found
+    assert "lockstep.source_code" in found
     assert "torch.nn" not in found
     monkeypatch.setitem(sys.modules, "torch.nn", Unread("torch.nn"))
     assert module_hashes() == found

@@ -13,7 +13,7 @@ import torch
 from lockstep.distributed.run_folder_lock import _try_lock
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.snapshots.record import write_record
+from lockstep.snapshots.resume import write_hydra_files
 from support.commands import wait_for
 from support.configs import composed, record_of
 from support.worlds import in_world
@@ -66,7 +66,7 @@ def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
 def test_a_start_that_saved_no_step_does_not_replace_the_record_of_those_before(tmp_path):
     world = World(0, 1, 0, 1, torch.device("cpu"), cast(Any, None), timeout=1)
     for text in ("first", "saved no step", "third"):
-        write_record(world, tmp_path, {"config.yaml": text}, step=30)
+        write_hydra_files(world, tmp_path, {"config.yaml": text}, step=30)
     assert contents(tmp_path / ".hydra") == {"config.yaml": "third", "config.until_step_00000030.yaml": "first"}
 
 

@@ -19,7 +19,7 @@ from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import SampleError, Samples
 from lockstep.data.stream import require_stream
 from lockstep.errors import ConfigError
-from lockstep.monitor.exception_record import exception_record
+from lockstep.failures.record import exception_record
 from support import own_data
 
 SEED = 3

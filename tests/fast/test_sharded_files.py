@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot
-from lockstep.snapshots.finding import load_first_good
-from lockstep.snapshots.parts import described, open_parts, parts_of, write_part
-from lockstep.snapshots.state_dict import CopyMemory
-from lockstep.strategies.stored_tensor import Block, StoredTensor, whole, whole_block
+from lockstep.snapshots.files import (
+    describe_parts,
+    list_snapshots,
+    open_parts,
+    parts_of,
+    remove_leftovers,
+    save_snapshot,
+    write_part,
+)
+from lockstep.snapshots.manager import CopyMemory
+from lockstep.snapshots.resume import load_first_good
+from lockstep.strategies.tensor_bytes import Block, StoredTensor, whole, whole_block
 from support.killed_disk import Disk
 
 
@@ -36,7 +43,7 @@ def save(folder: Path, name: str, value: int) -> None:
     """What the ranks do together."""
     parts = folder / f"{name}.parts.{secrets.token_hex(4)}"
     reports = [write_part(parts / f"rank_{rank}.bin", contents_of(rank, value)) for rank in range(4)]
-    contents = {"value": value} | described(parts, reports)
+    contents = {"value": value} | describe_parts(parts, reports)
     save_snapshot(folder, name, contents, keep_last=2, step=value, parts=parts.name)
 
 
@@ -72,7 +79,7 @@ def test_tensors_of_any_kind_come_back(tmp_path: Path, dtype: torch.dtype) -> No
     tensors = {"none": torch.zeros(0, 3), "number": torch.tensor(1), "turned": torch.arange(6).view(2, 3).T}
     named = {name: whole_block(tensor.to(dtype)) for name, tensor in tensors.items()}
     report = write_part(tmp_path / "a.parts.0" / "rank_0.bin", {"model": named, "optimizer": {}, "ema": None})
-    contents = open_parts(tmp_path / "a.pt", described(tmp_path / "a.parts.0", [report]), check=True)
+    contents = open_parts(tmp_path / "a.pt", describe_parts(tmp_path / "a.parts.0", [report]), check=True)
     for name, tensor in whole(contents["model"]).items():
         assert tensor.dtype == dtype
         assert torch.equal(tensor, tensors[name].to(dtype))

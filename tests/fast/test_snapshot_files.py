@@ -11,10 +11,8 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
-from lockstep.snapshots.finding import find_snapshots, load_first_good
-from lockstep.snapshots.interval import SaveInterval
-from lockstep.snapshots.trained import MODE, PYTHON, snapshots_to_try
-from lockstep.snapshots.writer import BackgroundWriter
+from lockstep.snapshots.manager import BackgroundWriter, SaveInterval
+from lockstep.snapshots.resume import MODE, PYTHON, find_snapshots, load_first_good, snapshots_to_try
 from support.killed_disk import Disk
 
 

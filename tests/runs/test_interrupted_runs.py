@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.failures.watched_rank import process_has_ended
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.monitor.watched_rank import process_has_ended
 from lockstep.runs.digests import read_digests
 from support.commands import (
     PYTHON_TRAIN,

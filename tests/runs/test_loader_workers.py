@@ -20,7 +20,7 @@ from torch.utils.data._utils import signal_handling
 from lockstep.data import workers
 from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.data.workers import DatasetReader
-from lockstep.monitor.death_causes import explain_exception
+from lockstep.failures.causes import explain_exception
 from support.commands import ROOT, children, wait_for
 
 HANGS = 77

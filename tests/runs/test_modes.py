@@ -166,7 +166,7 @@ def test_a_full_disk_is_named(run: Path, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["mode=evaluate"], "mode=evaluate wants a trained run; type resume=<a run folder>"),
+        (["mode=evaluate"], "mode=evaluate needs a trained run; type resume=<a run folder>"),
         (["mode=evaluate", "resume=x"], "resume=x does not exist; type resume=<a run folder"),
         (["mode=evaluate", "resume={run}", "-m"], "mode=evaluate is no training, and a sweep trains"),
         (["mode=evaluate", "resume={run}", "model=mlp"], "is of another model: model._target_ ("),

@@ -5,8 +5,9 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.monitor import hang_evidence, rank_probe
-from lockstep.monitor.progress_page import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures import rank as rank_probe
+from lockstep.failures import watchdog as hang_evidence
+from lockstep.failures.channel import ProgressPage, create_page_file, create_unnamed_file
 from support.worlds import in_world
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import read_run
-from lockstep.snapshots.hyperparameters import resumed_group
+from lockstep.snapshots.state import resumed_group
 from support.configs import composed
 from support.run_folders import newest_snapshot, read_log
 from support.worlds import distance, in_world, same_bits, train, train_all, weights

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.snapshots.files import list_snapshots, save_snapshot
-from lockstep.snapshots.finding import load_first_good
+from lockstep.snapshots.resume import load_first_good
 from support.commands import wait_for
 from support.event_files import scalars
 from support.run_folders import newest_snapshot

@@ -7,9 +7,8 @@ import torch
 
 import lockstep
 from lockstep.config.targets import instantiate
-from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.files import list_snapshots, parts_of
 from lockstep.snapshots.initial_weights import load_initial_weights
-from lockstep.snapshots.parts import parts_of
 from support.configs import composed
 from support.worlds import in_world, same_bits, train
 
@@ -20,9 +19,9 @@ SMALL += ["trainer.precision=fp64", "optimizer=adamw", "trainer.epochs=3", "snap
 
 def train_with_limit(cfg: Any, limit: int) -> float:
     """A training in which snapshot.format=auto saves parts from `limit` bytes on."""
-    from lockstep.snapshots import saver
+    from lockstep.snapshots import manager
 
-    saver.SHARDED_ABOVE = limit
+    manager.SHARDED_ABOVE = limit
     return train(cfg)
 
 

@@ -36,7 +36,7 @@ IMPORTS = (
     "lockstep.loggers.console",
     "lockstep.loggers.progress_bar",
     "lockstep.loggers.rank_logs",
-    "lockstep.snapshots.record",
+    "lockstep.snapshots.resume",
     "torch.utils.tensorboard",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

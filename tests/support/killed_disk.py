@@ -3,17 +3,36 @@
 import builtins
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
-from lockstep.snapshots import files, parts
+import lockstep.files
+import lockstep.snapshots.files
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: once it is raised, no later file operation has any effect."""
+
+
+class KilledFile:
+    """A file that is open for writing."""
+
+    def __init__(self, file: BinaryIO, disk: "Disk") -> None:
+        self.file, self.disk = file, disk
+        self.flush, self.fileno = file.flush, file.fileno
+
+    def write(self, content: Any) -> None:
+        self.disk.write(self.file, lambda file: file.write(content))
+
+    def __enter__(self) -> "KilledFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
 
 
 class Disk:
@@ -21,12 +40,12 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.last = 0, 0
-        for module in (files, parts):
-            monkeypatch.setattr(module, "open", self.guarded(builtins.open), raising=False)
+        for module in (lockstep.files, lockstep.snapshots.files):
+            monkeypatch.setattr(module, "open", self.open, raising=False)
         for owner, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (Path, "unlink")):
             monkeypatch.setattr(owner, name, self.guarded(getattr(owner, name)))
-        monkeypatch.setattr(torch, "save", self.partial(torch.save))
-        monkeypatch.setattr(files, "_write_json", self.partial(files._write_json))
+        torch_save = torch.save
+        monkeypatch.setattr(torch, "save", lambda value, file: self.write(file.file, partial(torch_save, value)))
 
     def killed_now(self) -> bool:
         self.count += 1
@@ -40,17 +59,16 @@ class Disk:
 
         return call
 
-    def partial(self, write: Callable[..., Any]) -> Callable[..., Any]:
+    def open(self, path: Any, mode: str = "r") -> Any:
+        file = self.guarded(builtins.open)(path, mode)
+        return KilledFile(file, self) if mode == "wb" else file
+
+    def write(self, file: BinaryIO, write: Callable[[BinaryIO], Any]) -> None:
         """A write that is killed in the middle leaves some bytes."""
-
-        def call(*args: Any) -> Any:
-            if self.killed_now():
-                (file,) = [value for value in args if hasattr(value, "write")]
-                file.write(b"half")
-                raise Killed
-            return write(*args)
-
-        return call
+        if self.killed_now():
+            file.write(b"half")
+            raise Killed
+        write(file)
 
     def save(self, save: Callable[[], object], last: int) -> bool:
         """Whether `save` came to its end, with at most `last` file operations."""

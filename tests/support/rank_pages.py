@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.monitor.progress_page import ProgressPage
+from lockstep.failures.channel import ProgressPage
 from support.commands import ranks_under
 
 PAGE = "/memfd:lockstep-page (deleted)"

@@ -16,7 +16,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError
 from lockstep.launchers.processes import preload
-from lockstep.monitor.code_hashes import module_hashes
+from lockstep.source_code import module_hashes
 from lockstep.sweeps.constraints import Constraint
 from lockstep.sweeps.search import changed_words
 from lockstep.sweeps.table import FINISHED, read_rows

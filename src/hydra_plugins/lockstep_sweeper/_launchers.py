@@ -23,7 +23,7 @@ from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.run_folder import SWEEP_FOLDER
 from lockstep.distributed.signal_relay import Relay
 from lockstep.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, path_value
-from lockstep.monitor.linux_processes import children
+from lockstep.failures.watched_rank import children
 from lockstep.sweeps.folder import wait_for_lock
 from lockstep.sweeps.job_process import LONGEST_CAUSE, Outcome, record_outcome, start_job
 from lockstep.sweeps.left_rows import by_record

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.start import start_for_rank
+from lockstep.failures import rank as monitor
+from lockstep.failures.start import start_for_rank
 
 
 def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
     """Tell the monitor where the run folder is, and what a hang is. A collective.
 
-    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.monitor.hang_detector`.
+    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
     """
     if monitor.may_start_monitor():
         name = world.broadcast_json(uuid.uuid4().hex)

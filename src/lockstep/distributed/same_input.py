@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_hashes import module_hashes
+from lockstep.source_code import module_hashes
 
 
 def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:

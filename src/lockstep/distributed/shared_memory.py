@@ -15,7 +15,7 @@ import torch
 from lockstep.distributed.time_waited import waiting
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 

@@ -19,10 +19,10 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.death_causes import tells_of_lost_rank
-from lockstep.monitor.exception_record import is_local, message_of
-from lockstep.monitor.way_on import newest_snapshot
+from lockstep.failures import rank as monitor
+from lockstep.failures.causes import tells_of_lost_rank
+from lockstep.failures.record import is_local, message_of
+from lockstep.failures.report import newest_snapshot
 
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.

@@ -23,7 +23,7 @@ from lockstep.distributed.listening import on_one_machine
 from lockstep.distributed.rendezvous import form_group
 from lockstep.distributed.time_waited import all_reduce_sum
 from lockstep.errors import ConfigError
-from lockstep.monitor import rank as monitor
+from lockstep.failures import rank as monitor
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
-from lockstep.monitor.report_screen import RAISED_BY_ALL
+from lockstep.failures.report import RAISED_BY_ALL
 
 Worker = Callable[..., Any]
 

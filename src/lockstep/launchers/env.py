@@ -10,9 +10,9 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.failures import rank as monitor
+from lockstep.failures.record import message_of
 from lockstep.launchers.base import Launcher, RankFailed, Worker
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.exception_record import message_of
 
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first

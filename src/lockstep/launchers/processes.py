@@ -20,8 +20,8 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, CannotStartNow, ConfigError, RankMissing, StoppedEarly
+from lockstep.failures import rank as monitor
 from lockstep.launchers.base import RankFailed, Worker
-from lockstep.monitor import rank as monitor
 
 START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -41,7 +41,7 @@ PRELOADED_MODULES = [
     "lockstep.distributed.run_folder_lock",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.snapshots.record",
+    "lockstep.snapshots.resume",
     "lockstep.loggers.rank_logs",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",

@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import STOP_SIGNALS, ended_at_once, unanswered_stop, with_newest_snapshot
 from lockstep.errors import EXIT_FINISHED, EXIT_KILLED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.failures.watched_rank import process_has_ended
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.processes import print_line
-from lockstep.monitor.watched_rank import process_has_ended
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed

@@ -14,10 +14,10 @@ from lockstep.distributed.listening import store_address
 from lockstep.distributed.signal_relay import Relay
 from lockstep.distributed.signals import blocked
 from lockstep.distributed.temporary_folder import temporary_folder
+from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
 from lockstep.launchers.stopping import fork_server_killed, stopped_early, wait_for_ranks
-from lockstep.monitor.start import MonitorLink
 
 
 class Supervisor:

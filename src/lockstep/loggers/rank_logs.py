@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.monitor import rank as monitor
-from lockstep.monitor.exception_record import message_of
+from lockstep.failures import rank as monitor
+from lockstep.failures.record import message_of
 
 log = logging.getLogger(__name__)
 

@@ -53,9 +53,9 @@ def require_repetition(world: World, facts: Mapping[str, Any]) -> None:
     folder = os.environ.get(REPEATED)
     if folder is None:
         return
-    from lockstep.monitor.code_hashes import module_hashes
     from lockstep.runs.again import what_differs
     from lockstep.runs.record import read_run
+    from lockstep.source_code import module_hashes
 
     problem = None
     if world.is_rank_zero:

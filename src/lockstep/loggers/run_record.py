@@ -16,9 +16,9 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.monitor.code_hashes import module_hashes
 from lockstep.runs.code import DIFF, loaded_code_facts, versions
 from lockstep.runs.record import FAILED, FINISHED, KILLED, PAUSED, RUNNING, read_run, write_run
+from lockstep.source_code import module_hashes
 from lockstep.training.state import TrainState
 
 WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often

@@ -62,7 +62,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     import torch
 
     from lockstep.distributed import signals
-    from lockstep.monitor import rank as monitor
+    from lockstep.failures import rank as monitor
     from lockstep.training.setup import autocast
 
     state, parts = trained.state, list[Columns]()

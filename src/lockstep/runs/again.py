@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, ConfigError, path_value
-from lockstep.monitor.code_hashes import ROOT, hash_of_source
 from lockstep.runs.code import DIFF, versions
 from lockstep.runs.compare import differing, explain
 from lockstep.runs.digests import read_digests
 from lockstep.runs.record import FINISHED, PAUSED, REPEATED, Run, read_run, state_of
 from lockstep.runs.table import plain
+from lockstep.source_code import ROOT, hash_of_source
 
 ONE_MACHINE = {"python", "torchrun", "environment", "spawn", "fork"}
 ELSEWHERE = ("launch.", "run_dir", "resume")  # config keys that say where a run computes, and from where it goes on

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.monitor.code_hashes import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
+from lockstep.source_code import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
 
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
 DIFF = "uncommitted.diff"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_whole
 
 NAME = "run.json"
 FORMAT = 1
@@ -35,22 +36,6 @@ Run = dict[str, Any]
 def write_run(folder: Path, run: Run, sync: bool = False) -> None:
     """Write run.json, whole or not at all. sync: it is on the disk when this returns. Raises OSError."""
     write_whole(folder / NAME, json.dumps({"format": FORMAT, **run}, indent=1), sync)
-
-
-def write_whole(path: Path, text: str, sync: bool) -> None:
-    """Replace the file at once. sync: only when the new text is on the disk. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def read_run(folder: Path) -> Run:
@@ -143,7 +128,7 @@ def _failure(run: Run) -> dict[str, Any] | None:
     """The failure report of the run's last life."""
     if run["lives"][-1]["state"] not in (RUNNING, FAILED):
         return None
-    from lockstep.monitor.failure_report import read_report  # a table of runs that ended well does not need it
+    from lockstep.failures.report import read_report  # a table of runs that ended well does not need it
 
     report = read_report(Path(run["folder"]))
     return report if report is not None and report["run"]["time"] >= run["lives"][-1]["started"] else None

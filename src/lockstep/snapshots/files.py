@@ -1,79 +1,41 @@
-"""Snapshot files: written whole or not at all, listed, and swept.
+"""The files of a snapshot: written whole or not at all, read after their checksums were compared, and removed.
 
 A snapshot is `step_00000123.pt` and, beside it, its companion `step_00000123.json` with its SHA-256 and position. It
-holds tensors and plain values only, so `torch.load(weights_only=True)` reads it. A sharded one has parts, too.
+holds tensors and plain values only, so `torch.load(weights_only=True)` reads it.
+
+The `.pt` of a sharded snapshot holds what is small, and for each tensor its type, shape and blocks. The numbers are in
+the folder `step_00000123.parts.<random>`, in one file of plain numbers per rank. A snapshot that is written again has
+another folder, so the old one is whole until the new one is. The `.pt` is written last.
 """
 
-import errno
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from lockstep.snapshots.parts import parts_of, read_companion, remove_unused_parts, sha256, sync_folder
+from lockstep.distributed.host import cpu_count
+from lockstep.files import explain_disk_error, sync_folder, write_temporary, write_whole
+from lockstep.strategies.tensor_bytes import Block, FileBlock, StoredTensor, as_bytes
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2  # of the snapshots that this version writes and reads, beside FORMAT_IN_PARTS
+FORMAT_IN_PARTS = 3
+SECTIONS = ("model", "optimizer", "ema")  # of a snapshot's contents, whose tensors are in the parts
+STORED = {"dtype", "shape", "blocks"}  # what the snapshot's own file holds of a tensor
+INFIX = ".parts."
 
-
-def save_snapshot(
-    folder: Path, name: str, contents: dict[str, Any], keep_last: int, damaged: Collection[Path] = (), **position: Any
-) -> Path:
-    """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
-
-    position: what the companion also contains, for people who read it. Of the numbered snapshots, the `keep_last`
-    newest up to this one are kept; those that were found `damaged` count as the oldest. Raises OSError, for example on
-    a full disk; the older snapshots, and one of this name, are untouched then. What only fails to remove older ones is
-    a warning.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.pt"
-    replaced = accepted_checksums(path) if path.exists() else []
-    replaced_parts = parts_of(path) if replaced else []
-    temporary = _write_temporary(path, lambda file: torch.save({"format": FORMAT, **contents}, file))
-    try:
-        companion = {"sha256": sha256(temporary), **position}
-        # Two files cannot be replaced at once. Until both are, the companion fits the old file and the new one.
-        both = {"replaces": replaced, "replaced_parts": [parts.name for parts in replaced_parts]}
-        _write_companion(path, companion | both)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    try:
-        sync_folder(folder)  # before the older ones go
-        if replaced:
-            _write_companion(path, companion)
-        _remove_folders(replaced_parts)
-        _remove_older(path, keep_last, damaged)
-    except OSError as error:
-        reason = explain(error, folder)
-        log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
-    return path
-
-
-def save_file(path: Path, contents: Any) -> None:
-    """torch.save to `path`, whole or not at all. Raises OSError, for example on a full disk."""
-    _replace(_write_temporary(path, lambda file: torch.save(contents, file)), path)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left in `folder`: unfinished files, companions and parts without a snapshot."""
-    unfinished = [*folder.glob("*.pt.tmp"), *folder.glob("*.json.tmp")]
-    lone = [path for path in folder.glob("step_*.json") if not path.with_suffix(".pt").exists()]
-    for path in [*unfinished, *lone]:
-        try:
-            path.unlink()
-        except OSError as error:
-            log.warning("%s is of no snapshot and cannot be removed (%s); move it away", path, error)
-    remove_unused_parts(folder)
+# Which snapshots there are.
 
 
 def list_snapshots(folder: Path) -> list[Path]:
@@ -86,49 +48,229 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def explain(error: OSError, folder: Path) -> str:
-    """`error` in words, with what to do about it. It ends in a request, so that " and ..." can follow."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}; free some space"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; {folder} cannot be written: make it writable"
-    return f"{error}; check {folder}"
+def parts_of(path: Path) -> list[Path]:
+    """The folders that hold the parts of the snapshot `path`, as its companion names them. Empty without any."""
+    companion = _read_companion(path) or {}
+    names = [companion.get("parts"), *companion.get("replaced_parts", [])]
+    return [path.with_name(_plain_name(name)) for name in names if name]
 
 
-def _write_temporary(path: Path, write: Callable[[BinaryIO], None]) -> Path:
-    """A temporary file in the folder of `path`, filled by `write` and on the disk."""
-    temporary = path.with_name(path.name + ".tmp")
+def _is_numbered(path: Path) -> bool:
+    return re.fullmatch(r"step_\d+", path.stem) is not None
+
+
+def _read_companion(path: Path) -> dict[str, Any] | None:
+    """The companion of the snapshot `path`. None if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        companion: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+        return companion
+    return None
+
+
+def _accepted_checksums(path: Path) -> list[str]:
+    """The checksums that the companion of `path` accepts; none if the companion is missing or damaged."""
+    companion = _read_companion(path) or {}
+    return [companion["sha256"], *companion.get("replaces", [])] if "sha256" in companion else []
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain_name(name: Any) -> str:
+    """The name of a file, without folders: a snapshot may be a stranger's."""
+    return Path(str(name)).name
+
+
+# Writing.
+
+
+def save_snapshot(
+    folder: Path, name: str, contents: dict[str, Any], keep_last: int, damaged: Collection[Path] = (), **position: Any
+) -> Path:
+    """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
+
+    keep_last: of the numbered snapshots, so many stay, the newest up to this one.
+    damaged: snapshots that were found damaged, which count as the oldest.
+    position: what the companion also contains, for people who read it.
+    Raises OSError, for example on a full disk; the older snapshots, and one of this name, are untouched then. What only
+    fails to remove older ones is a warning.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, companion_path = folder / f"{name}.pt", folder / f"{name}.json"
+    replaced = _accepted_checksums(path) if path.exists() else []
+    replaced_parts = parts_of(path) if replaced else []
+    temporary = write_temporary(path, lambda file: torch.save({"format": FORMAT, **contents}, file))
     try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException as error:
+        companion = {"sha256": _sha256(temporary), **position}
+        # Two files cannot be replaced at once. Until both are, the companion fits the old file and the new one.
+        both = {"replaces": replaced, "replaced_parts": [parts.name for parts in replaced_parts]}
+        write_whole(companion_path, json.dumps(companion | both))
+        os.replace(temporary, path)
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if isinstance(error.__context__, OSError):  # on a full disk torch.save raises an error that does not say so
-            raise error.__context__ from None
         raise
-    return temporary
+    try:
+        sync_folder(folder)  # before the older ones go
+        if replaced:
+            write_whole(companion_path, json.dumps(companion))
+        _remove_folders(replaced_parts)
+        if _is_numbered(path):
+            _remove_older(path, keep_last, damaged)
+    except OSError as error:
+        reason = explain_disk_error(error, folder)
+        log.warning("%s is saved, but not all older ones are removed: %s; training goes on", path, reason)
+    return path
 
 
-def _replace(temporary: Path, path: Path) -> None:
-    os.replace(temporary, path)
+def blocks_of(contents: dict[str, Any]) -> Iterator[Block]:
+    """What this rank saves of the contents of a snapshot, in which each tensor of `SECTIONS` is a Block."""
+    for leaf in tree_leaves([contents[name] for name in SECTIONS]):
+        if isinstance(leaf, Block) and leaf.values is not None:
+            yield leaf
+
+
+def write_part(path: Path, contents: dict[str, Any]) -> dict[str, Any]:
+    """Write this rank's blocks to `path`, one after the other. Returns their index and the file's SHA-256.
+
+    Raises OSError, for example on a full disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digest, position = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def write(block: Block) -> dict[str, Any]:
+            nonlocal position
+            dtype = str(block.dtype).removeprefix("torch.")
+            stored: dict[str, Any] = {"dtype": dtype, "shape": list(block.shape), "blocks": []}
+            if block.values is not None and block.values.numel():
+                content = as_bytes(block.values.contiguous())
+                file.write(content)
+                digest.update(content)
+                stored["blocks"] = [[path.name, position, list(block.offsets), list(block.values.shape)]]
+                position += len(content)
+            return stored
+
+        index = tree_map_only(Block, write, {name: contents[name] for name in SECTIONS})
+        file.flush()
+        os.fsync(file.fileno())
     sync_folder(path.parent)
+    return {"index": index, "files": {path.name: [position, digest.hexdigest()]}}
 
 
-def _write_companion(path: Path, companion: dict[str, Any]) -> None:
-    target = path.with_suffix(".json")
-    _replace(_write_temporary(target, lambda file: _write_json(file, companion)), target)
+def describe_parts(folder: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the snapshot's own file holds of the parts in `folder`. reports: of `write_part`, one for each rank."""
+    files = {name: found for report in reports for name, found in report["files"].items()}
+    index: dict[str, Any] = _united([report["index"] for report in reports])
+    return index | {"format": FORMAT_IN_PARTS, "parts": {"folder": folder.name, "files": files}}
 
 
-def _write_json(file: BinaryIO, value: dict[str, Any]) -> None:
-    file.write(json.dumps(value).encode())
+def _united(indexes: list[Any]) -> Any:
+    """One index of those of all ranks: dicts are united, and the blocks of a tensor are put together."""
+    first = indexes[0]
+    if _is_stored(first):
+        return {**first, "blocks": [block for index in indexes for block in index["blocks"]]}
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for index in indexes for key in index)
+        return {key: _united([index[key] for index in indexes if key in index]) for key in keys}
+    if isinstance(first, list | tuple):
+        return type(first)(_united(list(items)) for items in zip(*indexes, strict=True))
+    return first
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == STORED
+
+
+# Reading.
+
+
+def load_verified(path: Path, check_parts: bool = True) -> Any:
+    """The contents of the snapshot `path` on the CPU, with a StoredTensor for each tensor that is in its parts.
+
+    check_parts: whether to read the parts and to compare their checksums.
+    Raises ValueError, or what torch.load raises, if it is damaged.
+    """
+    accepted = _accepted_checksums(path)
+    if not accepted:
+        raise ValueError(f"{path.with_suffix('.json').name} with its checksum is missing or damaged")
+    if _sha256(path) not in accepted:
+        raise ValueError("its checksum does not match")
+    contents = load_plain(path)
+    return open_parts(path, contents, check_parts) if isinstance(contents, dict) else contents
+
+
+def load_plain(path: Path) -> Any:
+    """What torch.save has written to `path`, on the CPU. Raises many types; ValueError if loading it could run code."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if type(error).__name__ == "UnpicklingError":  # in its message torch advises to switch the check off
+            raise ValueError("it holds more than tensors and plain values, and loading that could run code") from None
+        raise
+
+
+def open_parts(path: Path, contents: dict[str, Any], check: bool) -> dict[str, Any]:
+    """`contents` of the snapshot `path`, with a StoredTensor for each tensor that is in its parts.
+
+    check: whether to read the parts and to compare their checksums.
+    Raises ValueError for a part that is missing, cut off or changed.
+    """
+    if "parts" not in contents:
+        return contents
+    folder = path.with_name(_plain_name(contents["parts"]["folder"]))
+    files = {folder / _plain_name(name): found for name, found in contents["parts"]["files"].items()}
+    for file, (length, _) in files.items():
+        if not file.is_file():
+            raise ValueError(f"its part {folder.name}/{file.name} is missing")
+        if file.stat().st_size != length:
+            raise ValueError(f"its part {folder.name}/{file.name} is cut off")
+    if check:
+        with ThreadPoolExecutor(cpu_count()) as pool:
+            for file, found in zip(files, pool.map(_sha256, files), strict=True):
+                if found != files[file][1]:
+                    raise ValueError(f"the checksum of its part {folder.name}/{file.name} does not match")
+
+    def opened(value: Any) -> Any:
+        if not _is_stored(value):
+            return value
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['dtype']} is no type of numbers")
+        blocks = [
+            FileBlock(folder / _plain_name(name), int(position), tuple(offsets), tuple(shape))
+            for name, position, offsets, shape in value["blocks"]
+        ]
+        return StoredTensor(value["shape"], dtype, blocks)
+
+    return {**contents, **tree_map(opened, {name: contents[name] for name in SECTIONS}, is_leaf=_is_stored)}
+
+
+# Removing.
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process left in `folder`: unfinished files, companions and parts without a snapshot.
+
+    A snapshot whose companion is missing or damaged keeps its parts: they are whole, and the companion may come back.
+    """
+    unfinished = [*folder.glob("*.pt.tmp"), *folder.glob("*.json.tmp")]
+    lone = [path for path in folder.glob("step_*.json") if not path.with_suffix(".pt").exists()]
+    for path in [*unfinished, *lone]:
+        try:
+            path.unlink()
+        except OSError as error:
+            log.warning("%s is of no snapshot and cannot be removed (%s); move it away", path, error)
+    for parts in folder.glob(f"*{INFIX}*"):
+        snapshot = folder / f"{parts.name.partition(INFIX)[0]}.pt"
+        is_named = parts in parts_of(snapshot) or _read_companion(snapshot) is None
+        if not (snapshot.exists() and is_named):
+            shutil.rmtree(parts, ignore_errors=True)
 
 
 def _remove_older(path: Path, keep_last: int, damaged: Collection[Path]) -> None:
     """Keep `path` and the `keep_last` - 1 numbered ones before it. Later ones stay: they were passed over, damaged."""
-    if not _is_numbered(path):
-        return
     older = [other for other in list_snapshots(path.parent) if step_of(other) < step_of(path)]
     older.sort(key=lambda other: other in damaged)  # stable: the good ones first, newest first
     for old in older[max(keep_last, 1) - 1 :]:
@@ -141,13 +283,3 @@ def _remove_older(path: Path, keep_last: int, damaged: Collection[Path]) -> None
 def _remove_folders(folders: list[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_numbered(path: Path) -> bool:
-    return re.fullmatch(r"step_\d+", path.stem) is not None
-
-
-def accepted_checksums(path: Path) -> list[str]:
-    """The checksums that the companion of `path` accepts; none if the companion is missing or damaged."""
-    companion = read_companion(path) or {}
-    return [companion["sha256"], *companion.get("replaces", [])] if "sha256" in companion else []

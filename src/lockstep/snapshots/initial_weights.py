@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.patterns import matching_parameters, require_matches
-from lockstep.snapshots.files import list_snapshots
-from lockstep.snapshots.parts import open_parts
-from lockstep.strategies.stored_tensor import StoredTensor, whole
+from lockstep.snapshots.files import list_snapshots, load_plain, open_parts
+from lockstep.strategies.tensor_bytes import StoredTensor, whole
 
 log = logging.getLogger(__name__)
 
@@ -96,13 +95,11 @@ def _state_dict(path: Path, where: str) -> dict[str, Tensor | StoredTensor]:
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
     try:
-        contents: Any = torch.load(path, map_location="cpu", weights_only=True)
+        contents = load_plain(path)
         if isinstance(contents, dict):
             contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "weights_only" in str(error) or "Weights only" in str(error):  # torch advises to switch the check off
-            reason = "it holds more than tensors and plain values, and loading that could run code"
         raise ConfigError(f"init={where}: {path} cannot be read ({reason}); type init=<another file>") from None
     if isinstance(contents, dict) and isinstance(contents.get("model"), dict):  # a snapshot, or many people's files
         contents = contents["model"] | (contents.get("ema") or {})

@@ -1,51 +1,91 @@
-"""Saves a run's snapshots when they are due, and resumes a run from them."""
+"""Saves a run's snapshots when they are due, resumes a run from them, and leaves the model's weights at its end."""
 
 import copy
 import logging
-from collections.abc import Callable
+import math
+import re
+import secrets
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from lockstep.distributed import signals
+from lockstep.distributed.object_collectives import gather_state
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.slurm_job import slurm_reason
 from lockstep.distributed.stop_vote import StopVote
-from lockstep.distributed.world import World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
-from lockstep.monitor import rank as monitor
-from lockstep.snapshots.exported import export_weights, is_exported, remove_unfinished, weights_of_snapshot
-from lockstep.snapshots.files import list_snapshots, remove_leftovers, step_of
-from lockstep.snapshots.finding import find_snapshots, load_first_good
-from lockstep.snapshots.fingerprint import check_fingerprint, log_config_changes
-from lockstep.snapshots.finite import require_finite_loss, require_good_weights
-from lockstep.snapshots.interval import SaveInterval
-from lockstep.snapshots.loading import Found, load_on_all_ranks
-from lockstep.snapshots.saver import Saver
-from lockstep.snapshots.state_dict import model_state, plain_copy, restore_state, without_parameters
-from lockstep.snapshots.writer import BackgroundWriter
+from lockstep.distributed.world import DISK_TIMEOUT
+from lockstep.errors import (
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    ConfigError,
+    RanksDiffer,
+    StoppedEarly,
+    TrainingDiverged,
+    path_word,
+)
+from lockstep.failures import rank as monitor
+from lockstep.files import explain_disk_error, write_whole
+from lockstep.snapshots.files import (
+    INFIX,
+    blocks_of,
+    describe_parts,
+    list_snapshots,
+    remove_leftovers,
+    save_snapshot,
+    step_of,
+    write_part,
+)
+from lockstep.snapshots.resume import (
+    Found,
+    find_snapshots,
+    load_first_good,
+    load_on_all_ranks,
+    log_config_changes,
+    require_same_run,
+)
+from lockstep.snapshots.state import (
+    collect_state,
+    copy_to_cpu,
+    model_state,
+    plain_copy,
+    restore_state,
+    trained_weights,
+    without_parameters,
+)
+from lockstep.strategies.base import Strategy
+from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
+from lockstep.training.timing import Watcher
+from lockstep.training.weight_check import local_part
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 2  # snapshots in memory that are not on the disk yet
+SHARDED_ABOVE = 2**30  # bytes of weights, optimizer state and average, from which snapshot.format=auto saves parts
+ROLLBACKS_IN_A_ROW = 3  # at steps that follow each other; more of them mean that the weights are bad, not a batch
+LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 
 
-class SnapshotManager:
+class SnapshotManager(Watcher):
     """Saves and restores `state`. Every rank calls every method. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
-
-    fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
-    config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-    epoch_samples: global samples in an epoch. every: see SaveInterval. keep_last, form: see Saver.
-    before_save: an attribute, called on rank 0 before each save. It writes what must not be older than the snapshot.
     """
 
     def __init__(
         self,
         state: TrainState,
-        world: World,
         run_dir: str | Path,
         fingerprint: dict[str, Any],
         config: dict[str, Any],
@@ -53,25 +93,39 @@ class SnapshotManager:
         every: str,
         keep_last: int,
         form: str,
+        before_save: Callable[[], None] = lambda: None,
+        compare_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        self.state, self.world, self.run_dir = state, world, Path(run_dir)
+        """
+        fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
+        config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
+        epoch_samples: global samples in an epoch.
+        every: see SaveInterval.
+        keep_last, form: see Saver.
+        before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
+        compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
+        """
+        self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
+        self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
         self.epoch_samples = epoch_samples
         self.interval = SaveInterval(every)
-        self.vote = StopVote(world, flags=2)
+        self.before_save, self.compare_weights = before_save, compare_weights
+        self.vote = StopVote(self.world, flags=2)
         self.writer = BackgroundWriter(MAX_PENDING)
         self.saver = Saver(state, self.folder, self.writer, keep_last, form)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
         self.fresh_groups = copy.deepcopy([without_parameters(group) for group in state.optimizer.param_groups])
         self.scheduler_as_built = plain_copy(self.fresh_schedule)
-        self.before_save: Callable[[], None] = lambda: None
         self.resumed_from: Path | None = None
         self.start_step = 0
         self.is_due = False
+        self.last_bad_step, self.rollbacks_in_a_row = -1, 0
 
     def __enter__(self) -> Self:
-        if self.world.is_rank_zero:
-            remove_unfinished(self.run_dir)
+        if self.world.is_rank_zero:  # what a killed process left
+            for name in (LAST, BEST):
+                (self.run_dir / f"{name}.tmp").unlink(missing_ok=True)
             remove_leftovers(self.folder)
         return self
 
@@ -84,9 +138,7 @@ class SnapshotManager:
         if error is None:
             self.vote.close()
 
-    @property
-    def folder(self) -> Path:
-        return self.run_dir / "snapshots"
+    # To begin, and to begin again.
 
     def resume(self, where: str | Path | None) -> Path | None:
         """Restore the run's own newest snapshot, else the one that `where` names. Returns its path, None without one.
@@ -116,6 +168,55 @@ class SnapshotManager:
             log.info(message, self.start_step, self.state.reached_limit)
         return path
 
+    def _find(self, where: str | Path | None) -> Found | None:
+        """(contents, path) of the snapshot to resume from."""
+        self.writer.drain()  # at a rollback the newest one may not be written yet
+        paths = find_snapshots(where, self.run_dir)
+        found = load_first_good(paths)
+        if found is not None:
+            saved, path = found
+            self.saver.damaged |= set(paths[: paths.index(path)])
+            require_same_run(path, saved["fingerprint"], self.fingerprint)
+        return found
+
+    def roll_back(self, error: TrainingDiverged) -> None:
+        """`watch.nan=rollback`: go back to the newest snapshot, in place, and leave out the batch that gave a NaN.
+
+        Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
+        """
+        nan = self.state.nan
+        self._name_newest(error)
+        if nan.action != "rollback" or error.step is None:
+            raise error
+        self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
+        self.last_bad_step = error.step
+        if self.rollbacks_in_a_row > ROLLBACKS_IN_A_ROW:
+            raise error
+        self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
+        if self.resume(self.resumed_from) is None:
+            raise error
+        self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
+        nan.leave_out(error.step)
+        step = self.state.progress.step
+        log.warning("%s; back to step %d, and step %d will leave out its batch", error, step, error.step)
+
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot."""
+        try:
+            yield
+        except (TrainingDiverged, RanksDiffer) as error:
+            self._name_newest(error)
+            raise
+
+    def _name_newest(self, error: TrainingDiverged | RanksDiffer) -> None:
+        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
+        newest = self.world.broadcast_json(str(self.newest() or ""))
+        if newest:
+            error.name_snapshot(Path(newest))
+
+    # When to save, and when to stop.
+
     def after_step(self, samples: int) -> None:
         """Save if a snapshot is due. `samples`: global samples since the last call.
 
@@ -131,10 +232,10 @@ class SnapshotManager:
         if self.is_due and progress.samples < self.epoch_samples:
             self.save()
 
-    def stop(self) -> NoReturn:
-        """Save the run as it is now, and raise StoppedEarly."""
-        self.save()
-        raise self._stopped_early()
+    def after_epoch(self) -> None:
+        """Save if a snapshot is due, and at the end of the run."""
+        if self.is_due or self.state.finished or self.interval.due_after_epoch(self.state.progress.epoch):
+            self.save()
 
     def stop_before_evaluation(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
@@ -144,22 +245,47 @@ class SnapshotManager:
         progress.evaluation_pending = self.state.finished
         self.stop()
 
-    def after_epoch(self) -> None:
-        """Save if a snapshot is due, and at the end of the run."""
-        if self.is_due or self.state.finished or self.interval.due_after_epoch(self.state.progress.epoch):
-            self.save()
+    def stop(self) -> NoReturn:
+        """Save the run as it is now, and raise StoppedEarly when the snapshot is on the disk.
+
+        The launcher ends all ranks when the first one exits.
+        """
+        self.save()
+        with self.world.disk_access():
+            newest = str(self.newest() or "") if self.world.is_rank_zero else ""
+        newest = self.world.broadcast_json(newest)
+        reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
+        self.world.barrier()
+        signals.stop_listening()
+        stopped = f"stopped early at step {self.state.progress.step}{reason}"
+        if newest == str(self.folder / f"{self._numbered()}.pt"):
+            raise StoppedEarly(f"{stopped}; go on there with {go_on_words(self.run_dir)}")
+        where = f"go on from {newest}" if newest else "start again"
+        raise StoppedEarly(
+            f"{stopped}, whose snapshot could not be written; {where} with {go_on_words(self.run_dir)}",
+            EXIT_STOPPED_WITHOUT_SNAPSHOT,
+        )
+
+    # Saving.
 
     @monitor.phase("snapshot")
     def save(self, name: str | None = None) -> None:
         """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
 
-        Raises TrainingDiverged, on all ranks and before anything is written, if the loss or a weight is not finite.
+        Raises TrainingDiverged, on all ranks and before anything is written, if the loss or a weight is not finite, and
+        RanksDiffer if ranks hold different weights that should be the same.
         """
         state = self.state
         totals = state.meter.totals()
-        require_finite_loss(state, totals)
+        loss = totals[state.meter.places["loss"]].item()  # the sum over the epoch
+        if not math.isfinite(loss):
+            raise state.nan.non_finite_loss(loss, state.progress.step)
         state.average_replicas()
-        require_good_weights(state, self.newest)
+        # An update can break the weights one step before a loss shows it.
+        broken = sum(not is_finite(local_part(value.detach())) for value in state.strategy.model.parameters())
+        if self.world.all_reduce_sum(torch.tensor(float(broken), device=self.world.device)).item():
+            raise TrainingDiverged(f"the weights are not finite at step {state.progress.step}", SMALLER_STEPS)
+        self.compare_weights()
         contents = self.saver.collect(totals, self.scheduler_as_built)
         if name is None:
             self.is_due = False
@@ -181,6 +307,11 @@ class SnapshotManager:
         own = [path for path in list_snapshots(self.folder) if step_of(path) <= now]
         return own[0] if own else self.resumed_from
 
+    def _numbered(self) -> str:
+        return f"step_{self.state.progress.step:08d}"
+
+    # The end.
+
     def export(self) -> None:
         """Write the model, with the averaged weights if there are any, as a plain state dict to model.pt.
 
@@ -190,52 +321,239 @@ class SnapshotManager:
         state = self.state
         with self.world.disk_access():
             self.saver.finish()  # so that model.pt is the newest file
-        is_new = state.progress.step > self.start_step
-        if not is_new and self.world.broadcast_json(is_exported(self.run_dir, self.resumed_from)):
+        if state.progress.step == self.start_step and self.world.broadcast_json(self._is_exported()):
             return
         with state.ema_weights():
             weights = model_state(state.strategy)
             with self.world.disk_access():
-                message = self._export(weights) if self.world.is_rank_zero else None
-        message = self.world.broadcast_json(message)
-        if message is not None:
-            raise ConfigError(message)
+                problem = self._write_weights(weights) if self.world.is_rank_zero else None
+        problem = self.world.broadcast_json(problem)
+        if problem is not None:
+            raise ConfigError(problem)
 
-    def _export(self, weights: dict[str, Any]) -> str | None:
-        """None, or why it could not be written."""
+    def _is_exported(self) -> bool:
+        """Whether model.pt is there and at least as new as the snapshot that this run resumed from."""
+        model, snapshot = self.run_dir / LAST, self.resumed_from
+        return model.exists() and (snapshot is None or model.stat().st_mtime >= snapshot.stat().st_mtime)
+
+    def _write_weights(self, last: dict[str, Any]) -> str | None:
+        """Write model.pt and model_best.pt. None, or why one could not be written. A run that has model.pt is complete.
+
+        A model_best.pt of an earlier end of this run goes where the last weights are the best ones now.
+        """
         progress, best = self.state.progress, None
         if progress.best_step not in (None, progress.step):
-            averaged = self.state.ema is not None
-            best = weights_of_snapshot(self.folder / "best.pt", averaged, progress.best_step)
-        return export_weights(self.run_dir, weights, best)
+            best = self._best_weights()
+        # Beside tensors a state dict has what modules give in get_extra_state.
+        last = tree_map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
+        try:
+            if best is None:
+                (self.run_dir / BEST).unlink(missing_ok=True)
+            else:
+                write_whole(self.run_dir / BEST, lambda file: torch.save(best, file))
+            write_whole(self.run_dir / LAST, lambda file: torch.save(last, file))
+        except OSError as error:
+            reason = explain_disk_error(error, self.run_dir)
+            return f"no {LAST}: {reason} and type the command again with {path_word('hydra.run.dir', self.run_dir)}"
+        return None
 
-    def _find(self, where: str | Path | None) -> Found | None:
-        """(contents, path) of the snapshot to resume from."""
-        self.writer.drain()  # at a rollback the newest one may not be written yet
-        paths = find_snapshots(where, self.run_dir)
-        found = load_first_good(paths)
-        if found is not None:
-            saved, path = found
-            self.saver.damaged |= set(paths[: paths.index(path)])
-            check_fingerprint(path, saved["fingerprint"], self.fingerprint)
-        return found
+    def _best_weights(self) -> dict[str, Any] | None:
+        """What best.pt holds of the model. None if it is damaged, not there, or that of another step."""
+        path, step = self.folder / "best.pt", self.state.progress.best_step
+        try:
+            found = load_first_good([path]) if path.exists() else None
+        except ConfigError:  # a damaged one is in the log
+            return None
+        if found is None:
+            return None
+        if found[0]["progress"]["step"] == step:
+            return trained_weights(found[0], averaged=self.state.ema is not None)
+        log.warning("no %s: the snapshot of the best evaluation, after step %d, could not be written", BEST, step)
+        return None
 
-    def _stopped_early(self) -> StoppedEarly:
-        """Wait until the last snapshot is on the disk. The launcher ends all ranks when the first one exits."""
-        with self.world.disk_access():
-            newest = str(self.newest() or "") if self.world.is_rank_zero else ""
-        newest = self.world.broadcast_json(newest)
-        reason = slurm_reason() if self.world.is_rank_zero else ""  # while the other ranks wait, as it takes its time
-        self.world.barrier()
-        signals.stop_listening()
-        stopped = f"stopped early at step {self.state.progress.step}{reason}"
-        if newest == str(self.folder / f"{self._numbered()}.pt"):
-            return StoppedEarly(f"{stopped}; go on there with {go_on_words(self.run_dir)}")
-        where = f"go on from {newest}" if newest else "start again"
-        return StoppedEarly(
-            f"{stopped}, whose snapshot could not be written; {where} with {go_on_words(self.run_dir)}",
-            EXIT_STOPPED_WITHOUT_SNAPSHOT,
+
+class SaveInterval:
+    """ "1epochs", "50steps" or "10min"; a unit alone means 1. Raises ConfigError for anything else.
+
+    unit: "epoch", "step" or "min".
+    """
+
+    def __init__(self, every: str) -> None:
+        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", str(every))
+        count = int(match[1] or 1) if match else 0
+        if match is None or count == 0:
+            raise ConfigError(
+                f"snapshot.every={every} is not an interval; type snapshot.every=1epochs, 50steps or 10min"
+            )
+        self.count, self.unit = count, match[2]
+        self.last_step = 0
+        self.last_time = time.monotonic()
+
+    def due_after_step(self, step: int) -> bool:
+        """Whether a multiple of the interval lies in the steps since the last call. Some strategies report several."""
+        due = self.unit == "step" and step // self.count > self.last_step // self.count
+        self.last_step = step
+        return due
+
+    def due_after_epoch(self, epoch: int) -> bool:
+        """Whether `epoch`, the number of whole epochs done, ends an interval."""
+        return self.unit == "epoch" and epoch % self.count == 0
+
+    def due_by_clock(self) -> bool:
+        """True once per interval of minutes. The ranks' clocks differ, so they vote on it."""
+        due = self.unit == "min" and time.monotonic() - self.last_time >= 60 * self.count
+        if due:
+            self.last_time = time.monotonic()
+        return due
+
+
+def validate_format(form: str, strategy: Strategy) -> None:
+    """Raise ConfigError if `snapshot.format` asks for parts that the ranks do not hold."""
+    if form == "sharded" and not strategy.shards_state:
+        raise ConfigError(
+            "snapshot.format=sharded needs ranks that hold parts of the state, and with this strategy each holds all "
+            "of it; type snapshot.format=auto, or strategy=fsdp"
         )
 
-    def _numbered(self) -> str:
-        return f"step_{self.state.progress.step:08d}"
+
+class BackgroundWriter:
+    """Runs writes in one thread, in order, and is never more than `max_pending` writes behind."""
+
+    def __init__(self, max_pending: int) -> None:
+        self.thread = ThreadPoolExecutor(1, "snapshots")
+        self.max_pending = max_pending
+        self.pending: deque[Future[None]] = deque()
+
+    def put(self, write: Callable[..., None], *args: Any) -> None:
+        """Run write(*args) later. Waits for the oldest if `max_pending` are pending: each holds a copy in memory.
+
+        Raises what an earlier write raised.
+        """
+        while len(self.pending) >= self.max_pending:
+            self.pending.popleft().result()
+        self.pending.append(self.thread.submit(write, *args))
+
+    def drain(self) -> None:
+        """Wait until everything is written. Raises what a write raised."""
+        while self.pending:
+            self.pending.popleft().result()
+
+    def close(self) -> None:
+        """Wait until everything is written, and end the thread."""
+        try:
+            self.drain()
+        finally:
+            self.thread.shutdown()
+
+
+class CopyMemory:
+    """`plain_copy` into the memory of the copy before, which is overwritten: new memory takes four times as long."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def plain_copy(self, value: Any) -> Any:
+        before, self.tensors = self.tensors[::-1], []
+
+        def copy(tensor: Tensor) -> Tensor:
+            kept = before.pop() if before else None
+            if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+                self.tensors.append(kept.copy_(tensor.detach()))
+            else:
+                self.tensors.append(copy_to_cpu(tensor))
+            return self.tensors[-1]
+
+        return plain_copy(value, copy)
+
+
+class Saver:
+    """Saves `state` to `folder`, in one file or in parts. Every rank calls every method, and a thread does the writing.
+
+    keep_last: how many numbered snapshots stay.
+    form: `snapshot.format`.
+    """
+
+    def __init__(self, state: TrainState, folder: Path, writer: BackgroundWriter, keep_last: int, form: str) -> None:
+        self.state, self.folder, self.writer, self.keep_last, self.form = state, folder, writer, keep_last, form
+        self.world = state.strategy.world
+        self.damaged: set[Path] = set()  # on rank 0: passed over when the run was resumed, they push out no good ones
+        self.part_memory = CopyMemory()
+        self.group: dist.ProcessGroup | None = None  # of the writing threads, while the others use their own groups
+
+    def collect(self, totals: Tensor, scheduler_as_built: dict[str, Any]) -> dict[str, Any] | None:
+        """The state as `put` takes it, not copied yet; None on a rank that writes nothing. A collective.
+
+        Where it is saved in parts it has "parts", the end of the name of their folder.
+        """
+        strategy = self.state.strategy
+        if self.form != "full" and strategy.shards_state:
+            contents = collect_state(self.state, totals, scheduler_as_built, strategy.own_blocks)
+            mine = sum(block.values.nbytes for block in blocks_of(contents) if block.values is not None)
+            of_ranks = self.world.all_gather_json([mine, secrets.token_hex(4)])
+            is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
+            if is_large or self.form == "sharded":
+                if self.group is None:
+                    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
+                    assert isinstance(group, dist.ProcessGroup)
+                    self.group = group
+                return contents | {"parts": of_ranks[0][1]}
+        contents = collect_state(self.state, totals, scheduler_as_built, strategy.full_state)
+        return contents if self.world.is_rank_zero else None
+
+    def put(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+        """Copy `contents`, of `collect` and what the caller added, and let the thread write them as `name`."""
+        if "parts" not in contents:
+            self.writer.put(self._write, name, plain_copy(contents), position)
+            return
+        self.writer.drain()  # one copy of a part at a time
+        self.writer.put(self._write_in_parts, name, self.part_memory.plain_copy(contents), position)
+
+    def finish(self) -> None:
+        """Wait until the last snapshot is on the disk, and free the memory of its copy."""
+        self.writer.drain()
+        self.part_memory = CopyMemory()
+
+    def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+        """In the writer's thread. A full disk costs a warning, not the training."""
+        try:
+            path = save_snapshot(self.folder, name, contents, self.keep_last, self.damaged, **position)
+            self.damaged.discard(path)
+        except OSError as error:
+            if "parts" in position:  # the largest files, on a disk that may be full
+                shutil.rmtree(self.folder / position["parts"], ignore_errors=True)
+            self._warn(position["step"], explain_disk_error(error, self.folder))
+
+    def _write_in_parts(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+        """In the writer's thread of each rank. Rank 0 writes the snapshot's own file when all parts are on the disk."""
+        folder = self.folder / f"{name}{INFIX}{contents['parts']}"
+        report: dict[str, Any] = {"problem": None}
+        try:
+            report |= write_part(folder / f"rank_{self.world.rank}.bin", contents)
+        except OSError as error:
+            report["problem"] = explain_disk_error(error, self.folder)
+        assert self.group is not None
+        try:
+            reports = gather_state(report, self.group)
+        except RuntimeError as error:  # a rank has died, which ends the training, too
+            log.warning("no snapshot at step %d: a rank was lost (%s)", position["step"], str(error).splitlines()[0])
+            return
+        if not self.world.is_rank_zero:
+            return
+        problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(reports) if each["problem"]]
+        if problems:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._warn(position["step"], "; ".join(problems))
+            return
+        self._write(name, contents | describe_parts(folder, reports), position | {"parts": folder.name})
+
+    def _warn(self, step: int, reason: str) -> None:
+        log.warning("no snapshot at step %d: %s; training goes on", step, reason)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all of `values` are. A NaN is the least and the greatest: 20 times as fast as looking at each."""
+    if not values.numel():
+        return True
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())

@@ -21,8 +21,8 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.mapped_memory import parameters_on_disk
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
+from lockstep.strategies.tensor_bytes import parameters_on_disk
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -9,8 +9,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.world import World
-from lockstep.strategies.mapped_memory import on_disk
-from lockstep.strategies.stored_tensor import Block, StoredTensor, whole_block
+from lockstep.strategies.tensor_bytes import Block, StoredTensor, on_disk, whole_block
 
 
 def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:

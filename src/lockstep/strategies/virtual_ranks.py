@@ -21,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.packed import from_bytes, to_bytes
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 
 
 class Row(NamedTuple):

@@ -11,8 +11,9 @@ from typing import IO, Any
 
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError
-from lockstep.monitor.code_hashes import source_hashes
-from lockstep.runs.record import is_locked, write_whole
+from lockstep.files import write_whole
+from lockstep.runs.record import is_locked
+from lockstep.source_code import source_hashes
 from lockstep.sweeps.table import read_rows
 
 RECORD = "sweep.json"

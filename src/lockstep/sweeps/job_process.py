@@ -21,8 +21,7 @@ from lockstep.errors import (
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
 )
-from lockstep.monitor.failure_report import read_report
-from lockstep.monitor.report_screen import RAISED_BY_ALL
+from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, WAITING, Row, SweepTable
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.signals import stop_listening
-from lockstep.monitor.start import whole_command
+from lockstep.failures.start import whole_command
 from lockstep.sweeps.folder import check_record, lock_sweep, read_code, write_record
 from lockstep.sweeps.left_rows import left_by_earlier
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, resume_words

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, path_word
-from lockstep.runs.record import write_whole
+from lockstep.files import write_whole
 
 TABLE = "sweep.csv"
 WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"

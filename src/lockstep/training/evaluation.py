@@ -16,8 +16,8 @@ from lockstep.distributed import signals
 from lockstep.distributed.stop_vote import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
+from lockstep.failures import rank as monitor
 from lockstep.loggers.base import Logger
-from lockstep.monitor import rank as monitor
 from lockstep.tasks.base import Report, Share
 from lockstep.training.meter import Meter
 from lockstep.training.nan import OTHER_DATA, SMALLER_STEPS, Broken, broken_samples, sentence_about

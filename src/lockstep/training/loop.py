@@ -14,8 +14,8 @@ from torch import Tensor
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.errors import TrainingDiverged
+from lockstep.failures import rank as monitor
 from lockstep.loggers.base import EpochSummary, Logger
-from lockstep.monitor import rank as monitor
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, Watcher

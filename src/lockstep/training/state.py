@@ -151,7 +151,7 @@ class TrainState:
         return None
 
     def steps_left(self, epoch_samples: int) -> int:
-        """Optimizer steps to the end of this epoch of `epoch_samples` samples, or to `max_steps` if that comes first."""
+        """Optimizer steps to the end of this epoch of `epoch_samples` samples, or to `max_steps` if that is nearer."""
         return self._to_max_steps(-(-(epoch_samples - self.progress.samples) // self.settings.batch_size))
 
     def whole_steps_left(self, epoch_samples: int) -> int:
@@ -168,6 +168,8 @@ class TrainState:
         self.strategy.module.train()
         if self.progress.samples == 0:
             self.meter.clear()
+        if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
+            self.gradients = {}
 
     def keep_gradients(self, step: int, is_last: bool) -> None:
         """Keep what is reported of the averaged gradients of `step`, the last one of an epoch if `is_last`."""

@@ -1,18 +1,88 @@
 """What a rank reports to its monitor: where it is, and how it ends. Without a monitor these functions do nothing."""
 
 import contextlib
+import faulthandler
+import fcntl
+import mmap
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from lockstep.errors import EXIT_FAILED
-from lockstep.monitor import channel, rank_probe
-from lockstep.monitor.exception_record import exception_record, last_lines
-from lockstep.monitor.progress_page import EPOCH, ProgressPage, create_page_file, create_unnamed_file
+from lockstep.errors import EXIT_FAILED, EXIT_HANG
+from lockstep.failures import channel
+from lockstep.failures.channel import EPOCH, ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.record import exception_record, last_lines
+
+STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+ASK, LEAVE = b"?", b"x"  # what the monitor may send
+end_process = os._exit  # os._exit is replaced while a rank trains, see lockstep.distributed.early_exit
+RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
+
+_crash_pipe: int | None = None  # the end that faulthandler writes to
+
+
+def install(stacks: int) -> tuple[str, list[int]]:
+    """Called once in a rank before its process group is formed. stacks: the file that stacks are written to.
+
+    Returns the identity of the main thread as stacks have it, and descriptors to send to the monitor: the socket on
+    which the rank is asked for its stacks and its flight record, and the pipe of a crash. The caller closes them once
+    they are sent. No descriptors where this is not Linux.
+    """
+    global _crash_pipe
+    main_thread = f"0x{threading.main_thread().ident:016x}"
+    if sys.platform != "linux" or STACK_SIGNAL is None:
+        faulthandler.enable(stacks)
+        return main_thread, []
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
+    # Loader workers that are forked from this rank inherit the file and the handler.
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    here, there = socket.socketpair()
+    threading.Thread(target=_answer, args=(here, stacks), name="lockstep-probe", daemon=True).start()
+    crash, _crash_pipe = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)  # each write is a packet of its own
+    fcntl.fcntl(_crash_pipe, fcntl.F_SETPIPE_SZ, mmap.PAGESIZE)  # of which there is room for one
+    faulthandler.enable(_crash_pipe)
+    return main_thread, [there.detach(), crash]
+
+
+def remove() -> None:
+    """Undo `install`. Its thread ends when the monitor closes the other end of the socket."""
+    global _crash_pipe
+    faulthandler.disable()
+    if STACK_SIGNAL is not None:
+        faulthandler.unregister(STACK_SIGNAL)
+    if _crash_pipe is not None:
+        os.close(_crash_pipe)
+        _crash_pipe = None
+
+
+def _answer(connection: socket.socket, stacks: int) -> None:
+    """Do what the monitor asks for: write the stacks and send the flight record, as JSON and a line end, or leave."""
+    with suppress(OSError), connection:
+        while question := connection.recv(1):
+            if question == LEAVE:
+                end_process(EXIT_HANG)
+            faulthandler.dump_traceback(stacks, all_threads=True)
+            connection.sendall(flight_record() + b"\n")
+
+
+def flight_record() -> bytes:
+    """torch's record of the last collectives of this process, as JSON; `{}` where this torch has none.
+
+    Without stacks: torch looks up their lines while it holds the recorder's lock, which takes a second.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")  # an import could wait for an import that hangs
+    try:
+        return bytes(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, TypeError):  # torch 2.14: private
+        return b"{}"
+
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
 MOST_SAMPLES = 1000  # that are named in a report
@@ -58,7 +128,7 @@ def connect(name: str, rank: int, world_size: int, **facts: Any) -> None:
     if connection is None:
         return
     _reporter = RankReporter(connection)
-    main_thread, descriptors = rank_probe.install(_reporter.stacks)
+    main_thread, descriptors = install(_reporter.stacks)
     hello = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname(), **facts}
     hello["main_thread"] = main_thread
     _reporter.send({"hello": hello}, _reporter.page_file, _reporter.stacks, *descriptors)
@@ -91,7 +161,7 @@ def set_run(run_dir: str, log_file: str, clock_ahead: float) -> None:
 
 
 def watch_for_hangs(timeout: float | None, on_hang: str, backend_timeout: float) -> None:
-    """Ask the monitor to end or report a run that hangs, see `lockstep.monitor.hang_detector.HangRules`."""
+    """Ask the monitor to end or report a run that hangs, see `lockstep.failures.watchdog.HangRules`."""
     if _reporter is not None:
         _reporter.send({"watch": {"timeout": timeout, "on_hang": on_hang, "backend_timeout": backend_timeout}})
 
@@ -212,7 +282,7 @@ def disconnect() -> None:
     """Leave the monitor. The next job of a sweep has another one."""
     global _reporter
     if _reporter is not None:
-        rank_probe.remove()
+        remove()
         _reporter.connection.close()
         os.close(_reporter.stacks)
         os.close(_reporter.page_file)

@@ -1,8 +1,10 @@
-"""The monitor's main loop. It ends with the ranks that it watches."""
+"""The monitor as a program of its own. `lockstep.failures.start` starts it."""
 
+import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -10,15 +12,67 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep.monitor.arrivals import Arrivals
-from lockstep.monitor.channel import Message, Reader, peer_pid, send
-from lockstep.monitor.failure_report import FailureReport, remove_report, write_report
-from lockstep.monitor.hang_detector import HangDetector, HangRules, look_for_hang
-from lockstep.monitor.linux_processes import writes_to_pipe
-from lockstep.monitor.options import MonitorOptions
-from lockstep.monitor.progress_page import ProgressPage
-from lockstep.monitor.torchrun_agent import has_ended
-from lockstep.monitor.watched_rank import WatchedRank, is_gone, open_pid_file
+from lockstep.failures.channel import Message, ProgressPage, Reader, is_same_user, peer_pid, send
+from lockstep.failures.report import FailureReport, remove_report, write_report
+from lockstep.failures.watchdog import HangDetector, HangRules, look_for_hang
+from lockstep.failures.watched_rank import MonitorOptions, WatchedRank, children, is_gone, open_pid_file, writes_to_pipe
+
+OnArrival = Callable[[Sequence[Message], socket.socket, Reader], None]
+"""Takes the first messages of a connection; none if it was closed before."""
+
+
+class Arrivals:
+    """Takes connections at `listener`, and hands each to `on_arrival` once its first message is there."""
+
+    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, on_arrival: OnArrival) -> None:
+        self.listener, self.selector, self.on_arrival = listener, selector, on_arrival
+        self.waiting: set[socket.socket] = set()  # connections without a first message
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def take_all(self) -> None:
+        """On a busy machine ranks connect, and end, before this process has begun to listen."""
+        while found := [key for key, _ in self.selector.select(0) if key.fileobj in {self.listener, *self.waiting}]:
+            for key in found:
+                key.data()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except BlockingIOError:  # `take_all` was faster
+            return
+        if not is_same_user(connection):
+            connection.close()
+            return
+        reader = Reader(connection)
+        self.waiting.add(connection)
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self._read_first(connection, reader))
+
+    def _read_first(self, connection: socket.socket, reader: Reader) -> None:
+        messages = reader.read()
+        if messages or not reader.is_open:
+            self.selector.unregister(connection)
+            self.waiting.remove(connection)
+            self.on_arrival(messages, connection, reader)
+
+
+AGENT_SECONDS = 35.0  # for torchrun to end after its ranks
+POLL_SECONDS = 0.1
+
+
+def has_ended(agent: int | None, ranks: set[int]) -> bool:
+    """Wait for torchrun to end: its traceback comes before the report. False if it starts other ranks."""
+    if agent is None or (pid_file := open_pid_file(agent)) is None:
+        return True
+    waiter = selectors.DefaultSelector()
+    waiter.register(pid_file, selectors.EVENT_READ)
+    for _ in range(round(AGENT_SECONDS / POLL_SECONDS)):
+        if waiter.select(POLL_SECONDS):
+            return True
+        if set(children(agent)) - ranks:
+            return False
+    return False
+
 
 POLL_SECONDS = 0.2
 FIRST_RANK_SECONDS = 900.0  # for the first rank to connect, where no launcher stays connected
@@ -234,3 +288,16 @@ class Monitor:
         if self.report is not None and self.report.kind != "config" and not by_rank and not self.is_printed:
             self.is_printed = True
             print(self.report.screen(), file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The program. Its argument is the descriptor of the socket to listen on; stdin has the options as JSON."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the ranks
+        signal.signal(number, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    address = listener.getsockname()
+    try:
+        Monitor(listener, MonitorOptions(**json.load(sys.stdin))).run()
+    finally:
+        if isinstance(address, str):  # not abstract: a file, where the system is not Linux
+            os.unlink(address)

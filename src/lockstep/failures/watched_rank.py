@@ -1,4 +1,4 @@
-"""One rank as its monitor sees it."""
+"""One rank as its monitor sees it, and what Linux shows of its process."""
 
 import os
 import select
@@ -7,16 +7,99 @@ import signal
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.monitor.channel import Message, Reader
-from lockstep.monitor.death_causes import crash_in_stack, oom_counters, oom_kills
-from lockstep.monitor.exception_record import last_lines
-from lockstep.monitor.hang_stack import parse_stack
-from lockstep.monitor.progress_page import EPOCH, STEP, ProgressPage
-from lockstep.monitor.rank_probe import LEAVE
+from lockstep.failures.causes import crash_in_stack, oom_counters, oom_kills
+from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
+from lockstep.failures.rank import LEAVE
+from lockstep.failures.record import last_lines
+from lockstep.failures.verdict import parse_stack
+
+
+@dataclass
+class MonitorOptions:
+    """Values of JSON: the process that starts the monitor writes them to its stdin.
+
+    is_foreign: another program has started the ranks, so the monitor prints the report, and ends by itself.
+    is_printed_by_rank: a rank that was started alone prints the report. agent: torchrun's pid. command: the typed
+    words. temporary_folder: what the monitor removes if the launcher is killed. attempt: restarts so far.
+    """
+
+    is_foreign: bool = False
+    is_printed_by_rank: bool = False
+    agent: int | None = None
+    command: list[str] = field(default_factory=list)
+    temporary_folder: str | None = None
+    attempt: int = 0
+
+
+PIPE_SECONDS = 0.01  # until a thread that is about to wait does so
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
+    return _stat(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """The process that has started `pid`, or has taken it over; 0 if `pid` is gone."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat after the name of the program, "" and "0" for a process that is gone."""
+    try:
+        # The name of the program stands in parentheses and may contain spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or ["", "0"]
+    except OSError:
+        return ["", "0"]
+
+
+def handles_stack_signal(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR2, which ends processes that have none."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
+    return False
+
+
+def children(pid: int) -> list[int]:
+    """The processes that any thread of `pid` has started."""
+    with suppress(OSError):
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sorted(int(child) for text in lists for child in text.split())
+    return []
+
+
+def kill_children(pid: int) -> None:
+    """End what a rank that hangs has started, such as loader workers that hang with it."""
+    for child in children(pid):
+        if child != os.getpid():  # the first rank may have started the monitor
+            with suppress(OSError):
+                os.kill(child, signal.SIGKILL)
+
+
+def request_stack(pid: int) -> None:
+    with suppress(OSError):
+        if handles_stack_signal(pid):
+            os.kill(pid, signal.SIGUSR2)
+
+
+def writes_to_pipe(pid: int) -> bool:
+    """Whether the main thread of a process waits in a pipe, a moment from now."""
+    time.sleep(PIPE_SECONDS)
+    return "pipe" in kernel_function(pid)
+
+
+def kernel_function(pid: int) -> str:
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        return "" if name == "0" else name
+    return ""
+
 
 CRASH_SECONDS = 0.2  # for the next words of a rank that crashes
 EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
@@ -33,15 +116,15 @@ class WatchedRank:
     stacks: int  # the file in which faulthandler writes
     pid_file: int | None  # becomes readable when the process ends
     is_visible: bool = True  # False in a container of its own, where its process has another number
-    asks: int | None = None  # the socket to ask it, see lockstep.monitor.rank_probe
+    asks: int | None = None  # the socket to ask it, see lockstep.failures.rank
     crash_pipe: int | None = None  # what it writes if it crashes; it waits until that is read
-    waits_in_crash: bool = False  # in a thread beside the main one, see lockstep.monitor.rank_probe
+    waits_in_crash: bool = False  # in a thread beside the main one, see lockstep.failures.rank
     crash: str = ""
     log: str | None = None
     clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
-    failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.monitor.exception_record
+    failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record
     ended: str | None = None  # "finished" or "stopped"
     connected: bool = True
     died_at: float | None = None
@@ -100,7 +183,7 @@ class WatchedRank:
         return self.failure is not None or self.ended is not None or self.died_at is not None
 
     def note(self, message: Message) -> None:
-        """What the rank has sent, see `lockstep.monitor.rank`."""
+        """What the rank has sent, see `lockstep.failures.rank`."""
         if "run_dir" in message:
             self.log, self.clock_ahead = message["log"], message["clock_ahead"]
         elif "resumed" in message:

@@ -1,21 +1,195 @@
-"""When the ranks of a machine are examined, how long a silence must be to be a hang, and what is done about one."""
+"""Finds hangs: when ranks are examined, how long a silence must be, and what is done."""
 
+import json
 import math
+import os
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from lockstep.monitor.hang_evidence import RankFacts, gather
-from lockstep.monitor.hang_machines import exchange
-from lockstep.monitor.hang_rules import different_calls, find_verdict
-from lockstep.monitor.hang_verdict import Diagnosis, Kind, Verdict
-from lockstep.monitor.linux_processes import kill_children, parent, process_state
-from lockstep.monitor.progress_page import STEPS_ENDED
-from lockstep.monitor.watched_rank import WatchedRank
+from lockstep.failures.channel import (
+    COLLECTIVE,
+    COLLECTIVES,
+    NOBODY,
+    STEP,
+    STEPS_ENDED,
+    VALUES,
+    WAITS_FOR,
+    ProgressPage,
+)
+from lockstep.failures.rank import ASK
+from lockstep.failures.verdict import (
+    LOADERS,
+    Collective,
+    Diagnosis,
+    Frame,
+    Kind,
+    RankFacts,
+    Record,
+    SharedSum,
+    Stack,
+    Verdict,
+    different_calls,
+    find_verdict,
+    parse_record,
+    parse_stack,
+)
+from lockstep.failures.watched_rank import (
+    WatchedRank,
+    children,
+    handles_stack_signal,
+    kernel_function,
+    kill_children,
+    parent,
+    process_state,
+    request_stack,
+)
+
+ANSWER_SECONDS = 2.0  # for a rank's Python thread; one that holds the GIL never answers
+SIGNAL_AFTER = 1.0  # seconds without an answer; the stack is then asked for by a signal
+SHORTEST_SECONDS = 0.4  # to tell a rank that waits for the disk from one that just reads
+PAUSE = 0.05
+LARGEST_RECORD = 2**24  # bytes
+MOST_WORKERS = 16  # loader workers of a rank that are asked for their stack, one after the other
+WORKER_SECONDS = 0.5
+
+
+class Examination:
+    """The questions to one rank, and what has come back so far."""
+
+    def __init__(self, watched: WatchedRank) -> None:
+        self.watched, self.states, self.answer, self.asked, self.signalled = watched, "", b"", False, False
+        self.stacks_before = _size(watched.stacks)
+        if watched.asks is not None:
+            os.set_blocking(watched.asks, False)
+            with suppress(OSError):  # it has ended
+                with suppress(BlockingIOError):
+                    while os.read(watched.asks, 2**16):
+                        pass  # an answer that came too late
+                os.write(watched.asks, ASK)
+                self.asked = True
+
+    def look(self, waited: float) -> None:
+        """Read the state, and what the rank has answered since the last call. waited: seconds since the first one."""
+        if not self.signalled and not self.answer and (waited > SIGNAL_AFTER or not self.asked):
+            self.signalled = True
+            request_stack(self.watched.pid)
+        self.states += process_state(self.watched.pid) or "-"
+        if self.asked and self.watched.asks is not None:
+            with suppress(OSError):
+                while len(self.answer) < LARGEST_RECORD and (data := os.read(self.watched.asks, 2**16)):
+                    self.answer += data
+
+    @property
+    def has_answered(self) -> bool:
+        return self.answer.endswith(b"\n") and _size(self.watched.stacks) > self.stacks_before
+
+    def facts(self, now: float) -> RankFacts:
+        """Everything that is known of the rank now."""
+        watched, page = self.watched, self.watched.page
+        stack = parse_stack(_read(watched.stacks, self.stacks_before), watched.main_thread)
+        is_disk = set(self.states) == {"D"}  # at some moments any rank that reads is in this state
+        state = "D" if is_disk else max("SRTtZX-", key=self.states.count).replace("-", "")
+        return RankFacts(
+            rank=watched.rank,
+            pid=watched.pid,
+            state=state,
+            phase=page.phase,
+            step=page.get(STEP),
+            seconds=now - page.last_progress,
+            answers=self.answer.endswith(b"\n") if self.asked else None,
+            stack=stack,
+            record=parse_record(self.answer.decode(errors="replace")),
+            shared_sum=_shared_sum(page),
+            busy_worker=self._busy_worker() if stack.is_inside(LOADERS) else None,
+            kernel=kernel_function(watched.pid) if state == "D" else "",
+        )
+
+    def _busy_worker(self) -> tuple[int, Frame] | None:
+        """Ask the rank's loader workers for their stacks, one after the other: they write to the same file."""
+        watched = self.watched
+        for pid in children(watched.pid)[:MOST_WORKERS]:
+            before = _size(watched.stacks)
+            request_stack(pid)
+            deadline = time.monotonic() + WORKER_SECONDS
+            while _size(watched.stacks) == before and time.monotonic() < deadline and handles_stack_signal(pid):
+                time.sleep(PAUSE / 5)
+            time.sleep(PAUSE)  # until it is written whole
+            users = parse_stack(_read(watched.stacks, before), watched.main_thread).users
+            if users is not None:
+                return pid, users
+        return None
+
+
+def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
+    """The facts of all `ranks`. Takes 0.4 s, or 2 s and more if a rank does not answer."""
+    examinations = [Examination(watched) for watched in ranks]
+    start = time.monotonic()
+    while True:
+        time.sleep(PAUSE)
+        waited = time.monotonic() - start
+        for examination in examinations:
+            examination.look(waited)
+        answered = all(examination.has_answered for examination in examinations)
+        if waited > ANSWER_SECONDS or (answered and waited > SHORTEST_SECONDS):
+            now = time.monotonic()
+            return [examination.facts(now) for examination in examinations]
+
+
+def _shared_sum(page: ProgressPage) -> SharedSum | None:
+    if not COLLECTIVES[page.get(COLLECTIVE)]:
+        return None
+    peer = page.get(WAITS_FOR)
+    return SharedSum(page.get(VALUES), None if peer == NOBODY else peer)
+
+
+def _size(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def _read(file: int, start: int) -> str:
+    return os.pread(file, LARGEST_RECORD, start).decode(errors="replace")
+
+
+def exchange(run_dir: str, mine: Sequence[RankFacts], clock_ahead: float) -> list[RankFacts]:
+    """Show `mine`, the facts of this machine's ranks. Returns what others have shown since these ranks fell silent.
+
+    clock_ahead: seconds from the clock of rank 0's machine to this machine's. Raises OSError, ValueError. A network
+    file system may not answer for long, so call this in a thread.
+    """
+    now = time.time() - clock_ahead
+    folder = Path(run_dir, "logs")
+    own = folder / f"hang_of_rank{mine[0].rank}.json"
+    temporary = own.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
+    os.replace(temporary, own)
+    silent_since = now - min(rank.seconds for rank in mine)
+    found: list[RankFacts] = []
+    for path in set(folder.glob("hang_of_rank*.json")) - {own}:
+        shown = json.loads(path.read_text())
+        if shown["time"] >= silent_since:  # else it is of an earlier hang
+            found += [_facts(values) for values in shown["ranks"]]
+    return found
+
+
+def _facts(values: dict[str, Any]) -> RankFacts:
+    """What `asdict` has made of a rank's facts -> these facts. A rank that waits has no busy worker."""
+    record, total = values["record"], values["shared_sum"]
+    entries = tuple(Collective(**entry | {"call": tuple(entry["call"])}) for entry in record["entries"])
+    parts = {
+        "stack": Stack(tuple(Frame(**frame) for frame in values["stack"]["frames"])),
+        "record": Record(**record | {"entries": entries, "point_to_point": tuple(record["point_to_point"])}),
+        "shared_sum": None if total is None else SharedSum(**total),
+        "busy_worker": None,
+    }
+    return RankFacts(**values | parts)
+
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
 MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow

@@ -138,7 +138,7 @@ def silent_rank(message: str) -> int | None:
 
 
 def explain_exception(type_name: str, message: str, is_local: bool = False) -> tuple[str, str]:
-    """(what it means, what to type) in plain words. is_local: see lockstep.monitor.exception_record."""
+    """(what it means, what to type) in plain words. is_local: see lockstep.failures.record."""
     for pattern, meaning, advice in MEANINGS:
         if re.search(pattern, f"{type_name}: {message}"):
             return meaning, advice

@@ -13,15 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lockstep.monitor import channel
-from lockstep.monitor.options import MonitorOptions
-from lockstep.monitor.rank import ADDRESS
+from lockstep.failures import channel
+from lockstep.failures.rank import ADDRESS
+from lockstep.failures.watched_rank import MonitorOptions
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 
 REPORT_SECONDS = 5.0  # for the answer of a monitor that has to read logs
 # Without site-packages and PYTHON* variables the interpreter starts in 20 ms, and runs no code of the user's.
-PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.monitor.program import main; main()"
+PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.failures.monitor import main; main()"
 
 
 def start_monitor(name: str, options: MonitorOptions) -> None:

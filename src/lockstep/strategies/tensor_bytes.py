@@ -1,14 +1,45 @@
-"""Tensors in blocks: what a rank writes of a tensor, and how a rank reads what it needs of one on the disk."""
+"""Tensors as bytes: many in one message, what a rank saves and reads of one on a disk, large ones in mapped files."""
 
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
+
+LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
+
+# In a message. Several types go in one vector without rounding.
+
+
+def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8."""
+    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
+
+
+@torch.no_grad()
+def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The reverse of `to_bytes`: copy the values into `tensors`, in place."""
+    parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        aligned = part.clone()  # torch cannot read an int64 that begins at any byte
+        tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+
+def as_bytes(tensor: Tensor) -> Any:
+    """The memory of a contiguous tensor, as a numpy array of bytes: numpy has no bfloat16."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+# On the disk, in blocks.
 
 
 @dataclass(frozen=True)
@@ -97,6 +128,39 @@ def _read_rows(block: FileBlock, rows: slice, dtype: torch.dtype) -> Tensor:
     return buffer
 
 
-def as_bytes(tensor: Tensor) -> Any:
-    """The memory of a contiguous tensor, as a numpy array of bytes: numpy has no bfloat16."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+# In mapped files: where memory is short, the kernel moves them to the disk.
+
+
+def on_disk(tensor: Tensor) -> Tensor:
+    """A copy of a large CPU tensor in a file, which is gone when the copy is. Other tensors as they are.
+
+    So are all if there is no room in the folder for temporary files, which TMPDIR names.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE:
+        return tensor
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # later a full disk would kill the process
+            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    except OSError:
+        return tensor
+    return mapped.view(tensor.shape).copy_(tensor)
+
+
+@contextmanager
+def parameters_on_disk() -> Iterator[None]:
+    """Inside the block a large parameter is moved to the disk as soon as a module gets it, before it is initialised.
+
+    A model larger than the memory can be built so, with the numbers of any other. It is for models that are cut soon:
+    a step on such parameters would write them to the disk.
+    """
+    handle = register_module_parameter_registration_hook(_move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None and not is_lazy(parameter) and parameter.untyped_storage().filename is None:
+        parameter.data = on_disk(parameter.data)

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged, printable
-from lockstep.monitor.code_owner import is_library, is_project, is_users
+from lockstep.source_code import is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20

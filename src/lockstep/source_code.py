@@ -1,14 +1,36 @@
-"""Hashes of code: of this project's files, and of the modules that this process has loaded."""
+"""Whose code a file is, and hashes of the code of this project and of the modules that a process has loaded."""
 
 import hashlib
+import site
 import sys
+import sysconfig
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from lockstep.monitor.code_owner import is_library
+PROJECT = Path(__file__).parent  # the folder src/lockstep
+ENTRY_POINT = PROJECT.parent / "train.py"
+_SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
+LIBRARIES = tuple({f"{path}/" for path in (*map(sysconfig.get_path, _SCHEMES), *site.getsitepackages())})
+PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also of a virtual environment that this process is not in
 
-ROOT = Path(__file__).parents[3]  # the folder of src/ and conf/
+
+def is_library(file: str) -> bool:
+    """Whether it is Python's own or an installed package. Code without a file, such as "<string>", counts too."""
+    return file.startswith(("<", *LIBRARIES)) or any(folder in file for folder in PACKAGE_FOLDERS)
+
+
+def is_project(file: str) -> bool:
+    """Whether it is a file of this project."""
+    return file.startswith(f"{PROJECT}/") or file == str(ENTRY_POINT)
+
+
+def is_users(file: str) -> bool:
+    """Whether it is neither of this project nor of a library."""
+    return not is_library(file) and not is_project(file)
+
+
+ROOT = Path(__file__).parents[2]  # the folder of src/ and conf/
 PARTS = ("src", "conf")
 DIGITS = 16  # hex digits of a hash
 

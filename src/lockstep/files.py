@@ -1,0 +1,67 @@
+"""Files that are written whole or not at all, and what an error of the disk means. No torch here."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
+"""What a file shall hold, or a function that writes it to the open file."""
+
+
+def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:
+    """Replace the file `path` at once: a kill at any moment leaves the old one or the new one.
+
+    sync: only when the new one is on the disk, and its name too: a power cut may lose either.
+    shared: another process may write the same file now. Otherwise the temporary file beside it has a fixed name, so
+    that what a killed process left is overwritten by the next one.
+    Raises OSError, for example on a full disk; the old file is untouched then.
+    """
+    temporary = write_temporary(path, contents, sync, shared)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def write_temporary(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> Path:
+    """The first half of `write_whole`: the temporary file beside `path`, which the caller moves there."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            if callable(contents):
+                contents(file)
+            else:
+                file.write(contents.encode() if isinstance(contents, str) else contents)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except BaseException as error:
+        if temporary.is_file():
+            temporary.unlink()
+        if isinstance(error.__context__, OSError):  # on a full disk torch.save raises an error that does not say so
+            raise error.__context__ from None
+        raise
+    return temporary
+
+
+def sync_folder(folder: Path) -> None:
+    """Without it a power cut may lose the names of new files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def explain_disk_error(error: OSError, folder: Path) -> str:
+    """`error` in words, with what to do about it. It ends in a request, so that " and ..." can follow."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error}; free some space"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error}; {folder} cannot be written: make it writable"
+    return f"{error}; check {folder}"

@@ -1,0 +1,305 @@
+"""The state of a run as the whole model's, under the names that the model gave its parameters, and back.
+
+It is the same under every strategy and at every world size, so a snapshot moves between them. The config of the run
+that resumes wins. What it did not change continues where the snapshot left it: schedulers move lr, momentum and betas.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
+
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.tensor_bytes import Block, whole
+from lockstep.training.schedulers import Plateau, WithWarmup
+from lockstep.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+Group = dict[str, Any]
+"""The hyperparameters of a parameter group."""
+
+Spread = Callable[[dict[str, Any]], dict[str, Any]]
+
+NOT_HYPERPARAMETERS = ("params", "param_names")
+# How a step is computed, not what it computes. These follow the device and the strategy of each run.
+IMPLEMENTATION_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+MOVED_BY_SCHEDULE = frozenset({"lr", "momentum", "betas"})  # OneCycleLR and CyclicLR move more than the lr
+
+
+def model_state(strategy: Strategy) -> dict[str, Any]:
+    """The state dict of the whole model, on rank 0. A collective."""
+    return strategy.full_state(strategy.model.state_dict())
+
+
+def collect_state(
+    state: TrainState, meter_totals: Tensor, scheduler_as_built: dict[str, Any], spread: Spread
+) -> dict[str, Any]:
+    """What `restore_state` takes, complete on rank 0. A collective.
+
+    meter_totals: `state.meter.totals()`. scheduler_as_built: the scheduler's state dict before the first step.
+    spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a sharded snapshot.
+    """
+    scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built}
+    return {
+        "model": spread(state.strategy.model.state_dict()),
+        "optimizer": _optimizer_state(state, spread),
+        "ema": None if state.ema is None else spread(state.ema.averages),
+        "initial_hyperparameters": state.initial_hyperparameters,
+        "scheduler": scheduler | {"state": state.scheduler.state_dict()},
+        "scaler": state.scaler.state_dict(),
+        "meter": {"names": state.meter.names, "totals": meter_totals},
+        "objective": list(state.objective or [state.task.monitor]),
+        "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
+        "progress": asdict(state.progress),
+    }
+
+
+def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int | None = None) -> None:
+    """Bring `state`, which has not trained yet, to what `collect_state` gave. Every rank passes all of it.
+
+    The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
+    epoch_samples: global samples in an epoch; None if the snapshot was made with this run's batch size.
+    Raises ConfigError if the optimizer has another number of parameter groups.
+    """
+    restore_weights(state, saved)
+    for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
+        setattr(state.progress, name, value)
+    _restore_optimizer_and_schedule(state, saved, epoch_samples)
+    if saved["scaler"]:  # empty after a run without loss scaling
+        state.scaler.load_state_dict(saved["scaler"])
+    _restore_measurements(state, saved)
+
+
+def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
+    """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
+    strategy = state.strategy
+    strategy.model.load_state_dict(whole(strategy.shard_state(saved["model"])))
+    if state.ema is not None:
+        state.ema.averages = _to_layout_of_weights(strategy, saved["ema"] or {})
+
+
+def trained_weights(saved: dict[str, Any], averaged: bool) -> dict[str, Any]:
+    """The model's state dict in a snapshot's contents. averaged: with the averaged weights if it has them."""
+    weights: dict[str, Any] = whole(saved["model"] | ((saved["ema"] or {}) if averaged else {}))
+    return weights
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> Any:
+    """A copy on the CPU that training cannot change: dicts, lists, tuples, tensors, blocks and plain values.
+
+    Numbers of other libraries become Python's. Other objects become None: `weights_only` would refuse the file.
+    copy: of a tensor.
+    """
+    if isinstance(value, Tensor):
+        return copy(value)
+    if isinstance(value, Block):
+        return replace(value, values=plain_copy(value.values, copy))
+    if isinstance(value, dict):
+        return {key: plain_copy(item, copy) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(plain_copy(item, copy) for item in value)
+    if isinstance(value, list):
+        return [plain_copy(item, copy) for item in value]
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    return value.item() if hasattr(value, "item") else None
+
+
+def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
+    names = _parameter_names(state.strategy.model, state.optimizer)
+    indexed = state.optimizer.state_dict()
+    named = {names[index]: values for index, values in indexed["state"].items()}
+    return {"state": spread(named), "param_groups": list(map(without_parameters, indexed["param_groups"]))}
+
+
+def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int | None) -> None:
+    """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
+    the run's position instead. Plateau keeps its state, which evaluations have made."""
+    scheduler, schedule, step = state.scheduler, saved["scheduler"], state.progress.step
+    place = step if epoch_samples is None else state.schedule_place(epoch_samples)
+    goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, Plateau))
+
+    indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
+    named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"])
+    by_index = {index: named[name] for index, name in names.items() if name in named}
+    built, saved_groups = indexed["param_groups"], saved["optimizer"]["param_groups"]
+    if len(saved_groups) != len(built):
+        raise ConfigError(
+            f"the optimizer has {len(built)} parameter groups and the snapshot's had {len(saved_groups)}; "
+            f"type the optimizer=... that it was made with"
+        )
+    initial, saved_initial = state.initial_hyperparameters, saved["initial_hyperparameters"]
+    groups = [
+        group | resumed_group(saved_groups[i], saved_initial[i], without_parameters(group), initial[i], goes_on)
+        for i, group in enumerate(built)
+    ]
+    state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    _log_changed_hyperparameters(saved_initial, initial)
+
+    if not goes_on:
+        log.info(
+            "the run has had another scheduler or batch size: the schedule goes on as after %d of its own steps", place
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch misses the steps of the optimizer
+            for _ in range(place):
+                scheduler.step()
+        return
+    _restore_scheduler(scheduler, schedule["built"], schedule["state"])
+    if isinstance(scheduler, Plateau) and epoch_samples is not None:
+        scheduler.number = place
+
+
+def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
+    """Go on with the sums of the epoch and the best evaluation, unless something else is measured now."""
+    step = state.progress.step
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
+        state.meter.restore(saved["meter"]["totals"])
+    else:
+        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
+    state.nan.skipped, state.nan.skipped_in_a_row = saved["skipped"]
+    if saved["objective"] != list(state.objective or [state.task.monitor]):
+        log.info("the objective changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
+    elif (state.ema is None) != (saved["ema"] is None):
+        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
+
+
+def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
+
+
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """{index that the optimizer's state dict gives a parameter: the parameter's name}, matched by identity.
+
+    Parameter groups may list the parameters in another order than the model does.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[id(parameter)] for index, parameter in enumerate(parameters)}
+
+
+@torch.no_grad()
+def _to_layout_of_weights(strategy: Strategy, named: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of `named`, in the type, device and memory layout of its parameters and buffers, in their order.
+
+    Fused optimizers read a parameter and its state side by side in memory. Averages are updated one after the other.
+    """
+    weights = dict(strategy.model.named_parameters()) | dict(strategy.model.named_buffers())
+    own = whole(strategy.shard_state(named))
+    return {name: _like(weight, own[name]) for name, weight in weights.items() if name in own}
+
+
+def _like(weight: Tensor, values: Any) -> Any:
+    if isinstance(values, dict):  # "step" counts; the optimizer chooses its type
+        return {key: value if key == "step" else _like(weight, value) for key, value in values.items()}
+
+    def convert(tensor: Tensor) -> Tensor:
+        return torch.empty_like(weight).copy_(tensor) if tensor.shape == weight.shape else tensor
+
+    return tree_map_only(Tensor, convert, values)
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+# Hyperparameters and schedules.
+
+
+def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Group, same_schedule: bool) -> Group:
+    """The hyperparameters of one parameter group after a resume, without its parameters.
+
+    saved: as the snapshot holds them. saved_initial: as that run built them, before its scheduler changed any. built,
+    initial: the same of this run. An lr that the config changed keeps the factor which the schedule has reached.
+    same_schedule: the schedule goes on from its own state; else it moves what it moves from this run's values.
+    Keys that a scheduler added (initial_lr, max_lr) are this run's: it computed them from its own lr and settings.
+    """
+    group = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_FLAGS} | built
+    for key in built.keys() & saved.keys() & saved_initial.keys() & initial.keys() - IMPLEMENTATION_FLAGS:
+        if key in MOVED_BY_SCHEDULE and not same_schedule:
+            continue
+        if _is_same(saved_initial[key], initial[key]):
+            group[key] = _in_form_of(built[key], saved[key])
+        elif key == "lr":
+            group[key] = _in_form_of(built[key], _scaled_lr(saved[key], saved_initial[key], initial[key]))
+    return group
+
+
+def _log_changed_hyperparameters(saved_initial: list[Group], initial: list[Group]) -> None:
+    """One line for each hyperparameter that the config changed since the snapshot, however many groups it is in."""
+    lines = []
+    for old, new in zip(saved_initial, initial, strict=True):
+        for key in sorted(old.keys() & new.keys() - IMPLEMENTATION_FLAGS):
+            if not _is_same(old[key], new[key]):
+                lines.append(f"optimizer.{key}: {old[key]} in the snapshot, {new[key]} now")
+    for line in dict.fromkeys(lines):
+        log.info(line)
+
+
+def _restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Continue the schedule of `saved`, with this run's settings. Call it after the optimizer is restored.
+
+    saved_built: the state of the snapshot's scheduler before the first step. Whatever differs between it and `saved`
+    is progress and is restored. The rest is settings, such as base_lrs and total_steps: these stay this run's.
+    """
+    scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
+    if isinstance(scheduler, WithWarmup):
+        scheduler.factor = saved["factor"]  # it is in the restored lr, even where it equals the one of a first step
+    scheduler._last_lr = [_detached(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Equality of nested plain values and tensors. A list equals a tuple: YAML knows only lists."""
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def _merged(saved_built: Any, saved: Any, ours: Any) -> Any:
+    """`ours`, with every nested value from `saved` that moved away from `saved_built`."""
+    if _is_same(saved_built, saved):
+        return ours
+    if isinstance(saved_built, dict) and isinstance(saved, dict) and isinstance(ours, dict):
+        return {
+            key: _merged(saved_built[key], saved[key], value) if key in saved_built and key in saved else value
+            for key, value in ours.items()
+        }
+    lists = [value for value in (saved_built, saved, ours) if isinstance(value, list)]
+    if len(lists) == 3 and len(saved_built) == len(saved) == len(ours):
+        return [_merged(*values) for values in zip(saved_built, saved, ours, strict=True)]
+    return saved
+
+
+def _scaled_lr(saved: Any, saved_initial: Any, initial: Any) -> float:
+    old, new = float(saved_initial), float(initial)
+    return float(saved) * new / old if old else new
+
+
+def _in_form_of(like: Any, value: Any) -> Any:
+    """`value` as a tensor if `like` is one, for example a capturable optimizer's lr, else as a plain value."""
+    if torch.is_tensor(like):
+        return torch.full_like(like, float(value))
+    return value.item() if torch.is_tensor(value) else value
+
+
+def _detached(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value
