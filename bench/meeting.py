@@ -20,10 +20,9 @@ import harness
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import store as stores
+from lockstep.distributed import rendezvous as stores
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.rendezvous import form_group
-from lockstep.distributed.store import run_started_at, shared_store
+from lockstep.distributed.rendezvous import form_group, run_started_at, shared_store
 
 PATIENCE = timedelta(seconds=300)
 WORLDS, QUICK_WORLDS = (2, 4, 8, 16, 32, 64), (2, 3, 4)

@@ -1,4 +1,4 @@
-"""What the runs in a folder were, and how they compare. `src/train.py` trains, also for the verb `again`.
+"""What the runs in a folder were, how they compare, and what to type to train one again. It trains nothing itself.
 
 python src/runs.py table outputs --sort objective --filter optimizer.lr=0.1
 python src/runs.py why outputs/a outputs/b
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
-    top = Parser(prog="python src/runs.py", description="Lists runs, compares and repeats them.")
+    top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     table = verbs.add_parser("table", help="one line for each run below the folders")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
@@ -35,9 +35,8 @@ def parser() -> argparse.ArgumentParser:
     why = verbs.add_parser("why", help="what two runs differ in, and the first step at which they part")
     why.add_argument("a", type=Path, metavar="A", help="a run folder")
     why.add_argument("b", type=Path, metavar="B", help="another one")
-    again = verbs.add_parser("again", help="train a run again from its folder; exit code 0 for the same bits")
+    again = verbs.add_parser("again", help="what to type to go on with a run, or to train it again and compare")
     again.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    again.add_argument("--into", type=Path, metavar="FOLDER", help="default: RUN-again")
     return top
 
 
@@ -70,14 +69,16 @@ def show_differences(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def repeat_run(options: argparse.Namespace) -> int:
-    """Train a run again."""
-    from lockstep.runs.again import repeat
+def show_commands(options: argparse.Namespace) -> int:
+    """Print what to type to train a run again."""
+    from lockstep.runs.compare import again
+    from lockstep.runs.record import read_run
 
-    return repeat(options.run, options.into)
+    print("\n".join(again(read_run(options.run))))
+    return EXIT_FINISHED
 
 
-VERBS = {"table": show_table, "why": show_differences, "again": repeat_run}
+VERBS = {"table": show_table, "why": show_differences, "again": show_commands}
 
 
 def main(words: list[str]) -> int:

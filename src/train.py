@@ -83,7 +83,7 @@ def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
     """What one rank does from start to end. Returns the last value of `cfg.objective`."""
     from lockstep import build, build_loggers
     from lockstep.distributed.lazy_dynamo import postpone_dynamo
-    from lockstep.distributed.run_folder_lock import hold_run_folder
+    from lockstep.distributed.run_folder import hold_run_folder
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
     from lockstep.snapshots.resume import write_hydra_files
@@ -155,7 +155,7 @@ def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
 def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
-    from lockstep.distributed.monitoring import join_monitor
+    from lockstep.distributed.world import join_monitor
 
     logs.open(cfg.run_dir)
     if record.notice:

@@ -16,9 +16,8 @@ from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, mat
 from lockstep.data.augment import Augment
 from lockstep.data.converter import Converter
 from lockstep.data.loader import BatchLoader
-from lockstep.distributed.same_input import require_same_code, require_same_config, require_same_data
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.failures import rank as monitor
 from lockstep.loggers.base import LoggerList
 from lockstep.models.lazy_layers import give_shapes, has_lazy_layers

@@ -13,7 +13,7 @@ from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
-from lockstep.loggers.run_facts import require_repetition, run_facts
+from lockstep.loggers.run_facts import run_facts
 from lockstep.loggers.run_record import RunRecord
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 from lockstep.snapshots.manager import SnapshotManager
@@ -48,7 +48,6 @@ def run_info(
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.facts, computed, data)
-    require_repetition(world, facts)
     facts["classes"] = class_names(train_loader.dataset)
     return RunInfo(
         run_dir=snapshots.run_dir,

@@ -16,8 +16,7 @@ from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.early_exit import exits_are_failures
 from lockstep.distributed.lazy_dynamo import postpone_dynamo
-from lockstep.distributed.same_input import OtherData, require_same_data
-from lockstep.distributed.world import World, init_distributed
+from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
 from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
@@ -30,8 +29,8 @@ from lockstep.config.check import (
 from lockstep.config.schema import Node, register_schema
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.store import STORE_TIMEOUT
-from lockstep.distributed.temporary_folder import remove_temporary_folder
+from lockstep.distributed.host import remove_temporary_folder
+from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_FINISHED,
@@ -54,7 +53,7 @@ def register_resolvers() -> None:
     register_schema()
 
     def started(pattern: str, _root_: DictConfig) -> str:
-        from lockstep.distributed.store import run_started_at
+        from lockstep.distributed.rendezvous import run_started_at
 
         is_run = not asks_for_text(sys.argv)
         timeout = _rendezvous_timeout(_root_)
@@ -142,7 +141,7 @@ def run_main(main: Callable[[], Any]) -> None:
     _prepare_environment()
     code, error = end_of(lambda: _run(main))
     if error is not None and not isinstance(error, ConfigError):
-        from lockstep.distributed.agent_watchdog import start_agent_watchdog
+        from lockstep.distributed.host import start_agent_watchdog
 
         start_agent_watchdog(os.environ)
     flush_output()
@@ -185,7 +184,7 @@ def _replace_closed_streams() -> None:
 
 def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
-    from lockstep.distributed.store import forget_start
+    from lockstep.distributed.rendezvous import forget_start
 
     sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
     sys.argv = prepare_arguments(sys.argv)
@@ -211,8 +210,3 @@ def _run(main: Callable[[], Any]) -> int:
 
 def _prepare_environment() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
-    # A job that submitit starts on another machine begins in submitit's script and imports this package from there.
-    source = str(Path(__file__).parents[1])
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if source not in folders:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, *folders]))

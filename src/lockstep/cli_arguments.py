@@ -14,6 +14,7 @@ from lockstep.config.suggest import closest, removed_key
 from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError, without_quotes
+from lockstep.sweeps.ending import refuse_foreign_launcher
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
@@ -171,11 +172,12 @@ def asks_for_text(argv: list[str]) -> bool:
 
 
 def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
-    """Check a sweep's sweeper. Returns the command, with the direction of the objective if Optuna needs it.
+    """Check a sweep's sweeper and launcher. Returns the command, for Optuna with the direction of the objective.
 
-    Raises ConfigError for a sweeper that draws values at random inside a world of several ranks: every rank would
-    draw its own.
+    Raises ConfigError for another launcher of Hydra's than this project's, and for a sweeper that draws values at
+    random inside a world of several ranks: every rank would draw its own.
     """
+    refuse_foreign_launcher(typed_value("hydra/launcher", argv[1:]))
     if not MULTIRUN_FLAGS & set(argv[1:]):
         return argv
     sweeper = typed_value("hydra/sweeper", argv[1:]) or OWN_SWEEPERS[0]

@@ -11,18 +11,15 @@ from hydra.errors import MissingConfigException
 from lockstep.config.schema import CONF
 from lockstep.config.suggest import closest
 
-PLUGINS = {"optuna": "hydra-optuna-sweeper", "submitit": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
-PLUGINS |= {"ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper", "ray": "hydra-ray-launcher"}
+SWEEPERS = {name: f"hydra-{name}-sweeper" for name in ("optuna", "ax", "nevergrad")}  # plugins of Hydra
 
 
 def missing_option(error: MissingConfigException, arguments: list[str]) -> str:
     """The sentence for an option that its group does not have, or for the config that a run would begin with."""
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    for plugin, package in PLUGINS.items():
-        if group.startswith("hydra/") and option.startswith(plugin):
-            instead = {"submitit": ", or launch=slurm", "optuna": ", or sweep.search=tpe sweep.trials=20"}.get(plugin)
-            instead = f"{instead} without it" if instead else ""
-            return f"{group}={option} needs a plugin of Hydra; type pip install {package}{instead}"
+    if group == "hydra/sweeper" and option in SWEEPERS:
+        instead = ", or sweep.search=tpe sweep.trials=20 without it"
+        return f"{group}={option} needs a plugin of Hydra; type pip install {SWEEPERS[option]}{instead}"
     options = sorted(error.options or [path.stem for path in (CONF / group).glob("*.yaml")])
     if not group or not options:
         return _missing_config(str(error.missing_cfg_file), arguments)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 PROJECT = Path(__file__).parent  # the folder src/lockstep
-ENTRY_POINT = PROJECT.parent / "train.py"
+_OWN = (f"{PROJECT}/", f"{PROJECT.parent}/hydra_plugins/", f"{PROJECT.parent}/train.py")
 _SCHEMES = ("stdlib", "platstdlib", "purelib", "platlib")
 LIBRARIES = tuple({f"{path}/" for path in (*map(sysconfig.get_path, _SCHEMES), *site.getsitepackages())})
 PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # also of a virtual environment that this process is not in
@@ -22,7 +22,7 @@ def is_library(file: str) -> bool:
 
 def is_project(file: str) -> bool:
     """Whether it is a file of this project."""
-    return file.startswith(f"{PROJECT}/") or file == str(ENTRY_POINT)
+    return file.startswith(_OWN)
 
 
 def is_users(file: str) -> bool:

@@ -196,18 +196,6 @@ def test_a_sweep_that_goes_on_knows_what_became_of_its_jobs(start, slurm, tmp_pa
     assert cancelled["cause"] == f"Slurm job {jobs[2]} has ended, see slurm-{jobs[2]}.out"
 
 
-def test_submitit_runs_each_job_in_two_tasks(start, slurm, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install hydra-submitit-launcher")
-    tasks = ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=1", "hydra.launcher.tasks_per_node=2"]
-    words = ["-m", "optimizer.lr=0.1,1e10", "model=mlp", "trainer.epochs=1", "hydra.sweep.dir=s"]
-    start(*PYTHON_TRAIN, *words, *tasks, **slurm.env).finish(6)
-    assert states(tmp_path / "s") == ["finished", "failed"]
-    finished, failed = rows_of(tmp_path / "s")
-    assert "rank 0 of 2" in read_log(tmp_path / "s" / finished["folder"])
-    assert float(finished["objective"]) > 0.5
-    assert "the loss is" in failed["cause"]
-
-
 def test_srun_starts_one_torchrun_a_node(start, slurm):
     where = f"--nnodes=2 --node_rank=$SLURM_NODEID --master_addr=127.0.0.1 --master_port={free_port()}"
     agent = f"{' '.join(TORCHRUN)} {where} --nproc_per_node=2 {TRAIN} model=mlp trainer.epochs=1"

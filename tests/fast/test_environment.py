@@ -4,9 +4,8 @@ import subprocess
 
 import pytest
 
-from lockstep.distributed.agent_watchdog import start_agent_watchdog
-from lockstep.distributed.environment import node_rank_info, read_rank_info
-from lockstep.distributed.slurm_lists import first_host
+from lockstep.distributed.environment import first_host, node_rank_info, read_rank_info
+from lockstep.distributed.host import start_agent_watchdog
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import refuse_nesting
 

@@ -1,7 +1,9 @@
 """`python src/runs.py why`: what two run folders differ in, and what cannot be compared."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,11 +11,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.runs.again import _create, _free_name, command_of, require_repeatable
-from lockstep.runs.code import versions
-from lockstep.runs.compare import explain
-from lockstep.runs.digests import StepTable, first_difference
-from lockstep.runs.record import read_run
+from lockstep.runs.compare import StepTable, again, explain, first_differing_step
+from lockstep.runs.record import read_run, state_of, versions
 from lockstep.source_code import hash_of_source, module_hashes
 from support.made_runs import make_run
 
@@ -96,47 +95,65 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path / "nowhere")
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "stopped": ({"life": {"state": "stopped"}}, "is stopped, and only a run that has finished has bits"),
-    "hosts": ({"life": {"hosts": ["a", "b"]}}, "was started by fork on a, b"),
-    "slurm": ({"life": {"launcher": "srun"}}, "was started by srun on another"),
-    "package": ({"environment": {"torch": "2.0.0"}}, r"torch was 2.0.0 and is .*; type pip install torch==2.0.0"),
-    "python": ({"environment": {"python": "3.9.1"}}, r"python was 3.9.1 and is .*; type the command with Python 3.9.1"),
-    "code": ({"code": {"source": "0"}}, "src/ or conf/ have changed since; type git checkout 59029b0b3e$"),
+def test_digests_of_a_resumed_run_begin_where_the_other_run_ended() -> None:
+    first, then = StepTable(["loss", "w"], {10: [1, 2], 20: [3, 4]}), StepTable(["loss", "w"], {30: [5, 6]})
+    sentence = "no step is in both: A has digests of the steps 10 to 20, and B of the steps 30 to 30"
+    assert first_differing_step(first, then, with_loss=True) == sentence
+
+
+CHANGED: dict[str, tuple[dict[str, Any], str]] = {
+    "hosts": ({"life": {"hosts": ["a", "b"]}}, "it ran on 2 ranks of a, b; start it there likewise"),
+    "package": ({"environment": {"torch": "2.0.0"}}, "torch was 2.0.0 and is {torch}; type pip install torch==2.0.0"),
+    "python": ({"environment": {"python": "3.9.1"}}, "python was 3.9.1 and is {python}; use Python 3.9.1"),
+    "code": ({"code": {"source": "0"}}, "src/ or conf/ have changed since; type git checkout 59029b0b3e"),
     "diff": (
         {"code": {"source": "0", "diff_bytes": 9}},
-        r"type git checkout 59029b0b3e && git apply .*/uncommitted.diff",
+        "src/ or conf/ have changed since; type git checkout 59029b0b3e && git apply {folder}/uncommitted.diff",
     ),
 }
 
 
-def test_digests_of_a_resumed_run_begin_where_the_other_run_ended() -> None:
-    first, then = StepTable(["loss", "w"], {10: [1, 2], 20: [3, 4]}), StepTable(["loss", "w"], {30: [5, 6]})
-    sentence = "no step is in both: A has digests of the steps 10 to 20, and B of the steps 30 to 30"
-    assert first_difference(first, then, with_loss=True) == sentence
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_run_that_cannot_be_repeated_is_refused_before_anything_starts(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_has_changed_since_a_run_comes_before_the_command_that_repeats_it(tmp_path: Path, name: str) -> None:
     folder = make_run(tmp_path / "a")
-    (folder / "model.pt").write_bytes(b"weights")
     change(folder, environment=versions(), code={"source": hash_of_source()})
-    require_repeatable(read_run(folder))
-    sections, sentence = REFUSED[name]
+    assert not [line for line in again(read_run(folder)) if line.startswith("first:")]
+    sections, sentence = CHANGED[name]
     change(folder, **sections)
-    with pytest.raises(ConfigError, match=sentence):
-        require_repeatable(read_run(folder))
+    first, *_ = again(read_run(folder))
+    assert first.removeprefix("first:").strip() == sentence.format(folder=folder, **versions())
 
 
-def test_lives_of_different_kinds_are_not_repeated(tmp_path: Path) -> None:
+def test_a_run_is_typed_again_in_a_new_folder_with_each_key_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run(tmp_path / "a")
-    (folder / "model.pt").write_bytes(b"weights")
-    run = read_run(folder)
-    first = run["lives"][0]
-    with pytest.raises(ConfigError, match="ran on 2, then 1 ranks, and where it stopped is not repeated"):
-        require_repeatable(run | {"lives": [first, first | {"world_size": 1}]})
-    with pytest.raises(ConfigError, match="was resumed with another config or other code"):
-        require_repeatable(run | {"lives": [first, first | {"config_hash": "0"}]})
+    change(folder, environment=versions(), code={"source": hash_of_source()})
+    run = read_run(folder) | {"overrides": ["seed=1", "model=mlp", "seed=2"], "flags": ["--config-dir=own"]}
+    run["command"] = "python src/train.py seed=1 model=mlp seed=2 --config-dir=own hydra.run.dir=a"
+    typed = f"cd {tmp_path} && python src/train.py seed=2 model=mlp --config-dir=own hydra.run.dir={tmp_path}/a-again"
+    assert again(run) == [
+        f"train again:  {typed}",
+        f"compare:      python src/runs.py why {folder} {os.path.relpath(tmp_path / 'a-again')}",
+    ]
+    (tmp_path / "a-again").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert again(run)[0].endswith(
+        f"python src/train.py seed=2 model=mlp --config-dir=own hydra.run.dir={folder}-again-2"
+    )
+    assert "cd" not in again(run)[0].split()
+    # A sweep names its folders key=value, and a person as she likes.
+    assert r"""'hydra.run.dir="/b/lr=1 \"c\"-again"'""" in again(run | {"folder": '/b/lr=1 "c"'})[0]
+
+
+def test_a_stopped_run_goes_on_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "a", state="paused", trainer__pause_after=2)
+    change(folder, environment=versions(), code={"source": hash_of_source()})
+    monkeypatch.chdir(tmp_path)
+    assert again(read_run(folder))[:2] == [
+        f"go on:        python src/train.py launch=fork hydra.run.dir={folder}",
+        f"train again:  python src/train.py launch=fork trainer.pause_after=2 hydra.run.dir={folder}-again",
+    ]
 
 
 def test_a_repetition_starts_where_the_run_started(tmp_path: Path) -> None:
@@ -144,31 +161,34 @@ def test_a_repetition_starts_where_the_run_started(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", resume="before"))
     run["lives"][0] |= {"from_step": 46, "launcher": "torchrun"}
     with pytest.raises(ConfigError, match="started from step 46 of .*/before, and that snapshot is gone"):
-        command_of(run, tmp_path / "new")
+        again(run)
     snapshot = before / "snapshots" / "step_00000046.pt"
     snapshot.parent.mkdir()
     snapshot.touch()
-    assert command_of(run, tmp_path / "new")[2:] == [
-        f"resume={snapshot}",
-        "launch=torchrun",
-        "launch.nproc_per_node=2",
-        f"hydra.run.dir={tmp_path / 'new'}",
-    ]
-    # A sweep names its folders key=value, and a person as she likes.
-    assert command_of(run, tmp_path / 'lr=1 "a"')[-1] == f'hydra.run.dir="{tmp_path}/lr=1 \\"a\\""'
+    words = f"launch=torchrun launch.nproc_per_node=2 resume={snapshot} hydra.run.dir={tmp_path}/a-again"
+    assert again(run)[-2].endswith(f"python src/train.py {words}")
 
 
-def test_a_repetition_has_a_place_wherever_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path / "a")
-    (folder / "snapshots").mkdir()
-    for where, typed in ((folder, "."), (folder / "snapshots", ".."), (tmp_path, "a")):
-        monkeypatch.chdir(where)
-        assert _free_name(Path(typed)) == tmp_path / "a-again"
-    _create(tmp_path / "new" / "one")
-    with pytest.raises(ConfigError, match="one exists already; type --into <a new folder>"):
-        _create(tmp_path / "new" / "one")
-    with pytest.raises(ConfigError, match=r"run.json/b cannot be created \(Not a directory\); type --into"):
-        _create(folder / "run.json" / "b")
+def test_the_config_of_each_part_of_a_resumed_run_counts(tmp_path: Path) -> None:
+    one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    contents = json.loads((other / "run.json").read_text())
+    parts = [{"config": {"optimizer.lr": 0.5}}, {"config": {"optimizer.lr": 0.2}}, {}]
+    contents["lives"] = [contents["lives"][0] | part for part in parts]
+    (other / "run.json").write_text(json.dumps(contents))
+    rows = [line.split(maxsplit=3) for line in explain(read_run(one), read_run(other))]
+    assert ["config", "optimizer.lr", "0.1", "0.5, then 0.2, then 0.1"] in rows
+    assert not [row for row in rows if row[1] == "seed"]
+
+
+@pytest.mark.parametrize(("hosts", "seconds", "state"), [("another", 9.0, "running"), ("another", 4000.0, "unknown")])
+def test_a_run_of_another_machine_that_writes_nothing_more_does_not_run_for_ever(
+    tmp_path: Path, hosts: str, seconds: float, state: str
+) -> None:
+    folder = make_run(tmp_path / "a", state="running")
+    change(folder, life={"hosts": [hosts]})
+    for path in (folder / "run.json", folder):
+        os.utime(path, (time.time() - seconds,) * 2)
+    assert state_of(read_run(folder)) == state
 
 
 class Unread(ModuleType):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from lockstep.distributed.run_folder_lock import _try_lock
+from lockstep.distributed.run_folder import HeldFolder
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.snapshots.resume import write_hydra_files
@@ -46,16 +46,15 @@ def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
     assert in_world(1, _train_with_records, cfg, [({}, first)]) == [[""]]
     assert contents(hydra) == first
 
-    file, problem = _try_lock(tmp_path)  # as another run would hold it
-    assert (file is not None, problem) == (True, None)
+    held_folder = HeldFolder(tmp_path)
+    assert held_folder.lock() is None  # as another run would hold it
     second = {"config.yaml": "second", "overrides.yaml": "[]"}
     ((refusal,),) = in_world(1, _train_with_records, cfg, [({"max_steps": 2}, second)])
     held = f"another run holds {tmp_path} (pid {os.getpid()} on "
     assert refusal.startswith(held)
     assert refusal.endswith("wait for its end, or type another hydra.run.dir=")
     assert contents(hydra) == first
-    assert file is not None
-    file.close()
+    held_folder.release()
 
     # Steps 2 and 3 have a config of their own. The last start has nothing to train.
     jobs = [({"max_steps": 3}, second), ({"max_steps": 2}, {"config.yaml": "third"})]
@@ -72,8 +71,8 @@ def test_a_start_that_saved_no_step_does_not_replace_the_record_of_those_before(
 
 def _hold_and_fork(folder: str) -> None:
     """Takes the lock and forks a process, as a DataLoader does for its workers."""
-    file, problem = _try_lock(Path(folder))
-    assert problem is None
+    held = HeldFolder(Path(folder))
+    assert held.lock() is None
     child = os.fork()
     if child == 0:
         time.sleep(60)
@@ -81,7 +80,6 @@ def _hold_and_fork(folder: str) -> None:
     Path(folder, "worker").write_text(str(child))
     Path(folder, "worker").rename(Path(folder, "worker.pid"))
     time.sleep(60)
-    assert file is not None
 
 
 def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
@@ -90,15 +88,13 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_rank(tmp_path):
     wait_for(lambda: (tmp_path / "worker.pid").exists(), "forked worker")
     worker = int((tmp_path / "worker.pid").read_text())
     try:
-        file, problem = _try_lock(tmp_path)
-        assert file is None
+        problem = HeldFolder(tmp_path).lock()
         assert str(problem).startswith(f"another run holds {tmp_path} (pid {rank.pid} on ")
         rank.kill()
         rank.join()
         assert Path(f"/proc/{worker}").exists()
-        file, problem = _try_lock(tmp_path)
-        assert problem is None
-        assert file is not None
-        file.close()
+        held = HeldFolder(tmp_path)
+        assert held.lock() is None
+        held.release()
     finally:
         os.kill(worker, signal.SIGKILL)

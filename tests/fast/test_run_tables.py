@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.runs.code import code_facts
+from lockstep.runs.record import code_facts
 from support.commands import ROOT
 from support.made_runs import make_run
 

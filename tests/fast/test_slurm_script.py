@@ -93,7 +93,7 @@ def test_the_flags_that_choose_the_config_reach_the_ranks(script, flag):
 
 def test_what_hydra_itself_was_told_reaches_the_ranks_too(script):
     kept = ["hydra.searchpath=[file:///my/conf]", "hydra/job_logging=none", "+hydra.verbose=true"]
-    dropped = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    dropped = ["hydra.run.dir=x", "hydra.sweep.dir=y", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2"]
     dropped += ["hydra/sweeper=lockstep", "hydra.mode=RUN"]
     text = script("optimizer=mine", *kept, *dropped, overrides=["optimizer=mine"])
     words = "'hydra.searchpath=[file:///my/conf]' hydra/job_logging=none +hydra.verbose=true optimizer=mine"

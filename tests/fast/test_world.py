@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.backend import choose_backend, validate_backend
-from lockstep.distributed.monitoring import clock_ahead
-from lockstep.distributed.same_input import require_same_config
-from lockstep.distributed.stop_vote import StopVote
-from lockstep.distributed.world import init_distributed
+from lockstep.distributed.signals import StopVote
+from lockstep.distributed.world import clock_ahead, init_distributed, require_same_config
 from lockstep.errors import ConfigError
 from support.worlds import in_world
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lockstep.loggers.step_digests import StepDigests, in_memory_order
-from lockstep.runs.compare import explain
-from lockstep.runs.digests import read_digests
+from lockstep.runs.compare import explain, read_digests
 from lockstep.runs.record import read_run
 from lockstep.training.weight_check import digest
 from support.configs import composed

@@ -1,6 +1,5 @@
 """Commands that fail: one sentence, the right exit code, and nothing half-written."""
 
-import importlib.util
 import re
 import shutil
 import sys
@@ -95,11 +94,11 @@ def test_torchrun_started_once_per_task_is_refused(start):
     assert run.sentence.startswith("lockstep: srun started 2 torchruns on each node")
 
 
-def test_a_hydra_launcher_that_is_not_installed_is_named(train):
-    if importlib.util.find_spec("submitit"):
-        pytest.skip("hydra-submitit-launcher is installed")
-    run = train("-m", "hydra/launcher=submitit_slurm", "optimizer.lr=0.1,0.01", code=2)
-    assert "type pip install hydra-submitit-launcher, or launch=slurm without it" in run.sentence
+@pytest.mark.parametrize("name", ["joblib", "submitit_slurm", "basic"])
+def test_another_launcher_of_hydra_is_refused(train, name):
+    run = train("-m", f"hydra/launcher={name}", "optimizer.lr=0.1,0.01", code=2)
+    assert f"hydra/launcher={name} cannot run these jobs; leave it out, and for several" in run.sentence
+    assert run.sentence.endswith("type sweep.slots=2, or for jobs on a cluster launch=slurm")
 
 
 PREPARE = """

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.failures.watched_rank import process_has_ended
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.digests import read_digests
+from lockstep.runs.compare import read_digests
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.distributed.host import LAUNCHER, cpu_count
-from lockstep.distributed.listening import listening_socket
+from lockstep.distributed.rendezvous import listening_socket
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed

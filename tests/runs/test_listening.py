@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from lockstep.distributed.environment import RankInfo
-from lockstep.distributed.listening import listening_socket, on_one_machine, store_address
-from lockstep.distributed.store import close_store, hold_port, shared_store
+from lockstep.distributed.rendezvous import (
+    close_store,
+    hold_port,
+    listening_socket,
+    on_one_machine,
+    shared_store,
+    store_address,
+)
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from support.sockets import is_loopback, listening_addresses

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import store as store_module
+from lockstep.distributed import rendezvous as store_module
 from lockstep.distributed.environment import RankInfo, read_rank_info
-from lockstep.distributed.rendezvous import agree_on_nonce, form_group
-from lockstep.distributed.store import forget_start, run_started_at
+from lockstep.distributed.rendezvous import agree_on_nonce, forget_start, form_group, run_started_at
 from lockstep.distributed.world import init_distributed
 from support.commands import wait_for
 from support.worlds import in_world

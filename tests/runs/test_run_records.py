@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.code import code_facts, versions
-from lockstep.runs.record import exit_code_of, read_run
+from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
 from support.run_folders import SLOW, position
 
@@ -105,3 +104,16 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     life = record(tmp_path / "run")["lives"][-1]
     assert (life["state"], life["exit_code"]) == ("diverged", 3)
     assert states(tmp_path) == ["diverged"]
+
+
+def test_a_resumed_run_keeps_how_its_first_life_ended_and_what_was_changed(tmp_path: Path) -> None:
+    """Another rank was killed: rank 0 saw an error of gloo, and the report knows better."""
+    words = [*SMALL, "model._target_=support.faults.FaultyModel", "launch=fork", "hydra.run.dir=run"]
+    words += ["trainer.max_steps=30", "snapshot.every=5steps"]
+    faulty = {"PYTHONPATH": ROOT / "tests", "FAULT": "forward/kill:1:14"}
+    Command([*PYTHON_TRAIN, *words], tmp_path, **faulty).finish(5)
+    assert states(tmp_path) == ["killed"]
+    Command([*PYTHON_TRAIN, *words, "optimizer.lr=0.2"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
+    first, second = record(tmp_path / "run")["lives"]
+    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"optimizer.lr": 0.05})
+    assert (second["state"], second["exit_code"]) == ("finished", 0)

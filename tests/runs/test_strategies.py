@@ -49,7 +49,7 @@ def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> 
 
 def stop_after_two_steps(cfg: Any) -> str:
     """Train about three steps, in mid-epoch, and be asked to stop."""
-    from lockstep.distributed.stop_vote import StopVote
+    from lockstep.distributed.signals import StopVote
     from lockstep.training import loop
 
     StopVote.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]  # no pause: a vote in every step

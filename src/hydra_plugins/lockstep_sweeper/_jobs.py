@@ -7,14 +7,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
-from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hydra_plugins.lockstep_sweeper import LockstepLauncher, LockstepSweeper
 from hydra_plugins.lockstep_sweeper._checks import check_jobs, constrained, preflight_jobs
 from hydra_plugins.lockstep_sweeper._composing import Composer, sweep_folder, without_hydra
-from hydra_plugins.lockstep_sweeper._launchers import run_by_launcher
 from hydra_plugins.lockstep_sweeper._outcomes import outcome_of
 from hydra_plugins.lockstep_sweeper._searches import (
     Plan,
@@ -29,8 +27,8 @@ from lockstep.config.schema import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
 from lockstep.launchers.processes import preload
-from lockstep.runs.code import loaded_code_facts
-from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, sweeper_goes_on
+from lockstep.runs.record import loaded_code_facts
+from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, refuse_foreign_launcher, sweeper_goes_on
 from lockstep.sweeps.in_world import restarted, run_in_world
 from lockstep.sweeps.job_process import Outcome, wait_for_turn
 from lockstep.sweeps.runner import SweepRunner
@@ -98,7 +96,8 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     """Run the jobs that the words of a command list."""
     assert sweeper.config is not None
     assert sweeper.hydra_context is not None
-    assert sweeper.launcher is not None
+    if not isinstance(sweeper.launcher, LockstepLauncher):
+        refuse_foreign_launcher(sweeper.config.hydra.runtime.choices["hydra/launcher"])
     parser = OverridesParser.create(config_loader=sweeper.hydra_context.config_loader)
     overrides = parser.parse_overrides(words)
     ((fixed,),) = sweeper.split_arguments([word for word in overrides if not word.is_sweep_override()], None)
@@ -111,14 +110,13 @@ def sweep_over(sweeper: LockstepSweeper, words: list[str]) -> None:
     if jobs.base.sweep.resume is not None:
         plan = with_earlier_jobs(plan, rows, jobs.base.sweep.retry == "failed")
     checked = check_jobs(jobs, plan.lists)
-    is_own = isinstance(sweeper.launcher, LockstepLauncher)
-    check_search(jobs.base, plan, is_own)
+    check_search(jobs.base, plan)
     jobs.modules = preflight_jobs(checked, plan)
-    run_plan(sweeper.launcher, jobs, plan)
+    run_plan(jobs, plan)
 
 
-def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
-    """Run the jobs in the ranks that are there, in processes of their own, or with a launcher of Hydra's."""
+def run_plan(jobs: HydraJobs, plan: Plan) -> None:
+    """Run the jobs in the ranks that are there, or in processes of their own."""
     info = read_rank_info()
 
     def open_search() -> tuple[OpenSweep, Search]:
@@ -130,11 +128,7 @@ def run_plan(launcher: Launcher, jobs: HydraJobs, plan: Plan) -> None:
         return
     slots = slots_of(jobs, plan.lists)  # before `open_sweep`: a refused command leaves the folder as it is
     sweep = open_sweep(jobs)
-    if isinstance(launcher, LockstepLauncher):
-        run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
-    else:
-        added = add_jobs(sweep.table, plan.lists, set(plan.fixed), jobs.name)
-        run_by_launcher(launcher, sweep, to_run(sweep.table, added, sweep.settings.retry == "failed"))
+    run_here(jobs, sweep, build_search(sweep, plan, jobs.name, len(slots)), slots)
 
 
 def open_sweep(jobs: HydraJobs) -> OpenSweep:

@@ -140,11 +140,9 @@ def refuse_search(base: Any) -> None:
         raise ConfigError(f"sweep.search={base.sweep.search} and hydra/sweeper= both choose the jobs; leave out one")
 
 
-def check_search(base: Any, plan: Plan, own_launcher: bool) -> None:
+def check_search(base: Any, plan: Plan) -> None:
     """Raise ConfigError for a search that cannot run these jobs. base: the config of a job without what varies."""
     search = base.sweep.search
-    if search in (HALVING, TPE) and not own_launcher:
-        raise ConfigError(f"sweep.search={search} chooses the next job itself; leave hydra/launcher= out")
     if search in (HALVING, TPE) and base.launch._target_.endswith(".SlurmLauncher"):
         raise ConfigError(
             f"sweep.search={search} waits for the result of each job, and launch=slurm does not; type launch=env"

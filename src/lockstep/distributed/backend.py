@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.host import cpu_count, keep_freed_memory
-from lockstep.distributed.listening import loopback_interface
+from lockstep.distributed.rendezvous import loopback_interface
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)

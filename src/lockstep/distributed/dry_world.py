@@ -117,7 +117,7 @@ class DryWorld(World):
     def all_gather_json(self, value: Any) -> list[Any]:
         return [value] * self.size
 
-    def broadcast_json(self, value: Any) -> Any:
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
         return value
 
     def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:

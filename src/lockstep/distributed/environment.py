@@ -1,15 +1,21 @@
-"""This process's rank, world size and local rank, read from the environment. No torch here."""
+"""What the program that started this process says: rank, world size and local rank, and Slurm of its job.
+
+No torch here.
+"""
 
 import os
-import socket
+import re
+import subprocess
 import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from lockstep.distributed.slurm_lists import first_host, tasks_per_node
 from lockstep.errors import ConfigError
 
 Environment = Mapping[str, str]
+
+SLURM_JOB_FILE = "slurm_job"  # in the run folder: the number of the job that was submitted for it
+ANSWER_SECONDS = 3.0  # Slurm kills the ranks 30 s after it has asked them to end, by default
 
 
 @dataclass(frozen=True)
@@ -104,14 +110,6 @@ def node_rank_info(nnodes: int, node_rank: int, master_addr: str, master_port: i
         choices = "launch.node_rank=0" if nnodes <= 1 else f"launch.node_rank=0 to {nnodes - 1}"
         raise ConfigError(f"launch.node_rank={node_rank} does not fit launch.nnodes={nnodes}; type {choices}")
     return RankInfo(node_rank, nnodes, started_by="spawn", master_addr=master_addr, master_port=master_port)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that no program listens at. Another program may take it before it is used."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _from_torchrun(env: Environment) -> RankInfo:
@@ -246,3 +244,55 @@ class _Numbers:
 def _port_of_job(job: str) -> int:
     """A port that all ranks of one job compute alike and that two jobs on one machine rarely share."""
     return 15000 + zlib.crc32(job.encode()) % 15000
+
+
+def first_host(nodelist: str) -> str:
+    """The first name in a list: "gpu[07-09,12],cpu1" -> "gpu07", "rack[0-1]b[3,5]-ib" -> "rack0b3-ib".
+
+    An empty list is this machine.
+    """
+    first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)  # up to a comma that is not in brackets
+    name = first[0] if first else ""
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", name) or "127.0.0.1"
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """The tasks of each host: "2(x2),1" -> [2, 2, 1]. Raises ConfigError."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={counts} in the environment is not a list such as 2(x2),1; "
+                f"type `unset SLURM_STEP_TASKS_PER_NODE`, or start with srun"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def slurm_reason() -> str:
+    """ " as Slurm ..." if this rank is in a job that Slurm ends; empty if Slurm confirms no reason. Asks Slurm."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    words = _ask_slurm("scontrol", "--oneliner", "show", "job", job)[0].split()
+    if "Reason=TimeLimit" in words:
+        return " as Slurm's time limit is reached"
+    if any(word.startswith("PreemptTime=") for word in words) and "PreemptTime=None" not in words:
+        return " as Slurm gives the nodes to another job"
+    return ""
+
+
+def is_in_queue(job: str) -> bool:
+    """Whether Slurm runs this job, or will. True if Slurm does not answer."""
+    told, problem = _ask_slurm("squeue", "--noheader", "--format=%i", f"--jobs={job}")
+    return bool(told.strip() or problem) and "Invalid job id" not in problem
+
+
+def _ask_slurm(*command: str) -> tuple[str, str]:
+    """(what a command of Slurm's prints, why it has failed). The second is empty if it has not."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return answer.stdout, answer.stderr if answer.returncode else ""

@@ -1,10 +1,23 @@
-"""Whether a run folder can be written to, and what to type if not. No torch here."""
+"""The run folder: whether it can be written to, what to type if not, and the lock by which one run holds it.
+
+No torch here.
+"""
 
 import errno
+import logging
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 from lockstep.errors import CannotStartNow, path_word
+
+if TYPE_CHECKING:
+    from lockstep.distributed.world import World
+
+log = logging.getLogger(__name__)
 
 SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"  # the environment variable that tells the ranks of a job which sweep it is in
 BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
@@ -43,3 +56,88 @@ def go_on_words(folder: str | Path) -> str:
     """What to add to the command to go on in the run folder, or in the sweep that it is in."""
     sweep = os.environ.get(SWEEP_FOLDER)
     return path_word("hydra.run.dir", folder) if sweep is None else f"-m {path_word('sweep.resume', sweep)}"
+
+
+class HeldFolder:
+    """The run folder while this run holds it: a file lock that the kernel releases when its process ends.
+
+    It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
+    any file object of `.lock` in this process releases it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file: IO[str] | None = None
+
+    def lock(self) -> str | None:
+        """Lock the folder, which is created if it is missing. Returns what is wrong, None if nothing is."""
+        import fcntl  # Windows has none, and `--help` works there
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
+        except OSError as error:
+            return unwritable(self.folder, error)
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.truncate(0)
+            self.file.write(f"pid {os.getpid()} on {socket.gethostname()}")  # for people who look
+            self.file.flush()
+            return None
+        except (BlockingIOError, PermissionError):  # POSIX allows either for a lock that another process holds
+            self.file.seek(0)
+            holder = self.file.read()
+            problem = f"another run holds {self.folder} ({holder}); wait for its end, or type another hydra.run.dir="
+        except OSError as error:
+            problem = unwritable(self.folder, error)
+        self.release()
+        return problem
+
+    def release(self) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # its text could perhaps not be written
+                self.file.close()
+            self.file = None
+
+    def restore(self) -> None:
+        """Make the folder again, and lock it, if it was deleted or moved away. Only for the rank that holds the lock.
+
+        Raises CannotStartNow if it cannot be made, or if another run holds a new one by now.
+        """
+        if self.file is None or self._is_there(self.file):
+            return
+        self.release()
+        problem = self.lock()
+        if problem is not None:
+            raise CannotStartNow(f"the run folder was deleted, and nothing can be saved any more: {problem}")
+        with suppress(OSError):  # then the log lines are lost, and the training is not
+            (self.folder / "logs").mkdir(exist_ok=True)
+        log.warning(
+            "the run folder %s was deleted or moved away. It is made again, without what it held; training goes on",
+            self.folder,
+        )
+
+    def _is_there(self, file: IO[str]) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.folder / ".lock"), os.fstat(file.fileno()))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a network file system that does not answer now
+            return True
+
+
+@contextmanager
+def hold_run_folder(folder: str | Path, world: "World") -> Iterator[HeldFolder]:
+    """Rank 0 holds a lock on `folder` while the block runs. Every rank calls this.
+
+    Raises CannotStartNow on every rank if another run holds the folder, or if it cannot be written to.
+    """
+    held = HeldFolder(Path(folder))
+    problem = held.lock() if world.is_rank_zero else None
+    try:
+        problem = world.broadcast_json(problem)
+        if problem is not None:
+            raise CannotStartNow(problem)
+        yield held
+    finally:
+        held.release()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from lockstep.distributed.time_waited import waiting
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import rank as monitor
@@ -123,7 +122,7 @@ class SharedMemorySum:
                 os.write(pipe, b".")
             except BrokenPipeError:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
-        with waiting():
+        with self.world.waiting:
             for pipe, peer in self.readers.items():
                 if self.page is not None:
                     self.page.waits_for(peer)

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop, in a rank and in the process that started the ranks. No torch here.
+"""How a run is asked to stop: signals, in a rank and in the process that starts ranks, and the vote of the ranks.
 
 Before the training there is nothing to save, so the first signal ends the process at once. During the training the
-ranks agree on it at a step, save, and exit together. A second one ends the process at once.
+ranks agree on it at a step, save, and exit together. A second one ends the process at once. No torch at the top.
 """
 
 import os
@@ -13,21 +13,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
+from lockstep.compat import hidden_from_profiler
 from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.temporary_folder import remove_temporary_folder
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures import rank as monitor
 from lockstep.failures.causes import tells_of_lost_rank
 from lockstep.failures.record import is_local, message_of
 from lockstep.failures.report import newest_snapshot
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.distributed.world import World
+
 # SIGHUP: the terminal was closed. SIGUSR1: Slurm's warning before the time limit. Windows, where only --help works,
 # has neither.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
+VOTE_PAUSE = 0.25  # seconds between two votes
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 _exit = os._exit  # a rank replaces it, see lockstep.distributed.early_exit
 
@@ -206,3 +214,96 @@ def _forget_in_child() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _process.writer = None
+
+
+class Relay:
+    """In the process that starts ranks: while the block runs, the signals that ask for a stop go on to the ranks.
+
+    pids: the ranks. first, second: the numbers of the first signal and of a repeated one, None if there was none.
+    first_at, second_at: when they came, by the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self.first: int | None = None
+        self.second: int | None = None
+        self.first_at = self.second_at = 0.0
+
+    def start(self, pids: list[int]) -> None:
+        """The ranks have started. A signal that came before is sent now to those of them that have not got it."""
+        new, self.pids = [pid for pid in pids if pid not in self.pids], pids
+        if self.first is not None:
+            self.send(self.first, new)
+
+    def __enter__(self) -> Self:
+        self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handle_signals(self._pass_on)
+        request = first_request()
+        if request is not None:  # SIGUSR1, which Slurm sends, ends no process before the training
+            self.first, self.first_at = request
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first, self.first_at = number, time.monotonic()
+        elif self.second is None and is_repeated(self.first_at, number):
+            self.second, self.second_at = number, time.monotonic()
+        self.send(number, self.pids)
+
+    def send(self, number: int, pids: list[int]) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+class StopVote:
+    """All ranks agree on flags a few times a second. A result is read one vote later, when it has arrived already.
+
+    Every rank calls `cast` after every step, or after every batch of an evaluation. There are as many steps between two
+    votes as take `pause` seconds. The ranks agree on this number in the vote itself, so all of them vote, and read
+    results, at the same steps.
+    """
+
+    def __init__(self, world: "World", flags: int, pause: float = VOTE_PAUSE) -> None:
+        self.group, self.pause = world.control, pause
+        self.pending: tuple[dist.Work, torch.Tensor] | None = None
+        self.wishes = [False] * flags
+        self.stride = self.steps_left = 1
+        self.last_vote = time.monotonic()
+
+    def cast(self, *wishes: bool) -> tuple[bool, ...]:
+        """Vote for flags. Returns the flags that a rank had voted for in the previous vote, if it is counted now."""
+        self.wishes = [new or old for new, old in zip(wishes, self.wishes, strict=True)]
+        self.steps_left -= 1
+        if self.steps_left:
+            return (False,) * len(wishes)
+        import torch
+        import torch.distributed as dist
+
+        outcome = self.close()
+        now = time.monotonic()
+        fitting = int(self.pause * self.stride / max(now - self.last_vote, 1e-9))
+        stride = max(1, min(fitting, 2 * self.stride))
+        votes = torch.tensor([-stride, *self.wishes], dtype=torch.int32)  # MAX of -stride: the smallest stride wins
+        with hidden_from_profiler():
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+        self.pending = work, votes
+        self.steps_left, self.last_vote = self.stride, now
+        self.wishes = [False] * len(wishes)
+        return outcome
+
+    def close(self) -> tuple[bool, ...]:
+        """Count the vote that is still under way."""
+        if self.pending is None:
+            return (False,) * len(self.wishes)
+        work, votes = self.pending
+        work.wait()
+        self.pending = None
+        stride, *outcome = votes.tolist()
+        self.stride = -stride
+        return tuple(bool(flag) for flag in outcome)

@@ -1,16 +1,26 @@
-"""The world of ranks: join it, communicate in it, leave it. A world of one is a world, too."""
+"""The world of ranks: join it, communicate in it, compare what ranks must have alike, leave it.
 
+A world of one is a world, too. Values and nested state go between ranks as JSON and tensors, never as pickles: nothing
+that a rank receives can run code.
+"""
+
+import hashlib
+import json
 import logging
+import secrets
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lockstep.distributed import object_collectives
 from lockstep.distributed.backend import (
     backend_environment,
     choose_backend,
@@ -19,16 +29,33 @@ from lockstep.distributed.backend import (
     warn_of_unused_gpus,
 )
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
-from lockstep.distributed.listening import on_one_machine
-from lockstep.distributed.rendezvous import form_group
-from lockstep.distributed.time_waited import all_reduce_sum
+from lockstep.distributed.rendezvous import form_group, on_one_machine
 from lockstep.errors import ConfigError
 from lockstep.failures import rank as monitor
+from lockstep.failures.start import start_for_rank
+from lockstep.source_code import module_hashes
 
 log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT = timedelta(days=2)  # for a download or a conversion of data, which may take longer than any collective
 DISK_TIMEOUT = timedelta(hours=1)  # for a slow disk
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Waiting:
+    """Adds up how long this process has waited for other ranks, in collectives that block the host.
+
+    A context manager: the time in the block counts. seconds: since the world was formed.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.start = 0.0
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter() - self.start
 
 
 @dataclass(frozen=True)
@@ -37,7 +64,7 @@ class World:
 
     local_rank, local_size: among the ranks of this machine. timeout: seconds that a collective waits for a rank.
     control: a gloo group beside the backend's own, for votes and JSON values, which never makes a GPU wait.
-    resources: what is closed when this rank leaves the world, such as pipes to other ranks.
+    resources: what is closed when this rank leaves the world, such as pipes to other ranks. waiting: see Waiting.
     """
 
     rank: int
@@ -48,30 +75,79 @@ class World:
     control: dist.ProcessGroup
     timeout: float
     resources: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    waiting: Waiting = field(default_factory=Waiting, repr=False, compare=False)
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place. Returns it."""
-        return all_reduce_sum(tensor)
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all ranks, in place. Returns it. On a GPU the host does not wait."""
+        with self.waiting:
+            dist.all_reduce(tensor)
+        return tensor
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""
-        return object_collectives.all_gather_json(value, self.control)
+        mine = _encoded(value)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)
+        longest = int(max(lengths))
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        dist.all_gather(texts, padded, group=self.control)
+        return [_decoded(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
 
-    def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's `value`, which JSON can store, on every rank. Tuples become lists."""
-        return object_collectives.broadcast_json(value, self.control)
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """The `value` of rank `source`, which JSON can store, on every rank. Tuples become lists."""
+        text = _encoded(value) if self.rank == source else torch.zeros(0, dtype=torch.uint8)
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, src=source, group=self.control)
+        if self.rank != source:
+            text = torch.zeros(int(length), dtype=torch.uint8)
+        dist.broadcast(text, src=source, group=self.control)
+        return _decoded(text)
 
     def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's `state` of CPU tensors and plain values, on rank 0. Empty on the other ranks."""
-        return object_collectives.gather_state(state, self.control)
+        """Every rank's `state` of dicts, lists, tuples, CPU tensors and plain values, on rank 0. Empty elsewhere.
+
+        Numbers of other libraries become Python's, and other objects None.
+        """
+        tensors: list[Tensor] = []
+        descriptions = self.all_gather_json(_describe(state, tensors))
+        if self.is_rank_zero:
+            return [state, *(self._receive(descriptions[rank], rank) for rank in range(1, self.size))]
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(_as_bytes(tensor.contiguous()), dst=0, group=self.control)
+        return []
+
+    def _receive(self, description: dict[str, Any], source: int) -> Any:
+        """What rank `source` has described and sends."""
+        tensors: list[Tensor] = []
+        state = _rebuild(description, tensors)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.recv(_as_bytes(tensor), src=source, group=self.control)
+        return state
 
     def broadcast_state(self, state: dict[str, Any], source: int) -> dict[str, Any]:
-        """The `state` of CPU tensors and plain values that rank `source` has, on every rank."""
-        return object_collectives.broadcast_state(state, source, self.control)
+        """The `state` that rank `source` has, on every rank. What it may hold: see `gather_state`."""
+        tensors: list[Tensor] = []
+        description = self.broadcast_json(_describe(state, tensors) if self.rank == source else None, source)
+        if self.rank != source:
+            state = _rebuild(description, tensors)
+        for tensor in tensors:
+            if tensor.numel():
+                dist.broadcast(_as_bytes(tensor.contiguous()), src=source, group=self.control)
+        return state
+
+    def for_thread(self, timeout: timedelta) -> "World":
+        """This world with a control group of its own, for collectives of another thread. A collective."""
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return replace(self, control=group)
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Wait until every rank has called this. A rank that ends is noticed at once, whatever the timeout."""
@@ -156,3 +232,137 @@ def _init_process_group(
 def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
+
+
+def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
+    """Tell the monitor where the run folder is, and what a hang is. A collective.
+
+    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
+    """
+    if monitor.may_start_monitor():
+        name = world.broadcast_json(uuid.uuid4().hex)
+        started_by = read_rank_info().started_by
+        if world.local_rank == 0:
+            start_for_rank(name, started_by, world.size)
+        monitor.connect(name, world.rank, world.size, local_rank=world.local_rank)
+    monitor.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"), clock_ahead(world))
+    monitor.watch_for_hangs(timeout, on_hang, world.timeout)
+
+
+def clock_ahead(world: World) -> float:
+    """Seconds by which this rank's clock is ahead of rank 0's, wrong by about the time of a message. A collective."""
+    world.barrier()  # all ranks leave it at the same time
+    now = time.time()
+    return float(now - world.all_gather_json(now)[0])
+
+
+# What all ranks must have alike.
+
+
+def require_same_config(world: World, flat: dict[str, Any], shown: dict[str, Any], hint: str) -> None:
+    """Raise ConfigError, on all ranks, if they hold different `flat` configs {key: plain value}. A collective.
+
+    shown: `flat` as a message may show it, without values that are secret. hint: what to type instead.
+    """
+    salt = world.broadcast_json(secrets.token_hex())  # without it a short secret could be guessed from its digest
+    if len(set(world.all_gather_json(_digest(salt, flat)))) == 1:
+        return
+    configs = world.all_gather_json({key: [shown[key], _digest(salt, value)] for key, value in flat.items()})
+    first, missing = configs[0], ["missing", ""]
+    for rank, config in enumerate(configs):
+        for key in sorted({*first, *config}):
+            (on_zero, digest), (here, other) = first.get(key, missing), config.get(key, missing)
+            if digest != other:
+                raise ConfigError(
+                    f"{key} differs between ranks: {on_zero!r} on rank 0 and {here!r} on rank {rank}; {hint}"
+                )
+
+
+def _digest(salt: str, value: Any) -> str:
+    return hashlib.sha256(f"{salt} {json.dumps(value)}".encode()).hexdigest()[:16]
+
+
+def require_same_code(world: World) -> None:
+    """Raise ConfigError, on all ranks, if a loaded module of this project or of the user's differs between ranks.
+
+    Modules that only some ranks have loaded are not compared: rank 0 alone has loggers. A collective.
+    """
+    loaded = world.all_gather_json(module_hashes())
+    for rank, modules in enumerate(loaded):
+        other = sorted(name for name in modules.keys() & loaded[0].keys() if modules[name] != loaded[0][name])
+        if other:
+            more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+            raise ConfigError(
+                f"rank {rank} has other code than rank 0: the file of {other[0]}{more} differs; "
+                f"copy the same code to every machine and type the command again"
+            )
+
+
+class OtherData(ConfigError):
+    """A data set is not alike on all ranks. name: "training data" or "test data"."""
+
+    def __init__(self, sentence: str, name: str) -> None:
+        super().__init__(sentence)
+        self.name = name
+
+
+def require_same_data(world: World, name: str, length: int, fingerprint: str) -> None:
+    """Raise OtherData, on all ranks, if a data set differs between ranks. A collective.
+
+    name: "training data" or "test data". fingerprint: see `lockstep.snapshots.data_fingerprint`.
+    """
+    everyone = world.all_gather_json((length, fingerprint))
+    first_length, first_fingerprint = everyone[0]
+    for rank, (other_length, other_fingerprint) in enumerate(everyone):
+        if other_length != first_length:
+            what = f"the {name} has {other_length} samples on rank {rank} and {first_length} on rank 0"
+        elif other_fingerprint != first_fingerprint:
+            what = f"the {name} of rank {rank} is not that of rank 0: as many samples, but other ones"
+        else:
+            continue
+        raise OtherData(f"{what}; copy the same data to every machine and type the command again", name)
+
+
+# Values as tensors.
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decoded(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
+    """`value` for JSON. Its tensors are added to `tensors`, in their order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, dict):
+        return {"dict": [[key, _describe(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_describe(item, tensors) for item in value]}
+    if type(value) in PLAIN:
+        return {"value": value}
+    return {"value": value.item() if hasattr(value, "item") else None}
+
+
+def _rebuild(description: dict[str, Any], tensors: list[Tensor]) -> Any:
+    """What was described, with empty tensors. They are added to `tensors`, in the order in which `_describe` did."""
+    match description:
+        case {"tensor": dtype, "shape": shape}:
+            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
+            return tensors[-1]
+        case {"dict": items}:
+            return {key: _rebuild(item, tensors) for key, item in items}
+        case {"list": items}:
+            return [_rebuild(item, tensors) for item in items]
+        case {"tuple": items}:
+            return tuple(_rebuild(item, tensors) for item in items)
+    return description["value"]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes: gloo does not send every type of number."""
+    return tensor.reshape(-1).view(torch.uint8)

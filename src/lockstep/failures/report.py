@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_KILLED, path_value
 from lockstep.failures.causes import explain_exception, explain_exit, is_consequence, silent_rank
 from lockstep.failures.watched_rank import MonitorOptions, WatchedRank
+from lockstep.files import write_whole
 
 
 def way_on(folder: Path | None, first: WatchedRank, options: MonitorOptions) -> dict[str, Any]:
@@ -242,9 +243,8 @@ class FailureReport:
             return
         for name, text in (("failure.json", json.dumps(self.contents, indent=1)), ("failure.txt", self.screen())):
             try:
-                temporary = self.run_dir / f"{name}.tmp"
-                temporary.write_text(text + "\n", "utf-8", "backslashreplace")  # a path may hold any bytes
-                os.replace(temporary, self.run_dir / name)
+                contents = f"{text}\n".encode(errors="backslashreplace")  # a path may hold any bytes
+                write_whole(self.run_dir / name, contents, sync=False)
             except OSError:
                 return
 

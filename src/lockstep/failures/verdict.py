@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.source_code import is_project, is_users
+from lockstep.text import aligned
 
 LONGEST_PATH, SHOWN_PARTS = 30, 2
 LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -431,8 +432,7 @@ class Diagnosis:
         """One line a rank, after a header. Of many ranks some are left out, but not those whose fault it is."""
         ordered = sorted(self.facts, key=lambda rank: (rank.rank not in self.verdict.ranks, rank.rank))
         rows = [HEADER, *map(_row, sorted(ordered[:MOST_ROWS], key=lambda rank: rank.rank))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
-        lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]) for row in rows]
+        lines = aligned(rows)
         left_out = len(self.facts) - MOST_ROWS
         return [*lines, f"and {left_out} other ranks"] if left_out > 0 else lines
 

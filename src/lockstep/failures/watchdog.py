@@ -50,6 +50,7 @@ from lockstep.failures.watched_rank import (
     process_state,
     request_stack,
 )
+from lockstep.files import write_whole
 
 ANSWER_SECONDS = 2.0  # for a rank's Python thread; one that holds the GIL never answers
 SIGNAL_AFTER = 1.0  # seconds without an answer; the stack is then asked for by a signal
@@ -166,9 +167,7 @@ def exchange(run_dir: str, mine: Sequence[RankFacts], clock_ahead: float) -> lis
     now = time.time() - clock_ahead
     folder = Path(run_dir, "logs")
     own = folder / f"hang_of_rank{mine[0].rank}.json"
-    temporary = own.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}))
-    os.replace(temporary, own)
+    write_whole(own, json.dumps({"time": now, "ranks": [asdict(rank) for rank in mine]}), sync=False)
     silent_since = now - min(rank.seconds for rank in mine)
     found: list[RankFacts] = []
     for path in set(folder.glob("hang_of_rank*.json")) - {own}:

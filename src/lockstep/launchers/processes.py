@@ -37,8 +37,6 @@ PRELOADED_MODULES = [
     "lockstep.build",
     "lockstep.training.setup",
     "lockstep.strategies.ddp",
-    "lockstep.distributed.monitoring",
-    "lockstep.distributed.run_folder_lock",
     "lockstep.training.loop",
     "lockstep.training.meter",
     "lockstep.snapshots.resume",

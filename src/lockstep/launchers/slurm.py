@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from lockstep.distributed.slurm_job import JOB_FILE
+from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.launchers.processes import print_line
@@ -97,7 +97,7 @@ class SlurmLauncher(Launcher):
                 f"type launch.partition=, launch.time= ... to suit, or sbatch {path}"
             )
         job = answer.stdout.split(";")[0].strip()
-        (self.folder / JOB_FILE).write_text(f"{job}\n")
+        (self.folder / SLURM_JOB_FILE).write_text(f"{job}\n")
         print_line(
             f"submitted Slurm job {job}: squeue -j {job} shows its state, "
             f"tail -F {self.folder}/slurm-{job}.out its output\nrun folder: {self.folder}",
@@ -148,7 +148,7 @@ def hydra_overrides(arguments: list[str]) -> list[str]:
     The run folder is fixed, and what starts this job or a sweep of such jobs is done.
     """
     words = [word for word in arguments if re.match(r"[+~]*hydra[./]", word)]
-    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|launcher|mode)\b", word)]
+    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|mode)\b", word)]
 
 
 def config_flags(arguments: list[str]) -> list[str]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
-from lockstep.distributed.signal_relay import Relay
-from lockstep.distributed.signals import STOP_SIGNALS, ended_at_once, unanswered_stop, with_newest_snapshot
+from lockstep.distributed.signals import STOP_SIGNALS, Relay, ended_at_once, unanswered_stop, with_newest_snapshot
 from lockstep.errors import EXIT_FINISHED, EXIT_KILLED, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures.watched_rank import process_has_ended
 from lockstep.launchers.base import RankFailed

@@ -9,11 +9,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lockstep.compat import multiprocessing_folder
 from lockstep.distributed.environment import RankInfo
-from lockstep.distributed.listening import store_address
-from lockstep.distributed.signal_relay import Relay
-from lockstep.distributed.signals import blocked
-from lockstep.distributed.temporary_folder import temporary_folder
+from lockstep.distributed.rendezvous import store_address
+from lockstep.distributed.signals import Relay, blocked
 from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import RankFailed, Worker
 from lockstep.launchers.processes import failure_of, print_line, run_rank
@@ -46,7 +45,7 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(temporary_folder()) as monitor, Relay() as relay:
+        with MonitorLink(multiprocessing_folder()) as monitor, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(monitor, relay, attempt, worker, args)

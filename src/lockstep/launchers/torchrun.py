@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.distributed.environment import RankInfo, node_rank_info
-from lockstep.distributed.store import close_store, hold_port, shared_store
+from lockstep.distributed.rendezvous import close_store, hold_port, shared_store
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.launchers.processes import preload, resolve_nproc, start_method_here, validate_start_method

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.files import write_whole
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 
 HEADER = "step,tag,value\n"
@@ -51,9 +52,7 @@ class CSVLogger(Logger):
     def _start_file(self, start_step: int) -> None:
         """Replace the file by one with its rows up to `start_step`; none for a fresh run."""
         kept = [row for row in read_rows(self.path) if row[0] <= start_step] if start_step > 0 else []
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(HEADER + to_text(kept), encoding="utf-8", newline="")
-        os.replace(unfinished, self.path)
+        write_whole(self.path, HEADER + to_text(kept), sync=False)
 
 
 def read_rows(path: Path) -> list[Row]:

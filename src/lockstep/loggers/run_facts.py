@@ -1,8 +1,7 @@
-"""What run.json says of a run before its first step. What takes time is added later, see `lockstep.runs.code`."""
+"""What run.json says of a run before its first step. What takes time is added later, see `lockstep.runs.record`."""
 
 import hashlib
 import json
-import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,6 @@ import torch
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
-from lockstep.runs.record import REPEATED
 
 
 def run_facts(
@@ -43,26 +40,6 @@ def run_facts(
             "config_hash": config_hash,
         },
     }
-
-
-def require_repetition(world: World, facts: Mapping[str, Any]) -> None:
-    """Raise ConfigError, on all ranks, if `runs.py again` started this run and it is not what was to be repeated.
-
-    A collective, if the environment says so.
-    """
-    folder = os.environ.get(REPEATED)
-    if folder is None:
-        return
-    from lockstep.runs.again import what_differs
-    from lockstep.runs.record import read_run
-    from lockstep.source_code import module_hashes
-
-    problem = None
-    if world.is_rank_zero:
-        problem = what_differs(read_run(Path(folder)), {**facts, "code": {"modules": module_hashes(users_only=True)}})
-    problem = world.broadcast_json(problem)
-    if problem is not None:
-        raise ConfigError(problem)
 
 
 def _machine(world: World) -> dict[str, Any]:

@@ -16,9 +16,22 @@ from lockstep.errors import (
     TrainingDiverged,
 )
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.runs.code import DIFF, loaded_code_facts, versions
-from lockstep.runs.record import FAILED, FINISHED, KILLED, PAUSED, RUNNING, read_run, write_run
+from lockstep.runs.record import (
+    DIFF,
+    FAILED,
+    FINISHED,
+    KILLED,
+    PAUSED,
+    RUNNING,
+    exit_code_of,
+    loaded_code_facts,
+    read_run,
+    state_of,
+    versions,
+    write_run,
+)
 from lockstep.source_code import module_hashes
+from lockstep.text import differing
 from lockstep.training.state import TrainState
 
 WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often
@@ -56,6 +69,8 @@ class RunRecord(Logger):
         }
         if start > 0:
             self.has_no_end = bool(before["lives"]) and before["lives"][-1]["state"] == RUNNING
+            if before["lives"]:
+                _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
             if self.state.progress.best_step is not None:  # else the values before cannot be compared with these
                 self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
@@ -145,6 +160,18 @@ class RunRecord(Logger):
         self.life["to_step"] = self.run["steps"]
         self.written_at = time.monotonic()
         write_run(self.folder, self.run, sync)
+
+
+def _complete(before: dict[str, Any], config: dict[str, Any]) -> None:
+    """Write into the last life of a run what only its end, or this resume, tells.
+
+    Which rank failed first is in the failure report: this one may have seen an error of a rank that was killed. Of its
+    config the life keeps what this one, `config`, has changed.
+    """
+    last = before["lives"][-1]
+    last["config"] = {key: then for key, (then, _) in differing(before["config"], config).items()}
+    if last["state"] == FAILED:
+        last |= {"state": state_of(before), "exit_code": exit_code_of(before)}
 
 
 def _ended(life: dict[str, Any], step: int) -> dict[str, Any]:

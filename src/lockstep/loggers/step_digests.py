@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.loggers.csv_logger import append
-from lockstep.runs.digests import NAME, row_bytes, steps_of
+from lockstep.runs.compare import DIGESTS, row_bytes, steps_of
 from lockstep.training.state import TrainState
 from lockstep.training.weight_check import digest
 
@@ -36,7 +36,7 @@ class StepDigests(Logger):
         self.last_step = 0  # in the file
 
     def on_fit_start(self, run: RunInfo) -> None:
-        self.path = run.run_dir / NAME
+        self.path = run.run_dir / DIGESTS
         start = self.state.progress.step  # run.start_step may be earlier: other loggers get more
         if start == 0 or not _starts_with(self.path, self.header):
             self.path.write_bytes(self.header)

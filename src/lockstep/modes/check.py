@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import ConfigError, first_of
 from lockstep.modes.base import Mode
+from lockstep.text import aligned
 
 if TYPE_CHECKING:
     from lockstep.modes.check_draws import Draws
@@ -163,8 +164,7 @@ def table(found: Sequence[Row]) -> list[str]:
         first, *others = row.reasons or [row.seen]
         cells.append((row.promise, "no" if row.reasons else "yes", first))
         cells += [("", "", reason) for reason in others]
-    width = max(len(promise) for promise, _, _ in cells)
-    return [f"{promise.ljust(width)}  {holds.ljust(5)}  {because}".rstrip() for promise, holds, because in cells]
+    return aligned(cells)
 
 
 def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:

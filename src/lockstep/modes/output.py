@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
+from lockstep.files import write_whole
 from lockstep.runs.record import NAME
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
@@ -29,19 +30,10 @@ def write_output(world: "World", path: Path, text: Iterable[str], key: str) -> N
 
 def _write(path: Path, text: Iterable[str], key: str) -> str | None:
     """None, or why the file could not be written."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # another command may write the same file
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, lambda file: file.writelines(piece.encode() for piece in text), shared=True)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         return cannot_write(path, error, key)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return None
 
 

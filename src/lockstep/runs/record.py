@@ -1,22 +1,28 @@
-"""`run.json` in a run folder: what was run, with what, on what, and how it ended."""
+"""`run.json` in a run folder: what was run, with which code and packages, on what, and how it ended."""
 
 import fcntl
+import hashlib
 import json
 import os
+import platform
 import socket
 import struct
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
+from lockstep.source_code import DIGITS, PARTS, ROOT, hash_of_source, module_hashes
 
 NAME = "run.json"
 FORMAT = 1
-REPEATED = "LOCKSTEP_AGAIN"  # names a run's folder to its repetition, which is refused if it would be another run
 # What readers of a record rely on, and its types.
 KEYS: dict[str, Any] = {"command": str, "cwd": str, "steps": int, "samples_per_second": float | int | None}
 KEYS |= dict.fromkeys(("overrides", "flags", "lives", "improvements"), list)
@@ -25,9 +31,16 @@ LIFE: dict[str, Any] = {"state": str, "exit_code": int | None, "hosts": list, "l
 LIFE |= {"world_size": int, "from_step": int, "started": float | int}
 OBJECTIVE: dict[str, Any] = {"name": str, "mode": str, "best": float | int | None, "step": int | None}
 RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
+UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
+SILENT_SECONDS = 3600.0  # without a change in the folder of a run on another machine
 STATES = {"killed": KILLED, "hang": "hang", "silent": "hang"}  # by the kind of a failure report
 # struct flock of <fcntl.h> on 64-bit systems, and where its l_type is.
 FLOCK, LOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi", 0)
+PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")
+DIFF = "uncommitted.diff"
+LARGEST_DIFF = 2**18  # bytes; of a longer one only its hash is kept
+NAMED = 50  # untracked files in a record
+GIT_SECONDS = 30.0
 
 Run = dict[str, Any]
 """The contents of a run.json, and "folder": the run folder's path."""
@@ -97,22 +110,41 @@ def _folders_in(folder: str) -> list[str]:
     return sorted(found)
 
 
+def configs_of(run: Run) -> list[dict[str, Any]]:
+    """The config of each life. A life that a later one has resumed with other values holds those values only."""
+    configs = [dict(run["config"])]
+    for life in reversed(run["lives"][:-1]):
+        configs.append(configs[-1] | life.get("config", {}))
+    return configs[::-1]
+
+
 def state_of(run: Run) -> str:
     """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
-    or running if it goes on.
+    running if it goes on, or unknown if it began on another machine and has written nothing for an hour.
 
     A rank 0 that was killed could not write its end. Then nobody holds the folder's lock.
     """
-    life = run["lives"][-1]
+    life, folder = run["lives"][-1], Path(run["folder"])
     if life["state"] not in (RUNNING, FAILED):
         return str(life["state"])
     is_here = life["hosts"][:1] == [socket.gethostname()]
-    if life["state"] == RUNNING and (not is_here or is_locked(Path(run["folder"]))):
+    if life["state"] == RUNNING and is_here and is_locked(folder):
         return RUNNING
     failure = _failure(run)
-    if failure is None:
+    if failure is not None:
+        return STATES.get(failure["first"]["kind"], FAILED)
+    if life["state"] == FAILED or is_here:
         return FAILED if life["state"] == FAILED else KILLED
-    return STATES.get(failure["first"]["kind"], FAILED)
+    return RUNNING if time.time() - _changed_at(folder) < SILENT_SECONDS else UNKNOWN
+
+
+def _changed_at(folder: Path) -> float:
+    """When a file of a run folder was written last, in seconds since 1970."""
+    times = [0.0]
+    for part in (folder, folder / "logs", folder / "snapshots"):
+        with suppress(OSError), os.scandir(part) as entries:
+            times += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+    return max(times)
 
 
 def exit_code_of(run: Run) -> int | None:
@@ -147,3 +179,62 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     return int(struct.unpack(FLOCK, answer)[LOCK_TYPE]) != fcntl.F_UNLCK
+
+
+@cache
+def versions() -> dict[str, str]:
+    """{"python": "3.11.2", "torch": ...} of this process, without importing anything."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_facts(root: Path = ROOT) -> tuple[dict[str, Any], bytes]:
+    """(facts for run.json, the uncommitted diff of src/ and conf/ or nothing). Takes some ms.
+
+    The facts are "source", a hash of src/ and conf/, "modules", those of the user, and where git knows these folders
+    "commit", "diff_sha256", "diff_bytes" and "untracked", a list of files.
+    """
+    facts: dict[str, Any] = {"source": hash_of_source(root), "modules": module_hashes(users_only=True)}
+    commit = _git(root, "rev-parse", "HEAD", "HEAD:./src")
+    if commit is None:  # no git, no repository, or one that does not have this folder
+        return facts, b""
+    changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *PARTS) or b""
+    status = changes.decode(errors="replace").splitlines()
+    untracked = [line[3:] for line in status if line.startswith("??")]
+    facts |= {"commit": commit.decode().split()[0], "untracked": untracked[:NAMED]}
+    if len(status) == len(untracked):
+        return facts, b""
+    diff = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", *PARTS) or b""
+    facts |= {"diff_sha256": hashlib.sha256(diff).hexdigest()[:DIGITS], "diff_bytes": len(diff)}
+    return facts, diff if len(diff) <= LARGEST_DIFF else b""
+
+
+@cache
+def loaded_code_facts() -> tuple[dict[str, Any], bytes]:
+    """`code_facts` when this process asked first: it had loaded the code by then, and so have its forks.
+
+    The user's modules may be loaded later.
+    """
+    return code_facts()
+
+
+def _git(root: Path, *words: str) -> bytes | None:
+    """What git prints, None if it cannot answer. It takes no lock: another git may work in the same folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        answer = subprocess.run(
+            ["git", *words],
+            cwd=root,
+            env=kept | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout if answer.returncode == 0 else None

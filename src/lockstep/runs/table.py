@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import Run, find_runs, read_run, state_of
+from lockstep.text import aligned, plain
 
 COLUMNS = ("date", "run", "state", "objective", "best_step", "steps", "speed", "changed")
 HEADERS = {"best_step": "at step", "speed": "samples/s"}
@@ -88,15 +89,17 @@ def _is_value(run: Run, key: str, typed: str) -> bool:
 
 
 def sorted_runs(runs: Sequence[Run], name: str, reverse: bool) -> list[Run]:
-    """By a column or a key. The best objective comes first, other values go up; runs without a value come last."""
+    """By a column or a key. The best objective comes first, other values go up; runs without a value come last.
+
+    Runs whose objectives are different metrics cannot be compared: those of one metric come together.
+    """
     check_names(runs, [name], "--sort")
 
-    def order(run: Run) -> tuple[bool, float, str]:
-        value = value_of(run, name)
-        if isinstance(value, int | float):
-            largest_first = name == "objective" and run["objective"]["mode"] == "max"
-            return False, -value if largest_first else value, ""
-        return False, 0.0, plain(value)
+    def order(run: Run) -> tuple[str, float, str]:
+        value, objective = value_of(run, name), run["objective"]
+        if name == "objective":
+            return objective["name"], -value if objective["mode"] == "max" else value, ""
+        return ("", value, "") if isinstance(value, int | float) else ("", 0.0, plain(value))
 
     with_value = [run for run in runs if value_of(run, name) is not None]
     without = [run for run in runs if value_of(run, name) is None]
@@ -106,22 +109,15 @@ def sorted_runs(runs: Sequence[Run], name: str, reverse: bool) -> list[Run]:
 def table(runs: Sequence[Run], columns: Sequence[str], width: int | None) -> list[str]:
     """The lines of a table. width: characters of a line, None for any number."""
     check_names(runs, columns, "--columns")
-    names = {run["objective"]["name"] for run in runs}
+    objectives = {run["objective"]["name"] for run in runs}
+    is_one = len(objectives) == 1
     header = [HEADERS.get(name, name) for name in columns]
-    if len(names) == 1 and "objective" in columns:
-        header[columns.index("objective")] = f"best {names.pop()}"
-    rows = [[shown(run, name, one_objective=not names) for name in columns] for run in runs]
-    widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
-    is_number = [_is_numeric(runs, name) for name in columns]
-    lines = []
-    for cells in (header, *rows):
-        padded = [
-            cell.rjust(size) if right else cell.ljust(size)
-            for cell, size, right in zip(cells, widths, is_number, strict=True)
-        ]
-        line = "  ".join(padded).rstrip()
-        lines.append(line if width is None or len(line) <= width else f"{line[: width - 1]}…")
-    return lines
+    if is_one and "objective" in columns:
+        header[columns.index("objective")] = f"best {objectives.pop()}"
+    rows = [[shown(run, name, is_one) for name in columns] for run in runs]
+    numbers = [index for index, name in enumerate(columns) if _is_numeric(runs, name)]
+    lines = aligned([header, *rows], right=numbers)
+    return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
 def _is_numeric(runs: Sequence[Run], name: str) -> bool:
@@ -144,14 +140,3 @@ def shown(run: Run, name: str, one_objective: bool) -> str:
         number = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
         return number if one_objective else f"{run['objective']['name']} {number}"
     return plain(value)
-
-
-def plain(value: Any) -> str:
-    """A value on one line, as it is typed on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(plain, value))}]"
-    return "".join(character if character.isprintable() else " " for character in str(value))

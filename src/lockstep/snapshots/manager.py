@@ -16,15 +16,13 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed import signals
-from lockstep.distributed.object_collectives import gather_state
+from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
-from lockstep.distributed.slurm_job import slurm_reason
-from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import DISK_TIMEOUT
 from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
@@ -478,7 +476,7 @@ class Saver:
         self.world = state.strategy.world
         self.damaged: set[Path] = set()  # on rank 0: passed over when the run was resumed, they push out no good ones
         self.part_memory = CopyMemory()
-        self.group: dist.ProcessGroup | None = None  # of the writing threads, while the others use their own groups
+        self.thread_world: World | None = None  # of the writing threads, while the others use their own groups
 
     def collect(self, totals: Tensor, scheduler_as_built: dict[str, Any]) -> dict[str, Any] | None:
         """The state as `put` takes it, not copied yet; None on a rank that writes nothing. A collective.
@@ -492,10 +490,8 @@ class Saver:
             of_ranks = self.world.all_gather_json([mine, secrets.token_hex(4)])
             is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
             if is_large or self.form == "sharded":
-                if self.group is None:
-                    group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-                    assert isinstance(group, dist.ProcessGroup)
-                    self.group = group
+                if self.thread_world is None:
+                    self.thread_world = self.world.for_thread(DISK_TIMEOUT)
                 return contents | {"parts": of_ranks[0][1]}
         contents = collect_state(self.state, totals, scheduler_as_built, strategy.full_state)
         return contents if self.world.is_rank_zero else None
@@ -531,9 +527,9 @@ class Saver:
             report |= write_part(folder / f"rank_{self.world.rank}.bin", contents)
         except OSError as error:
             report["problem"] = explain_disk_error(error, self.folder)
-        assert self.group is not None
+        assert self.thread_world is not None
         try:
-            reports = gather_state(report, self.group)
+            reports = self.thread_world.gather_state(report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
             log.warning("no snapshot at step %d: a rank was lost (%s)", position["step"], str(error).splitlines()[0])
             return

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, path_value, path_word
 from lockstep.failures import rank as monitor
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
 from lockstep.snapshots.state import restore_weights
+from lockstep.text import differing
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -298,9 +299,8 @@ def log_config_changes(saved: dict[str, Any], ours: dict[str, Any]) -> None:
 
 def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list[str]:
     return [
-        f"{key} ({saved.get(key, 'nothing')} in the snapshot, {ours.get(key, 'nothing')} {here})"
-        for key in sorted({*saved, *ours})
-        if key not in saved or key not in ours or saved[key] != ours[key]
+        f"{key} ({then} in the snapshot, {now} {here})"
+        for key, (then, now) in differing(saved, ours, "nothing").items()
     ]
 
 

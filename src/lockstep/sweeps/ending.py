@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lockstep.errors import ConfigError
 from lockstep.sweeps.output import show
+
+
+def refuse_foreign_launcher(name: str | None) -> None:
+    """Raise ConfigError for a launcher of Hydra's, such as joblib. name: of the launcher that was chosen, if any."""
+    if name not in (None, "lockstep"):
+        raise ConfigError(
+            f"hydra/launcher={name} cannot run these jobs; leave it out, and for several jobs at once type "
+            f"sweep.slots=2, or for jobs on a cluster launch=slurm"
+        )
 
 
 class JobFailed(Exception):

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed import signals
+from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.distributed.host import end_with_parent
-from lockstep.distributed.slurm_job import JOB_FILE
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -151,7 +151,7 @@ def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str,
     row = table.rows[number]
     cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
     if state == FINISHED and outcome.objective is None:
-        is_submitted = (table.folder / row.folder / JOB_FILE).exists()
+        is_submitted = (table.folder / row.folder / SLURM_JOB_FILE).exists()
         state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
     seconds = round(row.seconds + seconds, 2)
     values: dict[str, Any] = {"state": state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.slurm_job import JOB_FILE, is_in_queue
+from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
 from lockstep.errors import ConfigError
 from lockstep.runs.record import Run, read_run, state_of
 from lockstep.sweeps.job_process import reported_cause
@@ -53,7 +53,7 @@ def by_record(folder: Path, since: float, cause: str) -> dict[str, Any]:
 def _submitted_job(folder: Path) -> str | None:
     """The number of the job that was submitted to Slurm in this run folder."""
     try:
-        return (folder / JOB_FILE).read_text().strip()
+        return (folder / SLURM_JOB_FILE).read_text().strip()
     except OSError:
         return None
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lockstep.distributed.run_folder import SWEEP_FOLDER
-from lockstep.distributed.signal_relay import Relay
-from lockstep.distributed.signals import blocked
+from lockstep.distributed.signals import Relay, blocked
 from lockstep.errors import EXIT_RESUMABLE
 from lockstep.sweeps.folder import wait_for_lock
 from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job

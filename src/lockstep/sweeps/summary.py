@@ -3,7 +3,7 @@
 import math
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, path_value, path_word
@@ -11,6 +11,7 @@ from lockstep.sweeps.halving import read_results
 from lockstep.sweeps.output import show
 from lockstep.sweeps.plot import PLOT, plot_sweep
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
+from lockstep.text import aligned
 
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
@@ -67,8 +68,7 @@ def print_share(table: SweepTable, epochs: int) -> None:
         show(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs")
 
 
-def _table(rows: Sequence[Row], objective: str) -> Iterator[str]:
-    """The columns, each as wide as its widest cell."""
+def _table(rows: Sequence[Row], objective: str) -> list[str]:
     cells = [("job", "state", objective, "best", "at step", "seconds", "overrides")]
     cells += [
         (
@@ -82,10 +82,7 @@ def _table(rows: Sequence[Row], objective: str) -> Iterator[str]:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row_cells in cells:
-        padded = [cell.ljust(width) for cell, width in zip(row_cells[:-1], widths, strict=False)]
-        yield "  " + "  ".join([*padded, row_cells[-1]])
+    return [f"  {line}" for line in aligned(cells)]
 
 
 def _with_cause(row: Row) -> str:

@@ -13,7 +13,7 @@ from lockstep.data.in_memory import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.nested import count_samples
 from lockstep.distributed import signals
-from lockstep.distributed.stop_vote import StopVote
+from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
 from lockstep.failures import rank as monitor

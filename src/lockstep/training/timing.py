@@ -12,7 +12,6 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.time_waited import seconds_waited
 from lockstep.distributed.world import World
 
 PHASES = ("data", "forward", "backward", "gradient_sync", "optimizer", "logging")
@@ -54,7 +53,7 @@ class StepTimes:
     """The phases of one step by the device's own clock, without waiting for the device.
 
     The phase gradient_sync lasts from this rank's last gradient to the end of its backward pass: the part of gradient
-    averaging that does not overlap with computation. clock: `now` or `own_time`.
+    averaging that does not overlap with computation. clock: `now`, or one that stops while a rank waits.
     """
 
     def __init__(self, device: torch.device, parameters: Sequence[nn.Parameter], clock: Clock | None = None) -> None:
@@ -111,12 +110,6 @@ def now(device: torch.device) -> Moment:
     return event
 
 
-def own_time(device: torch.device) -> Moment:
-    """As `now`. On a CPU this clock stops while the rank waits for others."""
-    moment = now(device)
-    return moment - seconds_waited() if isinstance(moment, float) else moment
-
-
 def milliseconds_between(begin: Moment, end: Moment) -> float:
     if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return float(begin.elapsed_time(end))
@@ -169,12 +162,12 @@ class StragglerWatch(StepTimer):
     def step_end(self, full_steps_left: int) -> None:
         if self.measured is not None:
             self.measured.step_end()
-            self.waited += seconds_waited()
+            self.waited += self.world.waiting.seconds
             self.unread, self.measured = self.measured, None
         self.inner.step_end(full_steps_left)
         if self.steps_since_log == 0 and full_steps_left > 0:
-            self.measured = StepTimes(self.world.device, self.parameters, own_time)
-            self.waited = -seconds_waited()
+            self.measured = StepTimes(self.world.device, self.parameters, self._own_time)
+            self.waited = -self.world.waiting.seconds
         self.steps_since_log += 1
 
     def epoch_end(self) -> None:
@@ -182,6 +175,11 @@ class StragglerWatch(StepTimer):
             self.measured.stop()
             self.measured = None
         self.inner.epoch_end()
+
+    def _own_time(self, device: torch.device) -> Moment:
+        """This moment on the device's clock. On a CPU this clock stops while the rank waits for others."""
+        moment = now(device)
+        return moment - self.world.waiting.seconds if isinstance(moment, float) else moment
 
     def own_times(self) -> Tensor:
         """(ranks * len(COLUMNS),): zeros but for this rank's times, if it knows any. A log comes next."""

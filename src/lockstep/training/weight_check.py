@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.stop_vote import hide_from_profiler
+from lockstep.compat import hidden_from_profiler
 from lockstep.errors import RanksDiffer, first_of
 from lockstep.training.state import TrainState
 from lockstep.training.timing import Watcher
@@ -124,7 +124,7 @@ class Digests:
         """Send this rank's digest to the others, and do not wait for theirs."""
         if self.copied is not None:
             self.copied.synchronize()
-        with hide_from_profiler():
+        with hidden_from_profiler():
             self.work = dist.all_gather(self.gathered, self.total, group=self.world.control, async_op=True)
 
     def result(self) -> list[int]:

@@ -1,0 +1,45 @@
+"""Values, differences and tables as plain text."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+MISSING = "-"
+
+
+def plain(value: Any) -> str:
+    """A value on one line, as it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    return "".join(character if character.isprintable() else " " for character in str(value))
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any], missing: Any = None) -> dict[str, tuple[Any, Any]]:
+    """{key: (value in a, value in b)}, sorted, of the keys that only one has, or that have other values.
+
+    missing: stands for the value of a key that is not there.
+    """
+    return {
+        key: (a.get(key, missing), b.get(key, missing))
+        for key in sorted({*a, *b})
+        if key not in a or key not in b or a[key] != b[key]
+    }
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table with two blanks between its columns. The last column is not padded.
+
+    rows: each with the same number of cells, a header first if there is one. right: the columns whose cells are
+    aligned at their right end, as numbers are.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in rows
+    ]
