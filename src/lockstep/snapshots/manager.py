@@ -23,7 +23,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.signals import StopVote
-from lockstep.distributed.world import DISK_TIMEOUT
+from lockstep.distributed.world import DISK_TIMEOUT, World
 from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     ConfigError,
