@@ -18,7 +18,7 @@ from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
-from lockstep.models.lazy_layers import has_lazy_layers
+from lockstep.models.base import has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
@@ -110,7 +110,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
 
 def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
     """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
-    if not mode.trains and not mode.checks:
+    if mode.needs_run:
         cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
@@ -120,9 +120,9 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return mode
-    if launcher.plans and not mode.checks:
+    if launcher.plans and mode.needs_run:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
-    if not mode.checks:
+    if mode.needs_run:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
     mode.validate(job)
     return mode

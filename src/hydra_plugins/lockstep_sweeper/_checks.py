@@ -15,7 +15,6 @@ from lockstep.config.schema import Node
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError
-from lockstep.launchers.processes import preload
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.constraints import Constraint
 from lockstep.sweeps.search import changed_words
@@ -69,7 +68,8 @@ def preflight_jobs(checked: Checked, plan: "Plan") -> dict[str, str]:
     Of jobs that are drawn at random some may be refused: their rows say it. A forked process checks them: this one may
     not ask CUDA, as the jobs are forked from it. If that process cannot tell, the job itself does.
     """
-    preload("fork")
+    import lockstep.rank_imports  # noqa: F401  # what the job imports, too: torch once for all of them
+
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

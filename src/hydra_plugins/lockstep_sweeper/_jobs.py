@@ -1,7 +1,9 @@
 """How the jobs of a sweep are composed and run with Hydra. The scan for plugins leaves this file out."""
 
+import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +28,6 @@ from lockstep.cli_record import words_of_folders
 from lockstep.config.schema import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly
-from lockstep.launchers.processes import preload
 from lockstep.runs.record import loaded_code_facts
 from lockstep.sweeps.ending import JobFailed, at_end, end_sweep, refuse_foreign_launcher, sweeper_goes_on
 from lockstep.sweeps.in_world import restarted, run_in_world
@@ -173,7 +174,9 @@ def prepare_forks(modules: Sequence[str]) -> None:
     """Import and ask once, in the process that jobs are forked from, what each of them needs. modules: of this project:
     what a user's module does when it is imported is the job's own affair.
     """
-    preload("fork", [*modules, "lockstep.tasks.drawing"])
+    for name in [*modules, "lockstep.rank_imports", "lockstep.tasks.reports"]:
+        with suppress(ImportError):  # the job that needs it reports the error
+            importlib.import_module(name)
     loaded_code_facts()
 
 

@@ -21,8 +21,7 @@ from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures import rank as monitor
-from lockstep.failures.causes import tells_of_lost_rank
-from lockstep.failures.record import is_local, message_of
+from lockstep.failures.record import is_communication_error
 from lockstep.failures.report import newest_snapshot
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
 VOTE_PAUSE = 0.25  # seconds between two votes
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
-_exit = os._exit  # a rank replaces it, see lockstep.distributed.early_exit
 
 
 class _Process:
@@ -135,7 +133,7 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and tells_of_lost_rank(message_of(error)) and not is_local(error):
+        if stop_requested() and is_communication_error(error):
             raise unanswered_stop() from error
         raise
 
@@ -206,7 +204,7 @@ def _end(number: int) -> NoReturn:
         with suppress(OSError, ValueError):  # the terminal is closed
             print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
     remove_temporary_folder()
-    _exit(stopped.code)
+    os._exit(stopped.code)
 
 
 def _forget_in_child() -> None:

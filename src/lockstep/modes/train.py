@@ -1,9 +1,47 @@
-"""mode=train, the default."""
+"""mode=train, the default. Functions import torch, and what needs it, inside: `main` imports this without torch."""
 
-from lockstep.modes.base import Mode
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from lockstep.distributed import signals
+from lockstep.failures import rank as monitor
+from lockstep.modes.base import Mode, begin, join
+
+if TYPE_CHECKING:
+    from lockstep.cli_record import ConfigRecord
 
 
 class Train(Mode):
-    """Trains: `train_worker` in src/train.py."""
+    """Trains, and evaluates on the way."""
 
     name, trains = "train", True
+
+    def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
+        """Returns the last value of `cfg.objective`."""
+        from lockstep import build, build_loggers
+        from lockstep.distributed.run_folder import hold_run_folder
+        from lockstep.snapshots.resume import write_hydra_files
+        from lockstep.training.loop import fit
+
+        with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world) as held:
+            begin(cfg, record, world, logs)
+            train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+            record = record.completed(cfg)
+            state = build.train_state(cfg, strategy, train_loader)
+            weights = build.weight_check(cfg, state)
+            with (
+                build_loggers.loggers(cfg, state, held.restore) as loggers,
+                build.snapshots(cfg, record, state, train_loader, loggers, weights) as snapshots,
+                monitor.failures(),  # of the training, before the files are closed, which takes time
+            ):
+                snapshots.resume(cfg.resume)
+                if not state.finished:
+                    write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
+                loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
+                evaluate = build.evaluator(cfg, state, eval_loader, loggers)
+                running, timer = build.running_metrics(cfg, state, train_loader, loggers)
+                watchers = [running, weights, snapshots]
+                with signals.stop_after_saving():
+                    return fit(state, train_loader, evaluate, snapshots, loggers, watchers, timer, Path(cfg.run_dir))

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lockstep.data.in_memory import class_names
+from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import count_samples
 from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
