@@ -24,7 +24,8 @@ from lockstep.errors import ConfigError, TrainingDiverged
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.modes.check import bytes_shown, held
 from lockstep.training.loop import train_epoch
-from lockstep.training.state import TrainSettings
+from lockstep.training.state import TrainSettings, TrainState
+from lockstep.training.timing import Watcher
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups of options
 
@@ -44,7 +45,7 @@ COLLECTIVES = {
 FREE = ("c10d.barrier", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd")
 
 
-class Plan(compat.dispatch_mode()):  # type: ignore[misc]
+class Plan(compat.dispatch_mode(), Watcher):  # type: ignore[misc]
     """The bytes that one rank holds in its first step, and that it sends and receives in a block of this.
 
     has_own_share: of the batch, as with ddp and fsdp. whole, largest: of the whole tensors, and of the largest part of
@@ -53,9 +54,9 @@ class Plan(compat.dispatch_mode()):  # type: ignore[misc]
     broadcast the whole tensor.
     """
 
-    def __init__(self, rank: int, parts: int, has_own_share: bool) -> None:
+    def __init__(self, state: TrainState, parts: int, has_own_share: bool) -> None:
         super().__init__()
-        self.rank, self.parts, self.has_own_share = rank, parts, has_own_share
+        self.state, self.parts, self.has_own_share = state, parts, has_own_share
         self.held, self.whole, self.largest = dict[str, int](), dict[str, int](), dict[str, int]()
         self.sent = self.received = 0.0
         self.calls, self.payload = Counter[str](), Counter[str]()
@@ -68,6 +69,16 @@ class Plan(compat.dispatch_mode()):  # type: ignore[misc]
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             for nbytes, total in ((local.nbytes, self.held), (whole, self.whole), (part, self.largest)):
                 total[what] = total.get(what, 0) + nbytes
+
+    def on_gradients_ready(self) -> None:
+        parameters = list(self.state.strategy.model.parameters())
+        self.hold("parameters", parameters)
+        self.hold("gradients", [p.grad for p in parameters if p.grad is not None])
+
+    def after_step(self, samples: int) -> None:
+        self.hold("optimizer state", tensors_in(dict(self.state.optimizer.state)))
+        self.hold("moving average", () if self.state.ema is None else self.state.ema.averages.values())
+        raise _StepTaken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
@@ -155,9 +166,9 @@ class DryLauncher(Launcher):
         took = ", ".join(map(str, numbers))
         print(f"launch=dry: {self.ranks} ranks; of these {took} took a step here, and nothing was started or written\n")
         print(f"config:     {chosen} trainer.precision={cfg.trainer.precision}\n{plans[0][1]}")
-        for plan, _ in plans:
+        for rank, (plan, _) in zip(numbers, plans, strict=True):
             sends = f"a step sends {bytes_shown(plan.sent)} and receives {bytes_shown(plan.received)}"
-            print(f"{f'rank {plan.rank}:':11} {held(plan.held)}; {sends}")
+            print(f"{f'rank {rank}:':11} {held(plan.held)}; {sends}")
         first = plans[0][0]
         for kind, calls in first.calls.items():
             print(f"{kind}: {calls} in a step of rank 0, of {bytes_shown(first.payload[kind])} together")
@@ -179,27 +190,15 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
     everyone: Any = dist.group.WORLD
     world = DryWorld(rank, ranks, 0, 1, torch.device("cpu"), everyone, timeout=1.0)
     strategy = instantiate(cfg.strategy)
-    plan = Plan(rank, ranks // cfg.strategy.get("replicas", 1), strategy.data_parallel_size(ranks) == ranks)
     try:
         with world.resources:
             set_determinism(cfg.seed, cfg.trainer.deterministic)
             loader, _ = build.model_and_data(cfg, world, strategy, data)
-            state = build.train_state(cfg, strategy, len(loader))
-
-            def before_update(*_: object) -> None:
-                parameters = list(strategy.model.parameters())
-                plan.hold("parameters", parameters)
-                plan.hold("gradients", [p.grad for p in parameters if p.grad is not None])
-
-            def after_step(samples: int) -> None:
-                plan.hold("optimizer state", tensors_in(dict(state.optimizer.state)))
-                plan.hold("moving average", () if state.ema is None else state.ema.averages.values())
-                raise _StepTaken
-
-            state.optimizer.register_step_pre_hook(before_update)
+            state, shares = build.train_state(cfg, strategy, loader), strategy.data_parallel_size(ranks)
+            plan = Plan(state, parts=ranks // cfg.strategy.get("replicas", 1), has_own_share=shares == ranks)
             with plan, suppress(_StepTaken):
-                train_epoch(state, loader, after_step=[after_step])
-            return plan, about_job(state.settings, len(loader), ranks, strategy.data_parallel_size(ranks))
+                train_epoch(state, loader, watchers=[plan])
+            return plan, about_job(state.settings, len(loader), ranks, shares)
     except TrainingDiverged:  # its sentence names other ranks, of which this one knows nothing
         raise TrainingDiverged(
             f"the loss or the gradient of rank {rank} is not finite in its first step; "
