@@ -10,8 +10,7 @@ import harness
 import torch
 from torch import Tensor
 
-from lockstep.data.converter import Converter
-from lockstep.data.loader import BatchLoader
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
 
 SAMPLES, BATCH, SECONDS_A_SAMPLE = 640, 32, 0.002

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from record import Record
 
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.mnist import mnist
+from lockstep.data.builtin import mnist
+from lockstep.data.dataset import InMemoryDataset
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.strategies.base import Advance, StepRunner, Strategy
 from lockstep.strategies.ddp import DDP

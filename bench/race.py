@@ -230,7 +230,7 @@ def main() -> None:
     missing = [package for package in ("lightning", "accelerate") if "train" in asked.only and not version(package)]
     if missing:
         sys.exit(f"{missing[0]} is not installed; type {sys.executable} -m pip install -r requirements-bench.txt")
-    from lockstep.data.download import download
+    from lockstep.data.builtin import download
     from lockstep.errors import ConfigError
 
     try:

@@ -16,42 +16,26 @@ if __name__ == "__main__":
 
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
-import logging
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep import cli
-from lockstep.cli_record import ConfigRecord, record_config
-from lockstep.config.targets import check_arguments, instantiate, instantiate_as, names_own_code
+from lockstep.cli_record import record_config
+from lockstep.config.targets import check_arguments, instantiate_as, names_own_code
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_are_failures, exits_before_ranks_are_failures
-from lockstep.failures import rank as monitor
+from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher
-from lockstep.modes.base import Mode, TrainedRun
-from lockstep.sweeps.job_process import wait_for_turn
-
-if TYPE_CHECKING:
-    from lockstep.data.loader import BatchLoader
-    from lockstep.distributed.world import World
-    from lockstep.loggers.base import LoggerList
-    from lockstep.loggers.rank_logs import RankLogs
-    from lockstep.snapshots.manager import SnapshotManager
-    from lockstep.strategies.base import Strategy
-    from lockstep.training.state import TrainState
-
-log = logging.getLogger(__name__)
-
-COMPILER = "torch._inductor.config"  # torch.use_deterministic_algorithms imports it, which takes seconds
+from lockstep.modes.base import Mode
+from lockstep.sweeps.process import wait_for_previous_job
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
-    with exits_before_ranks_are_failures():
+    with cli.errors_are_shown_once(), exits_are_failures("the command left before the training"):
         return run(cfg)
 
 
@@ -62,143 +46,21 @@ def run(cfg: DictConfig) -> Any:
     signals.set_run_folder(cfg.run_dir)
     check_arguments(cfg, ("launch", "mode"))
     launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
-    if mode.checks:
-        from lockstep.check_run import check_run
-
-        return check_run(cfg, launcher)
+    if mode.starts_ranks:
+        return mode.work(cfg, record)
     if launcher.plans:
         from lockstep.dry_run import dry_run
 
         return dry_run(cfg, launcher, record.options)
-    launcher.prepare([COMPILER] if cfg.trainer.deterministic else [])
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo  # imports torch, while the fork server does the same
-    from lockstep.preflight import preflight
+    launcher.prepare("lockstep.rank_imports")
+    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-    postpone_dynamo()
     if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
-        wait_for_turn()
+        wait_for_previous_job()
     preflight(cfg, launcher)
     cli.collect_garbage()
-    wait_for_turn()
-    return launcher.launch(train_worker if mode.trains else mode_worker, cfg, record)
-
-
-def train_worker(cfg: DictConfig, record: ConfigRecord) -> float:
-    """What one rank does from start to end. Returns the last value of `cfg.objective`."""
-    from lockstep import build, build_loggers
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo
-    from lockstep.distributed.run_folder import hold_run_folder
-    from lockstep.distributed.world import init_distributed
-    from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.resume import write_hydra_files
-    from lockstep.training.setup import set_determinism
-
-    signals.listen(cfg.run_dir)
-    postpone_dynamo()
-    strategy: Strategy = instantiate(cfg.strategy)
-    with (
-        rank_logs() as logs,
-        exits_are_failures(),
-        monitor.failures(),  # of the meeting and the building
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
-        hold_run_folder(cfg.run_dir, world) as held,
-    ):
-        begin_run(cfg, record, world, logs)
-        set_determinism(cfg.seed, cfg.trainer.deterministic)
-        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-        record = record.completed(cfg)
-        state = build.train_state(cfg, strategy, len(train_loader))
-        with (
-            build_loggers.loggers(cfg, state, held.restore) as loggers,
-            build.snapshots(cfg, record, state, train_loader, loggers) as snapshots,
-            monitor.failures(),  # of the training, before the files are closed, which takes time
-        ):
-            snapshots.resume(cfg.resume)
-            if not state.finished:
-                write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
-            loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
-            with signals.stop_after_saving():
-                return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
-
-
-def mode_worker(cfg: DictConfig, record: ConfigRecord) -> Any:
-    """What one rank does in any mode but train: bring the trained net back, and hand it to the mode."""
-    from lockstep import build, build_trained
-    from lockstep.distributed.lazy_dynamo import postpone_dynamo
-    from lockstep.distributed.world import init_distributed
-    from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.snapshots.resume import restore_trained, snapshots_to_try
-    from lockstep.training.setup import set_determinism
-
-    signals.listen(cfg.run_dir)
-    postpone_dynamo()
-    mode, strategy = instantiate_as(Mode, cfg.mode, "mode"), instantiate(cfg.strategy)
-    with (
-        rank_logs() as logs,
-        exits_are_failures(),
-        monitor.failures(),
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
-    ):
-        begin_run(cfg, record, world, logs)
-        set_determinism(cfg.seed, cfg.trainer.deterministic)
-        train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, len(train_loader))
-        paths = snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
-        saved, snapshot = restore_trained(state, paths, build.model_config(record.completed(cfg)))
-        trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
-        build_trained.warn_of_changed_data(trained, record.completed(cfg).shown)
-        monitor.enter("mode")
-        return mode.run(trained)
-
-
-def begin_run(cfg: DictConfig, record: ConfigRecord, world: "World", logs: "RankLogs") -> None:
-    """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
-    from lockstep import build
-    from lockstep.distributed.world import join_monitor
-
-    logs.open(cfg.run_dir)
-    if record.notice:
-        log.warning("%s", record.notice)
-    join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
-    build.check_same_config(record, world)
-
-
-def fit(
-    cfg: DictConfig,
-    state: "TrainState",
-    train_loader: "BatchLoader",
-    eval_loader: "BatchLoader",
-    snapshots: "SnapshotManager",
-    loggers: "LoggerList",
-) -> float:
-    """Train epoch by epoch, evaluate, save. Returns the last value of `cfg.objective`."""
-    from lockstep import build
-    from lockstep.loggers.base import EpochSummary
-    from lockstep.training.meter import RunningMetrics
-
-    objective, progress = cfg.objective.removeprefix("test/"), state.progress
-    tested: dict[str, float] = {}
-    running = RunningMetrics(state, loggers)
-    evaluate = build.evaluator(cfg, state, eval_loader, loggers)
-    trainer = build.epoch_trainer(cfg, state, train_loader, snapshots, loggers, running)
-    while not state.finished:
-        trained = trainer.train()
-        metrics, epochs = {"train": trained.means} if trained.means else {}, state.settings.epochs
-        if state.evaluation_due:
-            tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
-            if state.update_best(tested[objective], state.task.mode(cfg.objective)):
-                snapshots.save("best")
-        best = {} if progress.best is None else {objective: progress.best}
-        speed, counted = trained.samples_per_second, trained.counted_per_second
-        step, best_step = progress.step, progress.best_step
-        summary = EpochSummary(trained.epoch, epochs, step, metrics, speed, best, best_step, counted)
-        loggers.on_epoch_end(summary)
-        snapshots.after_epoch()
-    tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
-    monitor.enter("export")
-    snapshots.export()
-    loggers.on_fit_end(Path(cfg.run_dir), tested)
-    return tested[objective]
+    wait_for_previous_job()
+    return launcher.launch(mode.work, cfg, record)
 
 
 if __name__ == "__main__":

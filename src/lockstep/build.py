@@ -13,15 +13,13 @@ from lockstep.build_data import batch_transforms, complete_config, datasets, sam
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
-from lockstep.data.augment import Augment
-from lockstep.data.converter import Converter
-from lockstep.data.loader import BatchLoader
+from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.failures import rank as monitor
 from lockstep.loggers.base import LoggerList
-from lockstep.models.lazy_layers import give_shapes, has_lazy_layers
-from lockstep.models.weights_from_data import WeightsFromData
+from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights

@@ -7,15 +7,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import instantiate
-from lockstep.data.batch_transforms import BatchTransform
-from lockstep.data.converter import require_channels
-from lockstep.data.describe import class_count, first_sample, require_samples, sample_shape
-from lockstep.data.in_memory import InMemoryDataset, check_shape
-from lockstep.data.labels import Labels
-from lockstep.data.random_numbers import random_states_kept
-from lockstep.data.samples import Samples
-from lockstep.data.stream import require_stream
-from lockstep.data.torchvision_batch import as_batch_transforms
+from lockstep.data.dataset import InMemoryDataset, Labels, check_shape, class_count, require_samples, sample_shape
+from lockstep.data.loader import require_channels
+from lockstep.data.partition import random_states_kept
+from lockstep.data.samples import Samples, require_stream
+from lockstep.data.transforms import BatchTransform, as_batch_transforms
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
 
@@ -67,7 +63,7 @@ def complete_config(cfg: DictConfig, dataset: Any) -> None:
 
     Raises ConfigError where the data and a value in the config contradict each other.
     """
-    inputs, targets = first_sample(samples(cfg, dataset, "training data"))
+    inputs, targets = samples(cfg, dataset, "training data").one()
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.check import run_columns
 from lockstep.config.targets import chooses_foreign_target, instantiate_as
-from lockstep.data.in_memory import class_names
+from lockstep.data.dataset import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo

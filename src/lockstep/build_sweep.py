@@ -4,12 +4,13 @@ Hydra calls `run_sweep` by this project's sweeper, and `launch_jobs` for one of 
 """
 
 import copy
+import importlib
 import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,6 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
 from lockstep.launchers.base import RankFailed
-from lockstep.launchers.processes import preload
 from lockstep.preflight import preflight_job
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
@@ -206,7 +206,7 @@ class HydraJobs:
         def call() -> Any:
             config = self.compose(job.overrides, job.number, row.folder)
             result = run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
-            if result.status != JobStatus.COMPLETED:
+            if errors:
                 wait_for_previous_job()  # before it prints what is wrong
                 raise errors[0]
             return result.return_value
@@ -273,7 +273,10 @@ class HydraJobs:
         """
         targets = nodes_with_target(OmegaConf.to_container(self.base, resolve=False))
         modules = [node["_target_"].rpartition(".")[0] for _, node in targets]
-        preload("fork", [*(name for name in modules if name.startswith("lockstep.")), "lockstep.tasks.drawing"])
+        own = [name for name in modules if name.startswith("lockstep.")]
+        for name in [*own, "lockstep.rank_imports", "lockstep.tasks.reports"]:
+            with suppress(ImportError):  # the job that needs it reports the error
+                importlib.import_module(name)
         loaded_code_facts()
         runner = SweepRunner(sweep, search, self.run, slots)
         runner.run()
@@ -320,7 +323,8 @@ def preflight_jobs(checked: Checked, plan: Plan) -> dict[str, str]:
     refused: their rows say it. A forked process checks them: this one may not ask CUDA, as the jobs are forked from
     it. If that process cannot tell, the job itself does.
     """
-    preload("fork")
+    import lockstep.rank_imports  # noqa: F401  (what the job imports, too: torch once for all of them)
+
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config.schema import nodes_with_target
 from lockstep.config.targets import instantiate_as, is_open, locate
-from lockstep.data.converter import Converter
+from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import TrainedRun, folder_of, recorded_classes
 from lockstep.modes.trained_net import TrainedNet

@@ -14,10 +14,8 @@ from omegaconf import DictConfig
 from lockstep import build
 from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
-from lockstep.distributed.early_exit import exits_are_failures
-from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
-from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly
+from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, exits_are_failures
 from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
@@ -48,7 +46,6 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
             f"mode=check looks at what a command would train, and reads no run; leave resume={cfg.resume} out and type "
             f"the words of that run, which are in its .hydra/overrides.yaml"
         )
-    postpone_dynamo()  # the worlds are forks of this process
     folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
     if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
         remove_new_folder(Path(cfg.run_dir))
@@ -103,7 +100,7 @@ def require_small_worlds(cfg: DictConfig) -> None:
 def forks(ranks: int) -> SpawnLauncher:
     """Starts a world as forks of this process."""
     launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-    launcher.prepare()
+    launcher.prepare("lockstep.rank_imports")
     return launcher
 
 
@@ -161,7 +158,7 @@ def check_worker(cfg: DictConfig, folder: Path, timed: bool) -> tuple[Facts, Dra
     """
     signals.listen()
     strategy = instantiate(cfg.strategy)
-    with rank_logs() as logs, exits_are_failures(), monitor.failures():
+    with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), monitor.failures():
         logging.getLogger().handlers = logs.files  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world:
             monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)

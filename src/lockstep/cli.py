@@ -3,18 +3,27 @@
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from string import Template
 from typing import Any, cast
 
+import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.cli_arguments import MULTIRUN_FLAGS, asks_for_text, prepare_arguments, refuse_sampling_sweep, resume_sweep
-from lockstep.cli_compose import compose_once
+from lockstep.cli_arguments import (
+    HELP_FLAGS,
+    asks_for_text,
+    prepare_arguments,
+    refuse_sampling_sweep,
+    resume_sweep,
+)
 from lockstep.cli_errors import as_config_error, find_cause, missing_value
-from lockstep.cli_hydra import accept_lazy_help, copy_config_store_once, leave_errors_to_us
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.cli_report import exit_code, show_error
@@ -26,7 +35,7 @@ from lockstep.config.check import (
     with_whole_folders,
     with_yaml_booleans_as_words,
 )
-from lockstep.config.schema import Node, register_schema
+from lockstep.config.schema import CONF, Node, register_schema
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
@@ -40,7 +49,6 @@ from lockstep.errors import (
 )
 from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.processes import flush_output
-from lockstep.sweeps.ending import end_sweep, failed_jobs_end_sweepers
 
 
 def register_resolvers() -> None:
@@ -118,6 +126,19 @@ def resolve(cfg: DictConfig) -> Node:
         raise missing_value(error) from None
 
 
+def help_text(overrides: list[str]) -> str:
+    """What --help prints: conf/hydra/help/lockstep.yaml, filled in. Hydra 1.3 takes twice as long to fill it in."""
+    folders = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra"]
+    options = {folder.name: ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", overrides=overrides, return_hydra_config=True)
+    template = Template(cfg.hydra.help.template)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    groups = "\n".join(f"{group}: {names}" for group, names in sorted(options.items()))
+    return template.substitute(APP_CONFIG_GROUPS=groups + "\n", CONFIG=OmegaConf.to_yaml(cfg))
+
+
 def collect_garbage() -> None:
     """Turn Python's garbage collector on again, and exclude what has been imported until now from its work."""
     if not gc.isenabled():
@@ -133,11 +154,12 @@ def run_main(main: Callable[[], Any]) -> None:
     if sys.platform == "win32":
         print("lockstep: Windows is not supported; type wsl --install, and run the command in WSL 2", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    if sys.version_info >= (3, 14) and hydra.__version__.startswith("1.3."):  # its flags have a help text of no string
+        print("lockstep: Python 3.14 needs Hydra 1.4; type pip install --pre 'hydra-core>=1.4.0rc3'", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
     _replace_closed_streams()
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
-    accept_lazy_help()
-    leave_errors_to_us()
     _prepare_environment()
     code, error = end_of(lambda: _run(main))
     if error is not None and not isinstance(error, ConfigError):
@@ -169,6 +191,25 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
         return exit_code(shown), shown
 
 
+class _RunFailed(BaseException):
+    """Takes the error of a run past Hydra, which would print all overrides before an Exception."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def errors_are_shown_once() -> Iterator[None]:
+    """Inside a hydra.main function: `run_main` shows the error of a run, and Hydra shows nothing of it."""
+    try:
+        yield
+    except Exception as error:
+        if HydraConfig.get().mode == RunMode.RUN:
+            raise _RunFailed(error) from error
+        raise  # of a job of a sweep, which is for the sweeper to show
+
+
 def _replace_closed_streams() -> None:
     """What is written to a stream that was closed at the start (`>&-`) is dropped, here and in processes started here.
 
@@ -194,18 +235,29 @@ def _run(main: Callable[[], Any]) -> int:
     if asks_for_text(sys.argv):
         if not info.is_rank_zero:
             return EXIT_FINISHED
-        copy_config_store_once()
+        if {word for word in sys.argv[1:] if word.startswith("-")} <= HELP_FLAGS:
+            print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
+            return EXIT_FINISHED
     else:
         load_libraries()
-    compose_once(is_sweep=bool(MULTIRUN_FLAGS & set(sys.argv)))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)
-    with failed_jobs_end_sweepers():
-        main()
+    code, failure = EXIT_FINISHED, None
+    try:
+        if MULTIRUN_FLAGS & set(sys.argv):
+            from lockstep.sweeps.runner import run_command
+
+            code = run_command(main)
+        else:
+            main()
+    except _RunFailed as failed:
+        failure = failed.error
+    if failure is not None:
+        raise failure
     signals.stop_listening()  # the run has finished
     forget_start(info)
-    return end_sweep()
+    return code
 
 
 def _prepare_environment() -> None:

@@ -15,7 +15,8 @@ from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError, without_quotes
 
-TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+HELP_FLAGS = {"--help", "-h"}
+TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}

@@ -33,6 +33,12 @@ def fork_server_pid() -> int | None:
     return pid
 
 
+# Hydra, seen in 1.3.8 and 1.4.0rc3.
+
+
+# OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
 # torch, seen in 2.14.1.
 
 

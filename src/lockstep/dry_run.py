@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 from lockstep import build, build_data
 from lockstep.config.targets import instantiate
 from lockstep.distributed.dry_world import Traffic, dry_world
-from lockstep.distributed.lazy_dynamo import postpone_dynamo
 from lockstep.errors import TrainingDiverged
 from lockstep.launchers.base import Launcher
 from lockstep.loggers.rank_logs import rank_logs
@@ -27,7 +26,6 @@ def dry_run(cfg: DictConfig, launcher: Launcher, options: Mapping[str, str | Non
     """
     _, ranks = check_options(cfg, launcher)
     cfg.dataset.workers, cfg.trainer.compile, cfg.profiler.enabled = 0, False, False
-    postpone_dynamo()
     with rank_logs() as logs:
         logging.getLogger().handlers = logs.files  # warnings are shown below the plan, once
         prepare_data(cfg)

@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_FINISHED = 0
@@ -48,6 +49,20 @@ class TrainingDiverged(Exception):
 
 class RanksDiffer(Exception):
     """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type."""
+
+
+class LeftEarly(Exception):
+    """User code called sys.exit in mid-run. The cause is its SystemExit, whose traceback ends at the user's line."""
+
+
+@contextmanager
+def exits_are_failures(what: str) -> Iterator[None]:
+    """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""
+    try:
+        yield
+    except SystemExit as error:
+        how = error.code if isinstance(error.code, str) else f"exit code {error.code or 0}"
+        raise LeftEarly(f"{what}: {how}") from error
 
 
 def first_of(names: Sequence[object], most: int) -> str:

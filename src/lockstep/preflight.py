@@ -18,14 +18,14 @@ from lockstep.distributed.sync_batch_norm import validate_batch_norms
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
-from lockstep.models.lazy_layers import has_lazy_layers
+from lockstep.models.base import has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.job_process import wait_for_turn
+from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import validate_digest, validate_training
@@ -79,7 +79,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for line in leave_out_untaken(cfg, words):
-        wait_for_turn()  # a job of a sweep prints nothing before
+        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     check_arguments(cfg)
@@ -110,7 +110,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
 
 def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
     """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
-    if not mode.trains and not mode.checks:
+    if mode.needs_run:
         cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
@@ -120,9 +120,9 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return mode
-    if launcher.plans and not mode.checks:
+    if launcher.plans and mode.needs_run:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
-    if not mode.checks:
+    if mode.needs_run:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
     mode.validate(job)
     return mode

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.dataset import InMemoryDataset
 from lockstep.models.airbench import Whitening
 from support.configs import composed, with_values
 from support.event_files import scalars

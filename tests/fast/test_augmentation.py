@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
-from lockstep.data.augment import Augment
-from lockstep.data.converter import Converter
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader
+from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
+from lockstep.data.transforms import Augment
 from support.configs import composed
 from support.worlds import distance, in_world, train_all, weights
 

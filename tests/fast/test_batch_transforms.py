@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lockstep.data.augment import Augment
-from lockstep.data.batch_transforms import BatchTransform, CutMix, MixUp, OneOf, RandomErasing
-from lockstep.data.converter import Converter
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader
+from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
 from lockstep.data.samples import Samples
-from lockstep.data.torchvision_batch import as_batch_transforms
+from lockstep.data.transforms import Augment, BatchTransform, CutMix, MixUp, OneOf, RandomErasing, as_batch_transforms
 from lockstep.errors import ConfigError
 from lockstep.tasks.classification import Classification
 
@@ -146,7 +143,7 @@ def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -
 
 
 def test_what_cannot_change_batches_alike_is_refused() -> None:
-    said = r"type dataset.batch_transforms=\[{_target_: lockstep.data.batch_transforms.CutMix, alpha: 1.0, classes: "
+    said = r"type dataset.batch_transforms=\[{_target_: lockstep.data.transforms.CutMix, alpha: 1.0, classes: "
     with pytest.raises(ConfigError, match=f"CutMix of torchvision mixes the samples of one rank.*{said}"):
         as_batch_transforms([v2.CutMix(num_classes=3)])
     with pytest.raises(ConfigError, match="has an object of ReLU, and .*BatchTransform or .* type dataset.transforms="):

@@ -15,7 +15,7 @@ from lockstep.config.options import DATASETS, GROUPS, TARGETS
 from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Rule, Run, as_dict, nodes_with_target, rules, show
 from lockstep.config.suggest import unknown_key  # noqa: F401  (adds the options of all groups to GROUPS)
 from lockstep.config.targets import NOT_PASSED
-from lockstep.data.augment import Augment
+from lockstep.data.transforms import Augment
 from lockstep.distributed.world import init_distributed
 from lockstep.loggers.profiler import StepProfiler
 from lockstep.training.schedulers import constant

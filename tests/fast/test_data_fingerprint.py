@@ -8,8 +8,8 @@ import pytest
 import torch
 from torchvision.io import write_jpeg
 
-from lockstep.data.image_folder import ImageFolder
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.images import ImageFolder
 from lockstep.snapshots import data_fingerprint as module
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 

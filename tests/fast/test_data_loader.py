@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data import read_groups
-from lockstep.data.augment import Augment
-from lockstep.data.converter import Converter
-from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.loader import BatchLoader
+from lockstep.data import loader as loader_module
+from lockstep.data.builtin import digits
+from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import Part, generator, micro_batch_parts
+from lockstep.data.transforms import Augment
 from support.commands import wait_for
 from support.worlds import in_world
 
@@ -58,11 +57,11 @@ def global_batches(dataset: Any, size: int, steps: int, skip: int = 0) -> list[t
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("at_once", [1, 9, read_groups.VALUES_AT_ONCE])
+@pytest.mark.parametrize("at_once", [1, 9, loader_module.VALUES_AT_ONCE])
 def test_ranks_parts_make_up_the_same_global_batches(
     size: int, steps: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_groups, "VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(loader_module, "VALUES_AT_ONCE", at_once)
     whole = global_batches(in_memory(23), 1, steps)
     assert [count for count, _ in whole] == [10, 10, 3]  # nothing padded, nothing dropped
     assert sorted(sum((sum(rows, []) for _, rows in whole), [])) == list(range(23))

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.cifar10 import cifar10
-from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset, check_shape, class_names
-from lockstep.data.labels import Labels
-from lockstep.data.mnist import mnist
-from lockstep.data.random_pairs import random_pairs
+from lockstep.data.builtin import cifar10, digits, mnist, random_pairs
+from lockstep.data.dataset import InMemoryDataset, Labels, check_shape, class_names
 from lockstep.errors import ConfigError
 from support.small_data import write_idx
 
@@ -120,7 +116,7 @@ def test_a_shape_that_is_not_the_samples_is_refused() -> None:
 @pytest.mark.parametrize(
     ("samples", "targets", "said"),
     [
-        (torch.zeros(4, 2), torch.zeros(3), "has 4 samples and 3 targets, and each sample wants one; type "),
+        (torch.zeros(4, 2), torch.zeros(3), "has 4 samples and 3 targets, and each sample must have one; type "),
         (
             np.zeros((4, 2)),
             torch.zeros(4),

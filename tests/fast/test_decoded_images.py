@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.converter import Converter
-from lockstep.data.decoded_images import DecodedImages
-from lockstep.data.image_folder import ImageFolder
-from lockstep.data.loader import BatchLoader
+from lockstep.data.images import DecodedImages, ImageFolder
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 from support.commands import wait_for
 from support.decoding import SIZE, assert_current, decode, decoded, images, save, write_pictures
@@ -54,6 +52,17 @@ def _part(batch: torch.Tensor) -> Any:
     return Part(0, batch)
 
 
+def exchange(one: Path, other: Path) -> None:
+    """The names of two files of one size and time."""
+    for file in (one, other):
+        file.write_bytes(file.read_bytes().ljust(5000, b"\0"))
+        os.utime(file, ns=(1, 1))
+    decode(one.parents[2])
+    one.rename(one.with_suffix(".kept"))
+    other.rename(one)
+    one.with_suffix(".kept").rename(other)
+
+
 def test_pixels_are_decoded_again_when_a_file_is_changed_added_removed_or_touched(root: Path) -> None:
     cats = root / "train" / "cat"
     changes = [
@@ -63,6 +72,7 @@ def test_pixels_are_decoded_again_when_a_file_is_changed_added_removed_or_touche
         lambda: (cats / "1.jpg").unlink(),
         lambda: (cats / "2.jpg").rename(root / "train" / "dog" / "2b.jpg"),
         lambda: os.utime(cats / "3.jpg", ns=(1, 1)),
+        lambda: exchange(cats / "4.jpg", cats / "5.jpg"),
     ]
     names = set()
     for change in changes:

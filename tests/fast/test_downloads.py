@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.download import LOCK, download, one_at_a_time
-from lockstep.data.mnist import mnist
+from lockstep.data.builtin import LOCK, download, mnist, one_at_a_time
 from lockstep.errors import ConfigError
 from support.small_data import write_idx, write_small_data
 from support.worlds import in_world

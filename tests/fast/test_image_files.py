@@ -5,12 +5,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
-from lockstep.data.image_folder import ImageFolder
-from lockstep.data.image_reader import ImageReader
+from lockstep.data.images import ImageFolder, ImageReader
 from lockstep.data.samples import SampleError, Samples
 from lockstep.errors import ConfigError
 
@@ -130,7 +130,7 @@ def test_jpegs_have_the_bytes_that_pillow_and_torchvision_give(
     noise(mode).save(tmp_path / "a.jpg", **options)
     fit = [] if size is None else [v2.Resize(size), v2.CenterCrop(size)]
     with Image.open(tmp_path / "a.jpg") as file:
-        expected = v2.Compose([*fit, v2.PILToTensor()])(file.convert("RGB"))
+        expected = v2.Compose([*fit, v2.PILToTensor()])(ImageOps.exif_transpose(file).convert("RGB"))
     reader = ImageReader(size)
     assert torch.equal(reader(tmp_path / "a.jpg"), expected)
     reader.decode_jpeg = None  # as with a torchvision that has it no more
@@ -146,6 +146,26 @@ def test_a_jpeg_that_is_cut_anywhere_is_not_read_and_one_with_another_name_is(tm
             ImageReader(None)(path)
     noise("RGB").save(path, "PNG")
     assert ImageReader(None)(path).shape == (3, 31, 47)
+
+
+@pytest.mark.parametrize("tag", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_photos_are_turned_as_their_exif_tag_says(tmp_path: Path, suffix: str, tag: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = tag  # the orientation
+    path = tmp_path / f"photo.{suffix}"
+    noise("RGB").save(path, exif=exif)
+    with Image.open(path) as stored:
+        expected = ImageOps.exif_transpose(stored)
+    assert torch.equal(ImageReader(None)(path), torch.from_numpy(np.array(expected)).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("name", ["dark.pgm", "dark.png", "dark.tif"])
+def test_dark_images_of_16_and_32_bits_stay_dark(tmp_path: Path, name: str) -> None:
+    """Pillow opens the first and the last as 32 bits. The scale is one for all images."""
+    kind = "int32" if name.endswith("tif") else "uint16"
+    Image.fromarray(np.full((4, 4), 200, kind)).save(tmp_path / name)
+    assert not ImageReader(None)(tmp_path / name).any()
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])

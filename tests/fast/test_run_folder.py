@@ -13,11 +13,11 @@ import torch
 from lockstep.distributed.run_folder import HeldFolder
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.modes.train import Train
 from lockstep.snapshots.resume import write_hydra_files
 from support.commands import wait_for
 from support.configs import composed, record_of
 from support.worlds import in_world
-from train import train_worker
 
 SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "trainer.max_steps=1"]
 
@@ -28,7 +28,7 @@ def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str
     for changes, files in jobs:
         cfg.trainer.update(changes)
         try:
-            train_worker(cfg, replace(record_of(cfg), files=files))
+            Train().work(cfg, replace(record_of(cfg), files=files))
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))

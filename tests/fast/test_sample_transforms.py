@@ -29,6 +29,19 @@ def test_arrays_and_images_are_changed_with_their_masks(image: Any, mask: Any) -
     assert flipped[1].squeeze().tolist() == NUMBERS[:, ::-1].tolist()
 
 
+@pytest.mark.parametrize("form", ["dict", "dict with the label first", "dict of targets"])
+def test_masks_in_dicts_move_with_their_image(form: str) -> None:
+    image, mask = torch.from_numpy(PIXELS), torch.from_numpy(NUMBERS)
+    sample = {
+        "dict": {"image": image, "target": mask},
+        "dict with the label first": {"label": mask, "image": image},
+        "dict of targets": (image, {"mask": mask}),
+    }[form]
+    inputs, targets = Samples([sample], transforms=[v2.RandomHorizontalFlip(1.0)]).one()
+    assert inputs[0].tolist() == PIXELS[:, :, ::-1].tolist()
+    assert (targets["mask"] if isinstance(targets, dict) else targets)[0].tolist() == NUMBERS[:, ::-1].tolist()
+
+
 @pytest.mark.parametrize("transform", [v2.RandomHorizontalFlip(1.0), v2.Resize(3), v2.RandomErasing(1.0)])
 def test_an_array_that_a_transform_would_leave_as_it_is_is_refused(transform: v2.Transform) -> None:
     with pytest.raises(ConfigError, match=f"{type(transform).__name__} of torchvision leaves as it is; return torch"):

@@ -11,13 +11,10 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lockstep.data.converter import Converter
-from lockstep.data.labels import Labels
-from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import tensors_in
+from lockstep.data.dataset import Labels, tensors_in
+from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
-from lockstep.data.samples import SampleError, Samples
-from lockstep.data.stream import require_stream
+from lockstep.data.samples import SampleError, Samples, require_stream
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from support import own_data
@@ -55,7 +52,7 @@ def test_random_transforms_are_alike_in_all_ranks_and_workers_and_after_a_resume
     assert torch.equal(trained_on(noisy, 1, size=2, skip=10, transforms=transforms), alone[10:])
 
 
-@pytest.mark.parametrize("data", [own_data.Points(), own_data.Arrays(), own_data.Nested()])
+@pytest.mark.parametrize("data", [own_data.Points(), own_data.Arrays(), own_data.Nested(), own_data.NamedPairs()])
 def test_a_transform_that_works_in_place_does_not_change_the_data(data: Any) -> None:
     before = trained_on(data, 1)
     trained = trained_on(data, 1, transforms=[own_data.add_in_place])

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.decoded_images import DecodedImages
-from lockstep.data.image_folder import ImageFolder
-from lockstep.data.image_reader import ImageReader
+from lockstep.data.images import DecodedImages, ImageFolder, ImageReader
 from lockstep.errors import ConfigError
 from support.decoding import SIZE, assert_current, decode, decoded, images, write_pictures
 
@@ -72,7 +70,7 @@ class Killed(ImageReader):
 def test_images_whose_decoder_is_killed_are_read_from_their_files(
     root: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.data.decode.ImageReader", Killed)
+    monkeypatch.setattr("lockstep.data.images.ImageReader", Killed)
     with caplog.at_level(logging.INFO):
         decode(root)
     assert re.search(r"each time they are read: DataLoader worker \(pid \d+\) is killed by signal: Killed", caplog.text)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.builtin import digits
+from lockstep.data.dataset import InMemoryDataset
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.converter import Converter
+from lockstep.data.loader import Converter
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -207,12 +206,17 @@ def test_other_ranks_notice_that_a_rank_has_closed_its_connection_to_them(tmp_pa
     reader.close()
 
 
-def test_workers_leave_no_file_behind_even_when_they_are_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # type: ignore[attr-defined]
-    reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
-    read(reader, [[0], [1], [2]])  # its tensors arrive through shared memory
-    reader.close()
+def test_workers_leave_no_file_behind_even_when_they_are_killed(tmp_path):
+    code = """if True:
+        from lockstep.data.samples import Samples
+        from lockstep.data.workers import DatasetReader
+        from support.own_data import Points
+        reader = DatasetReader(Samples(Points()), 2, pin_memory=False)
+        for _ in reader.read([[(0, 0)], [(0, 1)], [(0, 2)]]):  # its tensors arrive through shared memory
+            pass
+        reader.close()  # kills them
+    """
+    run_python(code, TMPDIR=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -239,12 +243,15 @@ def test_python_ends_at_once_with_a_loader_that_was_not_closed() -> None:
     """As in a notebook: the workers ignore the SIGTERM that multiprocessing sends them before it waits for them."""
     code = """if True:
         import torch
-        from lockstep.data.converter import Converter
-        from lockstep.data.loader import BatchLoader
+        from lockstep.data.loader import BatchLoader, Converter
         from support.own_data import Points
         loader = BatchLoader(Points(), Converter(torch.device("cpu")), workers=1)
         print(len(list(loader.eval_batches(4))))
     """
+    run_python(code)
+
+
+def run_python(code: str, **variables: str) -> None:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, timeout=60, check=True)
-    assert ended.returncode == 0
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import lockstep
 from lockstep.build_trained import build_model
-from lockstep.data.digits import digits
+from lockstep.data.builtin import digits
 from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, ROOT, Command
 

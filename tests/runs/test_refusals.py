@@ -68,7 +68,7 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(train, tmp_path, t
     assert_refused(run, "conf/dataset/own.yaml, line ", said)
 
 
-CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.batch_transforms.CutMix,alpha:1.0,classes:2}]"
+CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,alpha:1.0,classes:2}]"
 
 
 @pytest.mark.parametrize("launch", ["env", "fork"])

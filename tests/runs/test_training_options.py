@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.data.random_pairs import random_pairs
+from lockstep.data.builtin import random_pairs
 from lockstep.models.mlp import mlp
 from support.configs import composed, with_values
 from support.event_files import scalars

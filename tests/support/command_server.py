@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import digits
+from lockstep.data import builtin
 from lockstep.errors import EXIT_JOBS_FAILED
 from support.commands import RANK_VARIABLES, ROOT, TRAIN
 
@@ -30,7 +30,7 @@ IMPORTS = (
     "lockstep.launchers.env",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.data.digits",
+    "lockstep.data.builtin",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.csv_logger",
     "lockstep.loggers.console",
@@ -123,9 +123,9 @@ def _serve() -> None:
             __import__(name)
     from torchvision.datasets import cifar
 
-    digits.TRAIN_SAMPLES = FEW // 2
-    few = digits._table()[:FEW].clone()
-    digits._table = lambda: few
+    builtin.DIGITS_TO_TRAIN_ON = FEW // 2
+    few = builtin._table()[:FEW].clone()
+    builtin._table = lambda: few
     cifar.check_integrity = lambda *args: True  # the files that a test makes have other checksums
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), flush=True)

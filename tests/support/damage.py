@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.builtin import digits
+from lockstep.data.dataset import InMemoryDataset
 from lockstep.models.mlp import mlp
 from lockstep.training.weight_check import local_part
 

@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lockstep.data.decode import decode_images
-from lockstep.data.decoded_images import DecodedImages, image_folder
-from lockstep.data.image_folder import ImageFolder
+from lockstep.data.images import DecodedImages, ImageFolder, decode_images, image_folder
 
 SIZE = 8
 

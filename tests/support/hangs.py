@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.data.digits import digits
+from lockstep.data.builtin import digits
 from lockstep.models.mlp import mlp
 
 FIRST_BATCH, FIRST_SAMPLE = 12, 150  # where rank 1 hangs: a forward pass in training, a sample

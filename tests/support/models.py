@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.data.digits import digits
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.builtin import digits
+from lockstep.data.dataset import InMemoryDataset
 
 WATCHED: list[weakref.ref[nn.Parameter]] = []  # the parameters of the last `watched_layers`
 

@@ -1,7 +1,7 @@
 """Data sets of a user, read sample by sample."""
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,6 +97,18 @@ class Arrays(Points):
     def __getitem__(self, index: int) -> Any:
         point, label = super().__getitem__(index)
         return point.numpy(), label
+
+
+class Pair(NamedTuple):
+    point: Any
+    label: int
+
+
+class NamedPairs(Points):
+    """Samples are named tuples of what the data set keeps."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Pair(*super().__getitem__(index))
 
 
 class Nested(Points):

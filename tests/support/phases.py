@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.digits import digits
+from lockstep.data.builtin import digits
 from lockstep.distributed.environment import read_rank_info
 from lockstep.loggers.base import Logger
 from lockstep.models.mlp import mlp

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.digits import digits
+from lockstep.data.builtin import digits
 from lockstep.loggers.tensorboard import TensorBoardLogger
 from lockstep.models.mlp import mlp
 

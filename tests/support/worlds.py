@@ -22,7 +22,7 @@ PRELOAD = [
     "lockstep.build",
     "lockstep.training.loop",
     "lockstep.training.meter",
-    "lockstep.data.digits",
+    "lockstep.data.builtin",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",
     "lockstep.loggers.progress_bar",
@@ -79,11 +79,11 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
 
 def train(cfg: Any) -> float:
     """A whole training in this rank, with its console output hidden. Returns the objective."""
+    from lockstep.modes.train import Train
     from support.configs import record_of
-    from train import train_worker
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return train_worker(cfg, record_of(cfg))
+    return Train().work(cfg, record_of(cfg))
 
 
 def train_all(configs: list[Any]) -> list[float]:

@@ -164,7 +164,7 @@ class TaskWithCounts(Task):
     classes: int | None = number("Classes, or labels, that are counted; null: as the data has.", min=1, example=10)
 
 
-@describes("lockstep.tasks.classification_f1.ClassificationF1", "task/classification_f1")
+@describes("lockstep.tasks.classification.ClassificationF1", "task/classification_f1")
 @dataclass
 class ClassificationF1(SmoothedTask):
     classes: int | None = number("Classes that are counted; null: as the data has.", min=1, example=10)
@@ -329,8 +329,8 @@ def reads(target: str, *options: str) -> Callable[[type], type]:
     return register
 
 
-@reads("lockstep.data.digits.digits", "digits")
-@reads("lockstep.data.cifar10.cifar10", "cifar10")
+@reads("lockstep.data.builtin.digits", "digits")
+@reads("lockstep.data.builtin.cifar10", "cifar10")
 @dataclass
 class TenClasses(Dataset):
     shape: list[int] = number(
@@ -339,13 +339,13 @@ class TenClasses(Dataset):
     classes: int = number("Outputs of the model; the labels are 0 to 9.", min=10, example=10)
 
 
-@reads("lockstep.data.mnist.mnist", "mnist", "fashion_mnist")
+@reads("lockstep.data.builtin.mnist", "mnist", "fashion_mnist")
 @dataclass
 class MNIST(TenClasses):
     name: str = value("Folder of the files inside data_dir.", example="MNIST")
 
 
-@reads("lockstep.data.decoded_images.image_folder", "image_folder")
+@reads("lockstep.data.images.image_folder", "image_folder")
 @dataclass
 class ImageFolder(Dataset):
     root: str = value("Folder that holds train/<class>/*.jpg and test/<class>/*.jpg.", example="data")
@@ -358,7 +358,7 @@ class ImageFolder(Dataset):
     classes: int | None = number("Folders in train/; null: as many as there are.", min=1, example=2)
 
 
-@reads("lockstep.data.random_pairs.random_pairs", "random")
+@reads("lockstep.data.builtin.random_pairs", "random")
 @dataclass
 class RandomPairs(Dataset):
     samples: int = number("Pairs in each half.", min=1, example=2048)
@@ -378,25 +378,25 @@ class Text(Dataset):
     classes: int = number("Different symbols of the whole text.", min=1, example=65)
 
 
-@describes("lockstep.data.digits.digits")
+@describes("lockstep.data.builtin.digits")
 @dataclass
 class Half:
     train: bool = value("Whether this is the training data.", example=True)
 
 
-@describes("lockstep.data.cifar10.cifar10")
+@describes("lockstep.data.builtin.cifar10")
 @dataclass
 class FilesReader(Half):
     data_dir: str = value("Folder of the data sets.", example="data")
 
 
-@describes("lockstep.data.mnist.mnist")
+@describes("lockstep.data.builtin.mnist")
 @dataclass
 class MNISTReader(FilesReader):
     name: str = value("Folder of the files inside data_dir.", example="MNIST")
 
 
-@describes("lockstep.data.image_folder.ImageFolder")
+@describes("lockstep.data.images.ImageFolder")
 @dataclass
 class ImageFolderReader:
     root: str = value("As dataset.root.", example="data")
@@ -405,14 +405,14 @@ class ImageFolderReader:
     classes: int | None = number("As dataset.classes.", min=1, example=2)
 
 
-@describes("lockstep.data.decoded_images.image_folder")
+@describes("lockstep.data.images.image_folder")
 @dataclass
 class CachedImagesReader(ImageFolderReader):
     cache: str = choice("auto", "on", "off", help="As dataset.cache.")
     cache_dir: str = value("As dataset.cache_dir.", example="data/decoded")
 
 
-@describes("lockstep.data.decode.decode_images")
+@describes("lockstep.data.images.decode_images")
 @dataclass
 class DecodeImages:
     root: str = value("As dataset.root.", example="data")
@@ -426,7 +426,7 @@ class DecodeImages:
     on_error: str = choice("fail", "skip", help="As dataset.on_error.")
 
 
-@describes("lockstep.data.random_pairs.random_pairs")
+@describes("lockstep.data.builtin.random_pairs")
 @dataclass
 class RandomPairsReader(Half):
     samples: int = number("As dataset.samples.", min=1, example=2048)
@@ -454,22 +454,22 @@ class TextCheck(TextReader):
     classes: int = number("As dataset.classes.", min=1, example=65)
 
 
-@describes("lockstep.data.download.download")
+@describes("lockstep.data.builtin.download")
 @dataclass
 class Download:
     data_dir: str = value("Folder of the data sets.", example="data")
     name: str = value("Name of the data set in torchvision.", example="MNIST")
 
 
-@describes("lockstep.data.batch_transforms.MixUp")
-@describes("lockstep.data.batch_transforms.CutMix")
+@describes("lockstep.data.transforms.MixUp")
+@describes("lockstep.data.transforms.CutMix")
 @dataclass
 class Mixing:
     alpha: float = number("The share of an image is drawn from Beta(alpha, alpha).", above=0, example=0.2)
     classes: int | None = number("As dataset.classes.", min=1, example=10)
 
 
-@describes("lockstep.data.batch_transforms.RandomErasing")
+@describes("lockstep.data.transforms.RandomErasing")
 @dataclass
 class RandomErasing:
     p: float = number("Probability that a rectangle is erased.", min=0, max=1, example=0.25)

@@ -351,7 +351,7 @@ class Dataset:
     batch_transforms: list[dict[str, Any]] = value(
         "Transforms of training batches with their targets, on the device.",
         wants="a list of nodes with a _target_",
-        example=[{"_target_": "lockstep.data.batch_transforms.RandomErasing", "p": 0.25}],
+        example=[{"_target_": "lockstep.data.transforms.RandomErasing", "p": 0.25}],
     )
     collate_fn: dict[str, Any] | None = value(
         "The function that makes (inputs, targets) of a list of samples; null: torch's default.", example="null"

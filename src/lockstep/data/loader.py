@@ -1,4 +1,4 @@
-"""The loader that gives one rank its parts of every global batch, on its device."""
+"""The loader that gives one rank its parts of every global batch, on its device, as model and task take them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, tee
@@ -7,30 +7,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.data.augment import Augment
-from lockstep.data.batch_transforms import BatchTransform, BatchTransforms
-from lockstep.data.converter import Converter
-from lockstep.data.in_memory import InMemoryDataset
+from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors
 from lockstep.data.partition import Batch, LoadedPart, Part, generator
-from lockstep.data.read_groups import RawGroup, read_memory, read_samples
 from lockstep.data.samples import EVALUATION, Samples
+from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
 from lockstep.data.workers import DatasetReader
 from lockstep.errors import ConfigError
+
+# Values of samples in memory that are looked up and converted together. Step by step, the calls cost more than their
+# work.
+VALUES_AT_ONCE = 2**20
+
+
+class _Share(NamedTuple):
+    """Samples that one forward pass of this rank uses.
+
+    augmentation: their rows of the augmentation's plan, which is drawn for the global batch and cut as the batch is.
+    plans: their rows of the plan of each batch transform.
+    """
+
+    epoch: int
+    indices: Tensor
+    augmentation: Tensor | None = None
+    plans: Sequence[Tensor] = ()
 
 
 class _Planned(NamedTuple):
     """A global batch of an epoch that is not read yet, and this rank's parts of it.
 
     start: samples of the epoch before it. samples: how many it has, over all ranks. shares: what is read for each part.
-    places: of each share in the batch, if a sample's place decides what it becomes; otherwise empty.
     """
 
-    epoch: int
     start: int
     samples: int
     parts: list[Part]
-    shares: list[Tensor]
-    places: list[Tensor]
+    shares: list[_Share]
 
 
 class _Pass(NamedTuple):
@@ -47,15 +58,16 @@ class _Pass(NamedTuple):
 class BatchLoader:
     """Loads one rank's samples: `epoch` for training, `eval_batches` for evaluation.
 
-    dataset: tensors in memory, or `Samples`, or any other map-style data set. rank, size: this rank's share, and how
-    many shares there are. workers: processes that read a data set which is not in memory. They start here.
+    dataset: tensors in memory, or `Samples`, or any other map-style data set.
+    rank, size: this rank's share, and how many shares there are.
     augment, transforms: of training batches.
+    workers: processes that read a data set which is not in memory. They start here.
     """
 
     def __init__(
         self,
         dataset: Any,
-        converter: Converter,
+        converter: "Converter",
         rank: int = 0,
         size: int = 1,
         seed: int = 0,
@@ -88,14 +100,6 @@ class BatchLoader:
         """Samples of an epoch."""
         return self.dataset.epoch_samples if isinstance(self.dataset, InMemoryDataset) else len(self.dataset)
 
-    def _order(self, generator: torch.Generator) -> Tensor:
-        """The indices of an epoch's samples, in their order."""
-        if isinstance(self.dataset, InMemoryDataset):
-            return self.dataset.epoch_order(generator)
-        if self.is_stream:
-            return torch.arange(len(self))
-        return torch.randperm(len(self), generator=generator)
-
     def close(self) -> None:
         """End the worker processes."""
         if self.reader is not None:
@@ -112,8 +116,10 @@ class BatchLoader:
     ) -> Iterator[Batch]:
         """This rank's batches of one epoch; over all ranks every sample of the epoch comes once.
 
-        batch_size counts the samples of all ranks. parts: which parts of a global batch of indices (N,) are this
-        rank's. skip: samples used before the run was resumed. turns: which of the batches, if ranks take turns.
+        batch_size: of the samples of all ranks.
+        parts: which parts of a global batch of indices (N,) are this rank's.
+        skip: samples used before the run was resumed.
+        turns: which of the batches, if ranks take turns.
         last_epoch: the number of the last epoch that will be asked for. Workers go on with the epochs up to it.
         """
         starts, call = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
@@ -121,19 +127,20 @@ class BatchLoader:
         last = max(epoch, last_epoch) if self.reads_ahead and turns == slice(None) else epoch
         current, self._pass = self._pass, None
         if current is None or current.next_call != call:
-            current = self._begin(call, self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
+            # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
+            planned, ahead = tee(self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
+            loaded = self._load(share for batch in ahead for share in batch.shares)
+            current = _Pass(call, planned, loaded)
         for batch in islice(current.planned, len(starts)):
-            plans = self.transforms.plans(batch.samples, self.seed, epoch, batch.start)
-            found = []
-            for number, part in enumerate(batch.parts):
+            loaded_parts = []
+            for part, share in zip(batch.parts, batch.shares, strict=True):
                 inputs, targets = next(current.loaded)
-                if self.transforms:
-                    place = batch.places[number]
-                    inputs, targets = self.transforms(inputs, targets, [plan[place] for plan in plans])
-                found.append(LoadedPart(part.number, inputs, targets, part.indices))
+                if share.plans:
+                    inputs, targets = self.transforms(inputs, targets, share.plans)
+                loaded_parts.append(LoadedPart(part.number, inputs, targets, part.indices))
             if batch.start == starts[-1] and epoch < last:
                 self._pass = current._replace(next_call=(epoch + 1, batch_size, 0, turns))
-            yield Batch(batch.samples, found)
+            yield Batch(batch.samples, loaded_parts)
 
     def _plans(
         self, epochs: range, batch_size: int, parts: Callable[[Tensor], list[Part]], skip: int, turns: slice
@@ -142,46 +149,40 @@ class BatchLoader:
             order = self._order(generator(self.seed, epoch)).to(self.index_device)
             for start in range(skip if epoch == epochs[0] else 0, len(self), batch_size)[turns]:
                 batch = order[start : start + batch_size].clone()  # a slice would keep all of `order` in memory
-                yield self._plan(batch, epoch, start, parts)
+                mine = parts(batch)
+                yield _Planned(start, len(batch), mine, self._shares(batch, epoch, start, parts, mine))
             del order  # before the next one takes as much memory
 
-    def _begin(self, call: tuple[int, int, int, slice], plans: Iterator[_Planned]) -> _Pass:
-        # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
-        planned, ahead = tee(plans)
-        augmentation = None
-        if self.augment.enabled:
-            ahead, augmented = tee(ahead)
-            augmentation = self._augmentation(augmented)
-        shares = ((batch.epoch, share) for batch in ahead for share in batch.shares)
-        return _Pass(call, planned, self._load(shares, augmentation))
+    def _order(self, generator: torch.Generator) -> Tensor:
+        """The indices of an epoch's samples, in their order."""
+        if isinstance(self.dataset, InMemoryDataset):
+            return self.dataset.epoch_order(generator)
+        if self.is_stream:
+            return torch.arange(len(self))
+        return torch.randperm(len(self), generator=generator)
 
-    def _plan(self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]]) -> _Planned:
-        """batch: the indices (N,) of a global batch."""
-        mine, places = parts(batch), list[Tensor]()
-        shares = [part.indices for part in mine]
-        if self.augment.enabled or self.transforms:
-            places = self._places(len(batch), parts)
-        if self.transforms:
-            shares = [batch[place.to(batch.device)] for place in places]
-        return _Planned(epoch, start, len(batch), mine, shares, places)
-
-    def _places(self, count: int, parts: Callable[[Tensor], list[Part]]) -> list[Tensor]:
-        """Where in a global batch of `count` samples this rank's parts are, with the samples that are mixed in."""
-        return [self.transforms.with_samples_before(part.indices, count) for part in parts(torch.arange(count))]
-
-    def _augmentation(self, batches: Iterable[_Planned]) -> Iterator[Tensor]:
-        """The augmentation of each of this rank's parts: drawn for the global batch, cut as the batch is cut."""
-        for batch in batches:
-            plan = self.augment.plan(batch.samples, generator(self.seed, batch.epoch, batch.start))
-            for place in batch.places:
-                yield plan[place]
+    def _shares(
+        self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]], mine: list[Part]
+    ) -> list[_Share]:
+        """What is read for the parts `mine` of a global batch of indices (N,)."""
+        if not self.augment.enabled and not self.transforms:
+            return [_Share(epoch, part.indices) for part in mine]
+        count, numbers = len(batch), (self.seed, epoch, start)
+        augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
+        plans = self.transforms.plans(count, *numbers)
+        shares = []
+        for part in parts(torch.arange(count)):
+            places = self.transforms.with_samples_before(part.indices, count)
+            cut = None if augmentation is None else augmentation[places]
+            shares.append(_Share(epoch, batch[places.to(batch.device)], cut, [plan[places] for plan in plans]))
+        return shares
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) of at most `batch_size` samples; over all ranks every sample comes once.
 
         Every rank gets equally many batches, perhaps with an empty last one: ranks may have to compute together.
         """
-        yield from self._load((EVALUATION, share) for share in self.eval_shares(batch_size))
+        yield from self._load(_Share(EVALUATION, indices) for indices in self.eval_shares(batch_size))
 
     def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
@@ -192,7 +193,7 @@ class BatchLoader:
 
     def first_sample(self) -> tuple[Any, Any]:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
-        _, inputs, targets = self.read(torch.zeros(1, dtype=torch.int64, device=self.index_device))
+        _, inputs, targets = self.read(self._indices(range(1)))
         return inputs, targets
 
     def read(self, indices: Tensor, epoch: int = EVALUATION) -> tuple[Tensor, Any, Any]:
@@ -201,7 +202,7 @@ class BatchLoader:
         It reads in this process, also while another pass goes on. Samples that cannot be read may be missing.
         """
         if self.reader is None:
-            return indices, *next(self._load([(epoch, indices)]))
+            return indices, *next(self._load([_Share(epoch, indices)]))
         found = self.samples.read([(epoch, number) for number in indices.tolist()])
         collated = self.samples.collate(found)
         if isinstance(collated, ConfigError):
@@ -211,11 +212,8 @@ class BatchLoader:
 
     def raw_inputs(self, count: int) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
-        share = self._indices(range(min(count, len(self))))
-        return next(self._raw([(EVALUATION, share)]))[0]
-
-    def _indices(self, numbers: range) -> Tensor:
-        return torch.arange(numbers.start, numbers.stop, numbers.step, device=self.index_device)
+        share = _Share(EVALUATION, self._indices(range(min(count, len(self)))))
+        return next(self._raw([share]))[0]
 
     def shown_sample(self, number: int) -> Tensor:
         """The inputs of a sample as the data set has them; an empty tensor if they are several."""
@@ -224,14 +222,17 @@ class BatchLoader:
         inputs, _ = self.samples.one(number)
         return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
-    def _load(
-        self, shares: Iterable[tuple[int, Tensor]], plans: Iterator[Tensor] | None = None
-    ) -> Iterator[tuple[Any, Any]]:
-        """The inputs and targets of each (epoch, indices), in order, augmented by its plan."""
-        for samples, targets, sizes in self._raw(shares):
+    def _indices(self, numbers: range) -> Tensor:
+        return torch.arange(numbers.start, numbers.stop, numbers.step, device=self.index_device)
+
+    def _load(self, shares: Iterable[_Share]) -> Iterator[tuple[Any, Any]]:
+        """The inputs and targets of each share, in order, augmented."""
+        read, waiting = tee(shares)
+        for samples, targets, sizes in self._raw(read):
+            plans = [share.augmentation for share in islice(waiting, len(sizes)) if share.augmentation is not None]
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
-            if plans is not None:
-                plan = self.converter.to_device(torch.cat([next(plans) for _ in sizes]))
+            if plans:
+                plan = self.converter.to_device(torch.cat(plans))
                 targets = self.augment.move_with(samples, targets, plan)
                 samples = self.augment(samples, plan)
             samples, targets = self.converter(samples, targets)
@@ -240,9 +241,111 @@ class BatchLoader:
             else:
                 yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
 
-    def _raw(self, shares: Iterable[tuple[int, Tensor]]) -> Iterator[RawGroup]:
-        """The raw samples of each (epoch, indices). The workers drop a pass that the next epoch could use."""
+    def _raw(self, shares: Iterable[_Share]) -> Iterator[tuple[Any, Any, list[int]]]:
+        """Raw inputs and targets of one share or several after the other, and how many belong to each of them.
+
+        Several at once come from memory only. The workers drop a pass that the next epoch could use.
+        """
         self._pass = None
         if self.reader is None:
-            return read_memory(self.dataset, (share for _, share in shares))
-        return read_samples(self.reader, shares)
+            return self._raw_from_memory(iter(shares))
+        keys = ([(share.epoch, number) for number in share.indices.tolist()] for share in shares)
+        return ((inputs, targets, [count_samples(targets)]) for inputs, targets in self.reader.read(keys))
+
+    def _raw_from_memory(self, shares: Iterator[_Share]) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+        values_per_sample = self.dataset.samples.shape[1:].numel()
+        for share in shares:
+            at_once = VALUES_AT_ONCE // max(1, values_per_sample, len(share.indices) * values_per_sample)
+            group = [share.indices, *(more.indices for more in islice(shares, max(0, at_once - 1)))]
+            indices = torch.cat(group)
+            # index_select copies whole rows; samples[indices] copies value by value and takes five times as long.
+            samples, targets = (
+                self.dataset.samples.index_select(0, indices),
+                self.dataset.targets.index_select(0, indices),
+            )
+            yield samples, targets, [len(one) for one in group]
+
+
+class Converter:
+    """Brings raw samples and targets to the device, type and memory layout that a model computes in.
+
+    uint8 samples are scaled to 0..1. With `mean` or `std`, one number for each channel (the second dimension) or one
+    for all, samples are normalised. Integer samples of another type stay as they are. Targets that are whole numbers
+    become int64, others take the model's type.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        self.device, self.dtype, self.memory_format = device, dtype, memory_format
+        deviation = self._per_channel([1.0] if std is None else std)
+        self.float_scale, self.image_scale = 1 / deviation, 1 / (255 * deviation)
+        self.normalises = mean is not None or std is not None
+        self.shift = None if mean is None else -self._per_channel(mean) / deviation
+
+    def _per_channel(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=self.dtype, device=self.device)
+
+    def to_device(self, value: Any) -> Any:
+        """The tensors in `value` on the device. A GPU copies from pinned memory while the host goes on."""
+        return map_tensors(self._to_device, value)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self.device:
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Raw inputs and targets, on the device, (N, ...) or tuples or dicts of such -> what model and task take."""
+        if isinstance(inputs, Tensor):
+            return self._input(inputs, normalised=True), map_tensors(self._target, targets)
+        # Among several inputs only images are known to have channels.
+        converted = map_tensors(lambda tensor: self._input(tensor, normalised=tensor.dim() == 4), inputs)
+        return converted, map_tensors(self._target, targets)
+
+    def _input(self, samples: Tensor, normalised: bool) -> Tensor:
+        if samples.dtype == torch.uint8:
+            samples = samples.to(self.dtype)
+            samples = self._shifted(samples.mul_(_beside(self.image_scale, samples))) if normalised else samples / 255
+        elif samples.is_floating_point():
+            samples = samples.to(self.dtype)
+            if self.normalises and normalised:
+                samples = self._shifted(samples * _beside(self.float_scale, samples))
+        if samples.dim() == 4:
+            samples = samples.contiguous(memory_format=self.memory_format)
+        return samples
+
+    def _target(self, targets: Tensor) -> Tensor:
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            return targets.to(self.dtype)
+        return targets.long()
+
+    def _shifted(self, scaled: Tensor) -> Tensor:
+        return scaled if self.shift is None else scaled.add_(_beside(self.shift, scaled))
+
+
+def require_channels(inputs: Any, **options: Sequence[float] | None) -> None:
+    """Raise ConfigError if `mean` or `std` has another number of values than samples have channels.
+
+    inputs: a batch of raw ones. Several inputs, and whole numbers that are no images, are not normalised.
+    """
+    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        return
+    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+        return
+    for name, values in options.items():
+        if values is not None and len(values) not in (1, inputs.shape[1]):
+            raise ConfigError(
+                f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(inputs.shape[1:])}; "
+                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+            )
+
+
+def _beside(values: Tensor, samples: Tensor) -> Tensor:
+    """One number per channel (C,), shaped so that it broadcasts over samples (N, C, ...)."""
+    return values.view(-1, *[1] * (samples.dim() - 2))

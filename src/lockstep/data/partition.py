@@ -1,11 +1,16 @@
-"""How an epoch is cut into global batches, micro-batches and the parts of one rank. Every rank computes it alike.
+"""How an epoch is cut into global batches, micro-batches and the parts of one rank, and where random numbers come from.
 
-A rank's number only selects parts. A run that stopped after any number of samples goes on from there at any world size.
+Every rank computes both alike: a rank's number only selects parts, and a seed depends on the place in the run alone. So
+a run that stopped after any number of samples goes on from there at any world size.
 """
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,19 +68,6 @@ def shares_in_words(batch: int, ranks: int, shares: int) -> str:
     return f", {share} for each of {ranks} ranks"
 
 
-def fold_in(*numbers: int) -> int:
-    """A seed that depends on `numbers` (seed, epoch, step, ...) alone, so no random state has to be saved."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 6364136223846793005 + 1442695040888963407 + number) % 2**63  # Knuth's MMIX constants
-    return seed
-
-
-def generator(*numbers: int) -> torch.Generator:
-    """A CPU generator seeded with `fold_in(*numbers)`."""
-    return torch.Generator().manual_seed(fold_in(*numbers))
-
-
 def global_batch_size(
     data_parallel_size: int, batch_size: int, batch_size_per_rank: int | None, accumulation_steps: int
 ) -> int:
@@ -94,3 +86,35 @@ def global_batch_size(
             f"type trainer.batch_size={smallest} or more"
         )
     return batch_size
+
+
+def fold_in(*numbers: int) -> int:
+    """A seed that depends on `numbers` (seed, epoch, step, ...) alone, so no random state has to be saved."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 6364136223846793005 + 1442695040888963407 + number) % 2**63  # Knuth's MMIX constants
+    return seed
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A CPU generator seeded with `fold_in(*numbers)`."""
+    return torch.Generator().manual_seed(fold_in(*numbers))
+
+
+def seed_all(seed: int) -> None:
+    """Seed what transforms draw from: torch's generator of the CPU, numpy's global one, and Python's `random`."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """After the block these generators go on as if nothing had been drawn in it."""
+    torch_state, numpy_state, state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(state)

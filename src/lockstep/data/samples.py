@@ -1,26 +1,30 @@
-"""Reads a data set sample by sample: each with random numbers of its own, and an error that names it."""
+"""Reads a data set sample by sample: each with random numbers of its own, and an error that names it. Makes batches.
+
+An IterableDataset is read as if its items had numbers.
+"""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
 
-from lockstep.data.collate import COLLATE_ADVICE, collate_samples, require_one_form
-from lockstep.data.labels import Labels
-from lockstep.data.nested import copied, map_tensors, tensors_in
-from lockstep.data.partition import fold_in
-from lockstep.data.random_numbers import random_states_kept, seed_all
-from lockstep.data.sample_transforms import apply_transform
-from lockstep.data.stream import Stream
+from lockstep.data.dataset import TARGET_KEYS, Labels, copied, map_tensors, tensors_in
+from lockstep.data.partition import fold_in, random_states_kept, seed_all
+from lockstep.data.transforms import apply_transform
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
-TRANSFORMS = 1  # folded into the seed: nothing else draws from these streams
-TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
+TRANSFORMS, ITEMS = 1, 2  # folded into seeds: what transforms draw, and what an IterableDataset draws
 MOST_UNREADABLE = 100  # in a row; more of them mean that the data set is broken, not a sample
+COLLATED = (Tensor, np.ndarray, np.generic, int, float, str, bytes, list)  # values of a batch; lists are of numbers
+# A function that makes (inputs, targets) of a list of samples.
+COLLATE_ADVICE = "type dataset.collate_fn='{_target_:<module>.<function>,_partial_:true}' as docs/data.md shows"
 
 Key = tuple[int, int]
 """(epoch, number of the sample in the data set)."""
@@ -44,9 +48,12 @@ class Samples:
     Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
     sample). So its random numbers are the same in whichever rank or worker, and after a resume.
 
-    name: for messages. transforms: applied one after the other. on_error: "fail" raises SampleError for a sample that
-    cannot be read; "skip" takes the next readable one in training, and leaves it out of an evaluation. collate_fn:
-    list of samples -> batch. labels: what targets must be; None: they are not checked.
+    name: for messages.
+    transforms: applied one after the other.
+    on_error: "fail" raises SampleError for a sample that cannot be read; "skip" takes the next readable one in
+        training, and leaves it out of an evaluation.
+    collate_fn: list of samples -> batch.
+    labels: what targets must be; None: they are not checked.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class Samples:
         ) from errors[0]
 
     def _note(self, number: int, sentence: str) -> None:
+        """A line in the log, once for each sample."""
         if number not in self.named:
             self.named.add(number)
             log.warning(sentence)
@@ -155,9 +163,20 @@ class Samples:
         if isinstance(read, ConfigError):
             return read
         try:
-            inputs, targets = split_batch(self._batch(read), self.name)
+            try:
+                batch = self.collate_fn(read.samples)
+            except Exception:
+                if self.collate_fn is collate_samples:
+                    require_one_form(read.numbers, read.samples, self.name)
+                raise
+            inputs, targets = split_batch(batch, self.name)
             if next(tensors_in(targets), None) is None:
-                raise ConfigError(wrong_target(read.numbers[0], targets, self.name))
+                first = targets[0] if isinstance(targets, tuple | list) and targets else targets
+                raise ConfigError(  # such as text, which default_collate leaves as it is
+                    f"sample {read.numbers[0]} of the {self.name} has the target {repr(first)[:40]}, and a number or a "
+                    f"tensor is wanted; return one from __getitem__, such as its place in a list of all classes, or "
+                    f"{COLLATE_ADVICE}"
+                )
             if self.labels is not None:
                 self.labels.check(read.numbers, targets)
         except ConfigError as error:
@@ -165,24 +184,6 @@ class Samples:
         if read.kept == 0:
             inputs, targets = (map_tensors(lambda tensor: tensor[:0], value) for value in (inputs, targets))
         return inputs, targets
-
-    def _batch(self, read: Read) -> Any:
-        """What collate_fn makes of the samples. Raises ConfigError for samples that are None, or of different forms."""
-        try:
-            return self.collate_fn(read.samples)
-        except Exception:
-            if self.collate_fn is collate_samples:
-                require_one_form(read.numbers, read.samples, self.name)
-            raise
-
-
-def wrong_target(number: int, targets: Any, name: str) -> str:
-    """The sentence for targets without a tensor, such as text, which default_collate leaves as it is."""
-    first = repr(targets[0] if isinstance(targets, tuple | list) and targets else targets)[:40]
-    return (
-        f"sample {number} of the {name} has the target {first}, and a number or a tensor is wanted; return one from "
-        f"__getitem__, such as its place in a list of all classes, or {COLLATE_ADVICE}"
-    )
 
 
 def split_batch(batch: Any, name: str) -> tuple[Any, Any]:
@@ -207,3 +208,137 @@ def split_batch(batch: Any, name: str) -> tuple[Any, Any]:
         )
     inputs = {key: value for key, value in batch.items() if key != keys[0]}
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), batch[keys[0]]
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """The batch of samples of one form. A list of numbers becomes a tensor, a tuple stays a tuple of values.
+
+    Raises what default_collate raises for values that it cannot put together.
+    """
+    batch, first = default_collate(samples), samples[0]
+    if isinstance(first, Mapping):
+        return {key: _stacked(batch[key], first[key]) for key in batch}
+    if isinstance(first, tuple | list):
+        return [_stacked(values, value) for values, value in zip(batch, first, strict=True)]
+    return batch
+
+
+def _stacked(values: Any, first: Any) -> Any:
+    """`values` of a batch with each list of numbers as one tensor, as in data of a Hugging Face tokenizer.
+
+    default_collate makes a list with a tensor (N,) for each place of the list. first: the value of the first sample.
+    """
+    if isinstance(first, Mapping):
+        return {key: _stacked(values[key], first[key]) for key in values}
+    if not isinstance(first, tuple | list) or not isinstance(values, list | tuple):
+        return values
+    found = [_stacked(value, item) for value, item in zip(values, first, strict=True)]
+    shapes = {value.shape if isinstance(value, Tensor) else None for value in found}
+    are_numbers = isinstance(first, list) and all(isinstance(item, int | float | list) for item in first)
+    return torch.stack(found, dim=1) if are_numbers and len(shapes) == 1 and None not in shapes else found
+
+
+def require_one_form(numbers: Sequence[int], samples: Sequence[Any], name: str) -> None:
+    """Raise ConfigError if one of the samples, which cannot be a batch, is None, has another shape or type, or has a
+    value that is no part of a batch.
+
+    numbers: of the samples in the data set, which is called `name`.
+    """
+    first = _values(samples[0])
+    for number, sample in zip(numbers, samples, strict=True):
+        if sample is None:
+            raise ConfigError(
+                f"sample {number} of the {name} is None; return (inputs, target) from __getitem__, or type "
+                f"dataset.on_error=skip to leave such samples out"
+            )
+        values = _values(sample)
+        forms = [(place, _form(one), _form(other)) for (place, one), (_, other) in zip(first, values, strict=False)]
+        differing = [(place, one, other) for place, one, other in forms if one != other]
+        if len(first) != len(values):
+            differing.append(("", f"{len(first)} values", f"{len(values)} values"))
+        for place, one, other in differing[:1]:
+            raise ConfigError(
+                f"sample {numbers[0]} of the {name} has{place} {one} and sample {number} has {other}, and a batch "
+                f"must have one shape; {COLLATE_ADVICE}"
+            )
+    for place, value in [(place, value) for place, value in first if not isinstance(value, COLLATED)][:1]:
+        advice = f"return one from __getitem__, or {COLLATE_ADVICE}"
+        if hasattr(value, "getbands"):  # an image of Pillow
+            key = "test_transforms" if name == "test data" else "transforms"
+            advice = f"type dataset.{key}='[{{_target_:torchvision.transforms.v2.ToImage}}]'"
+        raise ConfigError(
+            f"sample {numbers[0]} of the {name} has{place} an object of {type(value).__name__}, and a tensor, an array "
+            f"or a number is wanted; {advice}"
+        )
+
+
+def _form(value: Any) -> str:
+    """The shape or type of a value, in words."""
+    if isinstance(value, list):
+        return f"{len(value)} numbers"
+    return f"the shape {list(value.shape)}" if isinstance(value, Tensor | np.ndarray) else type(value).__name__
+
+
+def _values(value: Any, place: str = "") -> list[tuple[str, Any]]:
+    """(place, value) of each value in a sample. A list of numbers is one."""
+    if isinstance(value, Mapping):
+        return [found for key in value for found in _values(value[key], f" as {key}")]
+    is_numbers = isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+    if isinstance(value, tuple | list) and not is_numbers:
+        return [found for item in value for found in _values(item, place)]
+    return [(place, value)]
+
+
+class Stream:
+    """Item n of `dataset` by its number n, of numbers that rise. A smaller number starts it again.
+
+    Every rank reads all items and keeps its own, so a run is the same at any number of ranks. Torch, numpy and random
+    are seeded before each item. What this needs: `__len__`, the items of an epoch; the same items in the same order on
+    every rank and each time; and `set_epoch(epoch)`, if there is one, for another order. Items are not shuffled here.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.items: Iterator[Any] = iter(())
+        self.epoch, self.position = 0, -1  # of the last item that was read
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # checked by require_stream
+
+    def read(self, epoch: int, number: int) -> Any:
+        """Raises ConfigError if there are fewer items."""
+        if epoch != self.epoch or number <= self.position or self.position < 0:
+            self._start(epoch)
+        item = None
+        while self.position < number:
+            seed_all(fold_in(self.seed, epoch, self.position + 1, ITEMS))
+            try:
+                item = next(self.items)
+            except StopIteration:
+                raise ConfigError(
+                    f"{type(self.dataset).__name__} has {self.position + 1} items, and its __len__ says {len(self)}; "
+                    f"type return {self.position + 1} there, or let it give the rest"
+                ) from None
+            self.position += 1
+        return item
+
+    def _start(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(max(epoch, 0))  # an evaluation has -1, which is no seed
+        seed_all(fold_in(self.seed, epoch, ITEMS))
+        self.items, self.epoch, self.position = iter(self.dataset), epoch, -1
+
+
+def require_stream(dataset: object, name: str, workers: int, mixes: bool, on_error: str) -> None:
+    """Raise ConfigError for an IterableDataset that cannot be read by numbers that rise. Others are no concern here."""
+    if not isinstance(dataset, IterableDataset):
+        return
+    kind = f"the {name} is an IterableDataset, {type(dataset).__name__}"
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(f"{kind}, without __len__; add one that returns the number of items of an epoch")
+    if workers:
+        raise ConfigError(f"{kind}, which each rank reads in its own process; type dataset.workers=0")
+    if mixes:
+        raise ConfigError(f"{kind}, of which no earlier item can be mixed in; type dataset.batch_transforms=[]")
+    if on_error == "skip":
+        raise ConfigError(f"{kind}, which ends with its first error; type dataset.on_error=fail")

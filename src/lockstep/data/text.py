@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.labels import IGNORED
+from lockstep.data.dataset import IGNORED, InMemoryDataset
 from lockstep.errors import ConfigError
 
 TRAIN_SHARE = 0.9  # of a text, from its beginning; the rest is for tests

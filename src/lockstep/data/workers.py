@@ -3,12 +3,12 @@
 import atexit
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import stat
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -51,6 +51,9 @@ class DatasetReader:
     """
 
     def __init__(self, samples: Source, workers: int, pin_memory: bool) -> None:
+        # A worker hands over tensors through a socket in its rank's folder for temporary files. Made before the workers
+        # fork, that folder is one for all of them, and is removed with the rank, also if they are killed.
+        multiprocessing.util.get_temp_dir()
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches, self._begun = _BatchList(), context.Semaphore(0)
         self._loader: DataLoader[Any] = DataLoader(
@@ -186,11 +189,6 @@ def _prepare_worker(rank: int, begun: Semaphore, number: int) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL, parent=rank)
     _close_connections()
-    # A worker hands over tensors through a unix socket. Its file would stay in TMPDIR after a kill. This name is no
-    # file, and its users still have to know the key of this process tree.
-    if sys.platform == "linux":
-        name = f"\0lockstep-{uuid.uuid4().hex}"
-        setattr(multiprocessing.connection, "arbitrary_address", lambda family: name)  # noqa: B010  (mypy refuses it)
 
 
 def _close_connections() -> None:

@@ -37,7 +37,6 @@ NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
 VOTE_PAUSE = 0.25  # seconds between two votes
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
-_exit = os._exit  # a rank replaces it, see lockstep.distributed.early_exit
 
 
 class _Process:
@@ -206,7 +205,7 @@ def _end(number: int) -> NoReturn:
         with suppress(OSError, ValueError):  # the terminal is closed
             print(f"lockstep: {stopped}", file=sys.stderr, flush=True)
     remove_temporary_folder()
-    _exit(stopped.code)
+    os._exit(stopped.code)
 
 
 def _forget_in_child() -> None:

@@ -22,7 +22,6 @@ from lockstep.failures.record import exception_record, last_lines
 
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 ASK, LEAVE = b"?", b"x"  # what the monitor may send
-end_process = os._exit  # os._exit is replaced while a rank trains, see lockstep.distributed.early_exit
 RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
 
 _crash_pipe: int | None = None  # the end that faulthandler writes to
@@ -67,7 +66,7 @@ def _answer(connection: socket.socket, stacks: int) -> None:
     with suppress(OSError), connection:
         while question := connection.recv(1):
             if question == LEAVE:
-                end_process(EXIT_HANG)
+                os._exit(EXIT_HANG)
             faulthandler.dump_traceback(stacks, all_threads=True)
             connection.sendall(flight_record() + b"\n")
 

@@ -4,7 +4,7 @@ Every launcher ends in RANK, WORLD_SIZE and LOCAL_RANK (or Slurm's or MPI's name
 To add one: a class in a file of its own here, and `conf/launch/<name>.yaml` with its `_target_`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
@@ -24,10 +24,10 @@ class Launcher:
     plans: bool = False
     """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
 
-    def prepare(self, modules: Sequence[str] = ()) -> None:
+    def prepare(self, rank_imports: str) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
 
-        modules: what the ranks of this config import besides what all ranks do.
+        rank_imports: the module that imports what ranks need, see `lockstep.rank_imports`.
         """
 
     def validate(self) -> None:

@@ -11,7 +11,6 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TextIO
@@ -24,29 +23,6 @@ from lockstep.failures import rank as monitor
 from lockstep.launchers.base import RankFailed, Worker
 
 START_METHODS = ("spawn", "fork", "forkserver")
-
-# What a rank imports in any case. It is imported once, before ranks are forked.
-PRELOADED_MODULES = [
-    "torch.utils.tensorboard",
-    "torch.utils.serialization.config",  # of torch.save
-    "numpy.random",
-    "tqdm",
-    "encodings.idna",  # of socket.getaddrinfo
-    "hydra.utils",
-    "lockstep.build_loggers",
-    "lockstep.build",
-    "lockstep.training.setup",
-    "lockstep.strategies.ddp",
-    "lockstep.training.loop",
-    "lockstep.training.meter",
-    "lockstep.snapshots.resume",
-    "lockstep.loggers.rank_logs",
-    "lockstep.loggers.tensorboard",
-    "lockstep.loggers.console",
-    "lockstep.loggers.progress_bar",
-]
-
-_has_preloaded = False  # whether this process, or the one that it is a copy of, has imported these modules
 
 
 def resolve_nproc(nproc_per_node: int | str) -> int:
@@ -86,18 +62,13 @@ def validate_start_method(start_method: str) -> None:
         )
 
 
-def preload(start_method: str, modules: Sequence[str] = ()) -> None:
-    """Import PRELOADED_MODULES and `modules` in the process that ranks are forked from.
-
-    The fork server does it in the background.
-    """
-    modules = [*PRELOADED_MODULES, *modules, "lockstep.launchers.hashed_modules"]
+def preload(start_method: str, rank_imports: str) -> None:
+    """Import the module `rank_imports` where ranks are forked from, in a fork server in the background."""
     if start_method != "fork":
         # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
         multiprocessing.resource_tracker.ensure_running()
     if start_method == "forkserver":
-        # The server skips a module that it cannot import.
-        multiprocessing.set_forkserver_preload(["lockstep.launchers.forkserver_preload", *modules])
+        multiprocessing.set_forkserver_preload([rank_imports])
         os.environ[LAUNCHER] = str(os.getpid())
         try:
             with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
@@ -111,22 +82,16 @@ def preload(start_method: str, modules: Sequence[str] = ()) -> None:
         finally:
             del os.environ[LAUNCHER]
     elif start_method == "fork":
-        global _has_preloaded
-        _has_preloaded = True
-        for name in modules:
-            with suppress(ImportError):  # a rank that needs it reports the error
-                importlib.import_module(name)
+        importlib.import_module(rank_imports)
 
 
-def start_method_here(start_method: str, forks_again: bool) -> str:
+def start_method_here(start_method: str, forks_again: bool, rank_imports: str) -> str:
     """`fork` in place of `forkserver` in a job of a sweep, which is a copy of a process that has imported everything.
 
     A fork server of its own would import torch again, for 2 s. forks_again: ranks may be started a second time, when
     this process has threads, so that it cannot fork safely.
     """
-    if start_method == "forkserver" and _has_preloaded and not forks_again:
-        return "fork"
-    return start_method
+    return "fork" if start_method == "forkserver" and rank_imports in sys.modules and not forks_again else start_method
 
 
 def run_rank(worker: Worker, args: tuple[Any, ...], results: Connection | None) -> NoReturn:

@@ -1,6 +1,5 @@
 """launch=spawn and launch=fork: Python's multiprocessing on this machine, or the same command on each of several."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from lockstep.distributed.environment import RankInfo, node_rank_info
@@ -34,9 +33,9 @@ class SpawnLauncher(Launcher):
         self.master_addr, self.master_port = master_addr, master_port
         self.name = "fork" if start_method == "fork" else "spawn"
 
-    def prepare(self, modules: Sequence[str] = ()) -> None:
-        self.start_method = start_method_here(self.start_method, self.nnodes > 1)
-        preload(self.start_method, modules)
+    def prepare(self, rank_imports: str) -> None:
+        self.start_method = start_method_here(self.start_method, self.nnodes > 1, rank_imports)
+        preload(self.start_method, rank_imports)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)

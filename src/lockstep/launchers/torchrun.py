@@ -4,7 +4,6 @@ This does not use torch's elastic agent, which `torchrun src/train.py` starts. T
 unpickles what it finds in its store, waits 30 s for a rank that does not end, and may name the wrong rank.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from lockstep.distributed.environment import RankInfo, node_rank_info
@@ -23,9 +22,9 @@ class TorchrunLauncher(Launcher):
     def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
         self.start_method, self.nproc_per_node, self.max_restarts = start_method, nproc_per_node, max_restarts
 
-    def prepare(self, modules: Sequence[str] = ()) -> None:
-        self.start_method = start_method_here(self.start_method, self.max_restarts > 0)
-        preload(self.start_method, modules)
+    def prepare(self, rank_imports: str) -> None:
+        self.start_method = start_method_here(self.start_method, self.max_restarts > 0, rank_imports)
+        preload(self.start_method, rank_imports)
 
     def validate(self) -> None:
         validate_start_method(self.start_method)

@@ -14,7 +14,6 @@ from torch.utils.tensorboard import SummaryWriter
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.loggers.event_times import last_wall_time
 from lockstep.loggers.run_header import finished, write_header
-from lockstep.loggers.writer_thread import hide_failed_writes
 from lockstep.tasks.base import ReadSample, Report
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class TensorBoardLogger(Logger):
         self._reopen_at = 0.0  # time.monotonic()
         self._last_step = 0
         self._pause = 0.0  # seconds in which the run was not running
-        hide_failed_writes()
 
     def on_fit_start(self, run: RunInfo) -> None:
         """TensorBoard is told to drop the points after the snapshot: one curve, no step twice."""

@@ -10,6 +10,9 @@ from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lockstep.cli_record import ConfigRecord
     from lockstep.modes.check_draws import Draws
     from lockstep.modes.check_steps import Facts
     from lockstep.strategies.base import JobSpec
@@ -23,7 +26,14 @@ NAMED = 4  # parameters or modules that a line names
 class Check(Mode):
     """Takes a few steps on one rank and on two, and prints a table. `lockstep.check_run` does it."""
 
-    name, checks = "check", True
+    name, starts_ranks = "check", True
+
+    def work(self, cfg: "DictConfig", record: "ConfigRecord") -> None:
+        from lockstep.check_run import check_run
+        from lockstep.config.targets import instantiate_as
+        from lockstep.launchers.base import Launcher
+
+        check_run(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
 
     def validate(self, job: "JobSpec") -> None:
         info = read_rank_info()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import tensors_in
 from lockstep.data.partition import LoadedPart
 from lockstep.data.samples import Samples
 from lockstep.errors import ConfigError

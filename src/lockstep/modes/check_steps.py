@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import tensors_in
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.errors import TrainingDiverged
 from lockstep.training.loop import train_epoch

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import tensors_in
 from lockstep.data.partition import shares_in_words
 from lockstep.distributed.dry_world import Traffic
 from lockstep.modes.check import bytes_shown, held

@@ -94,7 +94,7 @@ def _truth(targets: Any) -> Columns:
 
 def _beside(targets: Any, values: "Tensor") -> "Tensor":
     """Values (N, 1) as (N,) where targets are one number, so that their columns have names of one kind."""
-    from lockstep.data.nested import tensors_in
+    from lockstep.data.dataset import tensors_in
 
     is_number = all(target.dim() == 1 for target in tensors_in(targets))
     return values.squeeze(1) if is_number and values.shape[1:] == (1,) else values

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.converter import Converter
-from lockstep.data.nested import map_tensors
+from lockstep.data.dataset import map_tensors
+from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
 from lockstep.training.setup import AUTOCAST_TYPES, autocast
 

@@ -10,11 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from lockstep.data.decoded_images import DecodedImages
-from lockstep.data.image_folder import ImageFiles
-from lockstep.data.in_memory import InMemoryDataset
-from lockstep.data.random_numbers import random_states_kept
-from lockstep.data.samples import TARGET_KEYS
+from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset
+from lockstep.data.images import DecodedImages, ImageFiles
+from lockstep.data.partition import random_states_kept
 from lockstep.training.weight_check import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled

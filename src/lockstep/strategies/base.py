@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lockstep.data.nested import map_tensors, tensors_in
+from lockstep.data.dataset import map_tensors, tensors_in
 from lockstep.data.partition import Batch, Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from lockstep.data.nested import map_tensors
+from lockstep.data.dataset import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.ddp import DDP

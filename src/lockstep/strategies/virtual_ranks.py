@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.data.nested import count_samples
+from lockstep.data.dataset import count_samples
 from lockstep.data.partition import Part
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
 from lockstep.distributed.world import World

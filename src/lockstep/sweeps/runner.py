@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -390,17 +390,18 @@ def sweeper_goes_on(nothing_finished: bool) -> None:
     _command.nothing_finished = nothing_finished
 
 
-@contextmanager
-def failed_jobs_end_sweepers() -> Iterator[None]:
-    """Drop the error with which a sweeper of Hydra's ends at failed jobs, for the summary tells more.
+def run_command(main: Callable[[], Any]) -> int:
+    """Call a hydra.main function that runs a sweep, and print the summary. Returns the exit code.
 
-    Optuna raises one of its own where no job has finished: there is no best one.
+    An error with which a sweeper of Hydra's ends at failed jobs is dropped, for the summary tells more. Optuna raises
+    one of its own where no job has finished: there is no best one.
     """
     try:
-        yield
+        main()
     except JobFailed:
         pass
     except Exception as error:
         if not _command.nothing_finished:
             raise
         say(f"sweep: no job has finished, and the sweeper ends with {type(error).__name__}: {error}")
+    return end_sweep()

@@ -8,9 +8,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
-from lockstep.data.in_memory import class_names
+from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
-from lockstep.data.nested import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingDiverged
 from lockstep.tasks.base import ReadSample, Report, Share

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.nested import count_samples, map_tensors
+from lockstep.data.dataset import count_samples, map_tensors
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
 

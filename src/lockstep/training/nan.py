@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.nested import tensors_in
+from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import Batch
 from lockstep.errors import ConfigError, TrainingDiverged, first_of
 from lockstep.strategies.base import JobSpec, Strategy

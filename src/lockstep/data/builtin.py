@@ -1,22 +1,84 @@
-"""Downloads of torchvision's data sets: once per machine, even if several machines share the folder."""
+"""The data sets that come with the project: digits, MNIST, CIFAR-10, random pairs; and torchvision's downloads.
+
+A download is made once per machine, even if several machines share the folder.
+"""
 
 import errno
 import fcntl
+import gzip
 import logging
 import math
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from lockstep.data.dataset import InMemoryDataset
 from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+DIGITS_TO_TRAIN_ON = 1437  # of 1797
 LOCK = ".download.lock"
 IDX_HEADER = 16  # bytes that hold the header of images: a number for the type, and the sizes of up to three dimensions
+
+
+def digits(train: bool) -> InMemoryDataset:
+    """1437 training or 360 test images (N, 1, 8, 8) uint8, of 10 classes. Raises ConfigError without scikit-learn."""
+    table = _table()[:DIGITS_TO_TRAIN_ON] if train else _table()[DIGITS_TO_TRAIN_ON:]
+    images = (table[:, :64] * 15).reshape(-1, 1, 8, 8)  # 0..16 -> 0..240
+    return InMemoryDataset(images, table[:, 64].long())
+
+
+@cache
+def _table() -> Tensor:
+    """(1797, 65) uint8, shuffled: 64 pixels and a class. Read from the file: importing scikit-learn takes a second."""
+    package = find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise ConfigError("dataset=digits needs scikit-learn; type pip install scikit-learn")
+    path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    with gzip.open(path) as file:
+        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.uint8))
+    return table[torch.randperm(len(table), generator=torch.Generator().manual_seed(0))]
+
+
+def mnist(data_dir: str, name: str, train: bool) -> InMemoryDataset:
+    """60000 training or 10000 test images (N, 1, 28, 28) uint8, of 10 classes. name: MNIST or FashionMNIST.
+
+    The files are memory-mapped, so all ranks of a machine share one copy.
+    """
+    require_downloaded(data_dir, name)
+    folder, split = Path(data_dir) / name / "raw", "train" if train else "t10k"
+    images = _read_idx(folder / f"{split}-images-idx3-ubyte", header=16)
+    labels = _read_idx(folder / f"{split}-labels-idx1-ubyte", header=8)
+    return InMemoryDataset(images.reshape(-1, 1, 28, 28), labels.long())
+
+
+def _read_idx(path: Path, header: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)[header:]
+
+
+def cifar10(data_dir: str, train: bool) -> InMemoryDataset:
+    """50000 training or 10000 test images (N, 3, 32, 32) uint8, of 10 classes."""
+    from torchvision.datasets import CIFAR10
+
+    require_downloaded(data_dir, "CIFAR10")
+    stored = CIFAR10(data_dir, train=train)
+    images = torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous()
+    return InMemoryDataset(images, torch.tensor(stored.targets))
+
+
+def random_pairs(samples: int, features: int, seed: int, train: bool) -> InMemoryDataset:
+    """Inputs (samples, features) and targets (samples, 1), uniform in 0..1."""
+    generator = torch.Generator().manual_seed(2 * seed + (not train))
+    inputs = torch.rand(samples, features, generator=generator)
+    return InMemoryDataset(inputs, torch.rand(samples, 1, generator=generator))
 
 
 def download(data_dir: str, name: str) -> None:

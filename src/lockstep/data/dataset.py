@@ -1,0 +1,251 @@
+"""What a data set is: tensors in memory, or samples that are read by number. What it says of itself, and what its
+targets must be.
+
+Inputs and targets are one tensor each, or a tuple or dict of tensors, whose first dimension counts samples.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+
+IGNORED = -100  # the target that torch's losses leave out
+TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
+TOLERANCE = 1e-2  # of the sum of probabilities
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` applied to each of its tensors. Lists become tuples; other values stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(map_tensors(function, item) for item in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in `value`."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def count_samples(value: Any) -> int:
+    """How many samples a batch has."""
+    return len(next(tensors_in(value)))
+
+
+def copied(value: Any) -> Any:
+    """`value` with copies of its tensors and arrays, in tuples (named ones too), lists and dicts. Others stay."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable else value  # a mapped file may be large
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(copied, value))
+    return value
+
+
+@dataclass(frozen=True, eq=False)
+class InMemoryDataset:
+    """A data set that is two tensors, which `BatchLoader` indexes directly.
+
+    Any other map-style data set is read through a DataLoader. Raises ConfigError for anything else than tensors, and
+    for another number of targets than of samples.
+
+    samples: (N, C, H, W) uint8 images or (N, ...) floats.
+    targets: (N,) int64 classes or (N, ...) floats.
+    """
+
+    samples: Tensor
+    targets: Tensor
+
+    def __post_init__(self) -> None:
+        for name, value in (("samples", self.samples), ("targets", self.targets)):
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                kind = "one number" if isinstance(value, Tensor) else f"an object of {type(value).__name__}"
+                raise ConfigError(
+                    f"the {name} of an InMemoryDataset are {kind}, and must be a tensor with a row for each sample; "
+                    f"type torch.as_tensor(<{name}>) where the data set is made"
+                )
+        if len(self.samples) != len(self.targets):
+            raise ConfigError(
+                f"an InMemoryDataset has {len(self.samples)} samples and {len(self.targets)} targets, and each sample "
+                f"must have one; type InMemoryDataset(samples, targets) with tensors of one length"
+            )
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.samples[index], self.targets[index]
+
+    def one(self, number: int = 0) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of one sample as a batch."""
+        return self.samples[number : number + 1], self.targets[number : number + 1]
+
+    @property
+    def epoch_samples(self) -> int:
+        """How many samples an epoch has."""
+        return len(self)
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """The indices (epoch_samples,) of an epoch's samples. They depend on `generator` alone."""
+        return torch.randperm(len(self), generator=generator)
+
+    def to(self, device: torch.device) -> "InMemoryDataset":
+        """This data set, copied if it is on another device."""
+        if self.samples.device == device:
+            return self
+        return InMemoryDataset(self.samples.to(device), self.targets.to(device))
+
+
+def require_samples(dataset: Any, name: str, key: str) -> None:
+    """Raise ConfigError for a data set without samples. key: its node in the config."""
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            f"the {name} is a {type(dataset).__name__} without __len__ and __getitem__, and samples are read by their "
+            f"number; type {key}._target_=<module>.<class> of a map-style data set"
+        )
+    if len(dataset) == 0:
+        raise ConfigError(f"the {name} has no samples; check the keys of {key}, or type dataset=<another data set>")
+
+
+def sample_shape(inputs: Any) -> list[int]:
+    """The shape of a sample. inputs: a batch. Raises ConfigError if a sample has several inputs."""
+    if isinstance(inputs, Tensor):
+        return list(inputs.shape[1:])
+    raise ConfigError(
+        "the samples have several inputs, and this model has a key for one shape; "
+        "type model._target_=<module>.<class> for a model that takes them, or dataset.shape=[<numbers>]"
+    )
+
+
+def check_shape(dataset: InMemoryDataset, inputs: object, shape: Sequence[int] | None) -> None:
+    """Raise ConfigError if the samples have another shape than the config says.
+
+    inputs: some of them as a batch, after the transforms of training. They may have the shape, or those of the data,
+    which tests may be about: many nets take images of any size.
+    """
+    if shape is None or not isinstance(inputs, Tensor):
+        return
+    found = list(inputs.shape[1:])
+    if list(shape) not in (found, list(dataset.samples.shape[1:])):
+        configured, right = (",".join(map(str, numbers)) for numbers in (shape, found))
+        raise ConfigError(
+            f"dataset.shape=[{configured}] but the samples have the shape [{right}]; type dataset.shape=[{right}]"
+        )
+
+
+def class_names(dataset: object) -> list[str]:
+    """The names of the classes, if the data set has an attribute `classes` with them, as torchvision's have."""
+    names: Any = getattr(dataset, "classes", None)
+    if isinstance(names, str) or not (isinstance(names, Sized) and isinstance(names, Iterable)):
+        return []
+    return [str(name) for name in names]
+
+
+def class_count(dataset: Any, targets: Any) -> int:
+    """How many outputs a model needs: classes, or numbers in a target. targets: of some samples.
+
+    The data set has an attribute `classes` with their names, or `targets` with all of them, as those of torchvision
+    have. Raises ConfigError if it has neither.
+    """
+    if isinstance(targets, Tensor) and not is_class_numbers(targets) and targets.dim() <= 2:
+        return targets[:1].numel()
+    names = getattr(dataset, "classes", None)
+    if isinstance(names, Sized):
+        return len(names)
+    stored = dataset.tensors[-1] if isinstance(dataset, torch.utils.data.TensorDataset) else dataset
+    numbers = stored if isinstance(stored, Tensor) else getattr(dataset, "targets", None)
+    try:
+        return int(torch.as_tensor(numbers).max()) + 1
+    except (TypeError, ValueError, RuntimeError):  # there are none, or they are no numbers, such as names
+        raise ConfigError(
+            "the data set does not say how many classes it has; type dataset.classes=<how many>, "
+            "or give it an attribute `classes` with their names"
+        ) from None
+
+
+def is_class_numbers(targets: Any) -> bool:
+    """Whether targets are one whole number for each sample."""
+    if not isinstance(targets, Tensor) or targets.dim() != 1:
+        return False
+    return not targets.is_floating_point() and targets.dtype != torch.bool
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the targets of a task may be.
+
+    name: of the data set, for messages.
+    classes: class numbers are below it; None: any are.
+    is_signed: whether negative numbers may mean something to the task.
+    are_probabilities: whether targets of several values a sample must be probabilities.
+    may_be_ignored: whether -100 is allowed; a task that counts samples would count it as a wrong answer.
+    one_each: whether the task counts samples, so that there must not be fewer targets.
+    """
+
+    name: str
+    classes: int | None
+    is_signed: bool = False
+    are_probabilities: bool = False
+    may_be_ignored: bool = True
+    one_each: bool = False
+
+    def check(self, numbers: Sequence[int], targets: Any) -> None:
+        """Raise ConfigError for the first target that is not allowed. numbers: of their samples."""
+        if self.one_each and isinstance(targets, Tensor) and targets.shape[:1].numel() < len(numbers):
+            raise ConfigError(
+                f"dataset.collate_fn makes {targets.shape[:1].numel()} targets of {len(numbers)} samples of the "
+                f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it "
+                f"counts, or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
+            )
+        if is_class_numbers(targets):
+            self._check_numbers(numbers, targets)
+        elif self.are_probabilities and isinstance(targets, Tensor) and targets.is_floating_point():
+            self._check_probabilities(numbers, targets)
+
+    def _check_numbers(self, numbers: Sequence[int], targets: Tensor) -> None:
+        targets = targets.long()  # the number of classes, and -100, may be more than a small type holds
+        if not self.may_be_ignored:
+            for row in (targets == IGNORED).nonzero().flatten().tolist()[:1]:
+                raise ConfigError(
+                    f"sample {numbers[row]} of the {self.name} has the target {IGNORED}, and a classification counts "
+                    f"every sample; leave that sample out, or type task._target_=<module>.<a task whose count does>"
+                )
+        if self.classes is None:
+            return
+        wrong = targets >= self.classes
+        if not self.is_signed:
+            wrong |= (targets < 0) & (targets != IGNORED)
+        for row in wrong.nonzero().flatten().tolist()[:1]:
+            label = int(targets[row])
+            advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {self.classes - 1}"
+            raise ConfigError(
+                f"sample {numbers[row]} of the {self.name} has the target {label}, and the classes are "
+                f"0 to {self.classes - 1}; type {advice}"
+            )
+
+    def _check_probabilities(self, numbers: Sequence[int], targets: Tensor) -> None:
+        if targets.dim() != 2:
+            return  # the task says what it takes
+        wrong = (targets < 0).any(1) | ~((targets.sum(1) - 1).abs() < TOLERANCE)
+        for row in wrong.nonzero().flatten().tolist()[:1]:
+            values = ", ".join(f"{value:g}" for value in targets[row, :4].tolist())
+            more = ", ..." if targets.shape[1] > 4 else ""
+            raise ConfigError(
+                f"sample {numbers[row]} of the {self.name} has the target [{values}{more}], which are no probabilities "
+                f"of classes; type task=regression, or task=multi_label for labels of 0 and 1"
+            )

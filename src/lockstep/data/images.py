@@ -1,0 +1,420 @@
+"""Images in one folder per class: the files, what reads one, and their pixels, decoded once into a file.
+
+The file of pixels lies in a folder of its own, not beside the images: those are often read-only, or nobody wants files
+among them. All ranks and runs map it into memory.
+"""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import logging
+import math
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.builtin import one_at_a_time, say
+from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.samples import EVALUATION, Key
+from lockstep.data.workers import DatasetReader
+from lockstep.distributed.host import cpu_count
+from lockstep.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+JPEG = (".jpg", ".jpeg")
+UNCHANGED = 0  # torchvision.io.ImageReadMode: as many channels as are stored
+FORMAT = 3  # one more when the same files give other pixels
+DEVICE_SHARE = 4  # up to 1/4 of the free memory of a GPU is taken; more pixels stay with the host
+BYTES_AT_ONCE = 2**20  # of pixels that a worker writes
+IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
+REPORT_EVERY = 10.0  # seconds
+UNFINISHED = ".pixels.tmp"  # the end of a file's name while it is written: others in its folder are not ours
+
+
+class ImageFiles:
+    """`root`/<split>/<class>/**/*.jpg, or of any other type in IMAGES.
+
+    The classes are the folders of `root`/train in alphabetical order, in every split; hidden folders are none. classes:
+    how many there are; None: as many as there are folders. Raises ConfigError for a folder that is missing, and for a
+    class that only another split has.
+    """
+
+    def __init__(self, root: str, split: str, classes: int | None) -> None:
+        self.folder = folder = Path(root) / split
+        self.classes = _class_names(Path(root) / "train")
+        if classes not in (None, len(self.classes)):
+            raise ConfigError(
+                f"dataset.classes={classes} but {Path(root) / 'train'} has {len(self.classes)} class folders; "
+                f"type dataset.classes={len(self.classes)}"
+            )
+        unknown = sorted(set(_class_names(folder)) - set(self.classes))
+        if unknown:
+            raise ConfigError(
+                f"{folder} has a class folder {unknown[0]} and {Path(root) / 'train'} has none; "
+                f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
+            )
+        self.files = [(path, number) for number, name in enumerate(self.classes) for path in _images(folder / name)]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def targets(self) -> list[int]:
+        """The class of each image."""
+        return [number for _, number in self.files]
+
+    def name_empty_classes(self) -> None:
+        """A line in the log for classes without images."""
+        empty = sorted(set(range(len(self.classes))) - set(self.targets))
+        if empty:
+            log.warning("%s has no image of %s", self.folder, ", ".join(self.classes[number] for number in empty))
+
+
+def _class_names(folder: Path) -> list[str]:
+    """The folders in `folder`, but for hidden ones such as .ipynb_checkpoints. Raises ConfigError if there are none."""
+    if not folder.is_dir():
+        beside = [path.name for path in folder.parent.glob("*") if path.is_dir() and path.name in ("val", "valid")]
+        advice = f"dataset.test_split={beside[0]}" if beside else "dataset.root=<folder with train/ and test/ inside>"
+        raise ConfigError(f"dataset=image_folder found no folder {folder.absolute()}; type {advice}")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise ConfigError(
+            f"dataset=image_folder found no class folder in {folder.absolute()}; "
+            f"type dataset.root=<folder with train/<class>/ and test/<class>/ inside>"
+        )
+    return names
+
+
+def _images(folder: Path) -> list[Path]:
+    """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
+        found += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
+    return sorted(found)
+
+
+def _holds(folder: Path, place: str) -> bool:
+    """Whether `folder` is a link to a folder that `place` lies in: its files would be found again and again."""
+    return folder.is_symlink() and Path(place).is_relative_to(os.path.realpath(folder))
+
+
+class ImageReader:
+    """The RGB pixels (3, height, width) of a file, uint8, whatever its colours are, turned as its EXIF tag says.
+
+    size: the shorter side is scaled to it and the middle is cut out, which gives (3, size, size); None: images keep
+    their size. torchvision decodes JPEGs to the bytes of Pillow in half to two thirds of its time.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        from torchvision.transforms import v2
+
+        self.size = size
+        # The operator that torchvision.io.decode_jpeg calls after a warning that torchvision means to remove it.
+        self.decode_jpeg: Any = getattr(torch.ops.image, "decode_jpeg", None)
+        self.fit: Any = None if size is None else v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
+        self.to_tensor: Any = v2.functional.pil_to_tensor
+
+    def __call__(self, path: Path) -> Tensor:
+        """Raises OSError, with the file's name, for a file that is gone or damaged."""
+        from PIL import Image, ImageOps
+
+        try:
+            pixels = self._jpeg(path)
+            if pixels is None:
+                with Image.open(path) as file:
+                    pixels = self.to_tensor(ImageOps.exif_transpose(_with_8_bits(file)).convert("RGB"))
+            if self.size is not None and pixels.shape[1:] != (self.size, self.size):
+                pixels = self.to_tensor(self.fit(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of them
+            reason = str(error).removesuffix(f": '{path}'")
+            raise OSError(f"{path}: {reason}") from error
+        return pixels
+
+    def _jpeg(self, path: Path) -> Tensor | None:
+        """The pixels of a JPEG; None of other files, and of what Pillow shall read, or say what is wrong with it."""
+        if self.decode_jpeg is None or path.suffix.lower() not in JPEG:
+            return None
+        try:
+            stored = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            pixels: Tensor = self.decode_jpeg(stored, UNCHANGED, True)  # turned as its EXIF tag says
+        except (RuntimeError, ValueError):
+            return None
+        return pixels.expand(3, -1, -1) if len(pixels) in (1, 3) else None  # four channels are the inks of a print
+
+
+def _with_8_bits(file: Any) -> Any:
+    """An image of 16 bits a pixel, or more, with the upper 8 of 16: Pillow would turn all above 255 into white.
+
+    The same for dark images and bright ones. Raises ValueError for pixels that are floats, whose range no file says.
+    """
+    from PIL import Image
+
+    if file.mode == "F":
+        raise ValueError("its pixels are floats, and whole numbers are wanted; store it with 8 or 16 bits")
+    if not file.mode.startswith("I"):
+        return file
+    return Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
+
+
+class ImageFolder(ImageFiles, torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """These files, decoded each time they are read. size: as for ImageReader."""
+
+    def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
+        super().__init__(root, split, classes)
+        self.read = ImageReader(size)
+        self.name_empty_classes()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """(pixels, class). Raises OSError, with the file's name, for a file that is gone or damaged."""
+        path, number = self.files[index]
+        return self.read(path), number
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedImages(InMemoryDataset):
+    """What `ImageFolder` reads of `source`, as two tensors: (N, 3, size, size) uint8 and (N,) int64."""
+
+    source: ImageFiles
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return self.source.classes
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:  # type: ignore[override]  # as ImageFolder
+        """A copy: what reads this data set may change its input in place."""
+        return self.samples[index].clone(), int(self.targets[index])
+
+    def to(self, device: torch.device) -> "DecodedImages":
+        """This data set, on `device` if there is room for it."""
+        if device.type == "cpu" or self.samples.nbytes > torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE:
+            return self
+        return DecodedImages(self.samples.to(device), self.targets.to(device), self.source)
+
+
+def image_folder(
+    root: str, split: str, size: int | None, classes: int | None, cache: str, cache_dir: str
+) -> DecodedImages | ImageFolder:
+    """The images of `root`/`split`, decoded if `decode_images` has done that.
+
+    Raises ConfigError as ImageFiles does, and with cache=on if they are not decoded.
+    """
+    if cache != "off" and size is not None:
+        decoded = PixelFile(ImageFiles(root, split, classes), size, cache_dir).open()
+        if decoded is not None:
+            decoded.source.name_empty_classes()
+            return decoded
+    if cache == "on":
+        raise ConfigError(
+            f"dataset.cache=on, and the images of {Path(root) / split} are not in {cache_dir}; "
+            f"keep dataset.prepare as it is, or type dataset.cache=auto"
+        )
+    return ImageFolder(root, split, size, classes)
+
+
+def decode_images(
+    root: str,
+    test_split: str,
+    train_size: int | None,
+    test_size: int | None,
+    classes: int | None,
+    cache: str,
+    cache_dir: str,
+    limit: float,
+    on_error: str,
+) -> None:
+    """`dataset.prepare` of an image folder: decode the training and the test images, unless that is done.
+
+    With cache=auto a half that cannot be decoded is read from its files, and the log says why; with cache=on that
+    raises ConfigError. So does a file that cannot be read, unless on_error is skip.
+
+    train_size, test_size: as for ImageReader.
+    limit: GB of each half.
+    """
+    if cache == "off":
+        return
+    for split, size in (("train", train_size), (test_split, test_size)):
+        if size is None and cache == "auto":
+            continue  # the user wants each image in its own size
+        files = ImageFiles(root, split, classes)
+        reason: str | None = "they keep their size"
+        if size is not None:
+            reason = PixelFile(files, size, cache_dir).decode_once(limit, on_error)
+        if reason is not None and cache == "on":
+            raise ConfigError(
+                f"dataset.cache=on, but the images of {files.folder} cannot be decoded once: {reason}; "
+                f"type dataset.cache=auto"
+            )
+        if reason is not None:
+            log.info("the images of %s are decoded each time they are read: %s", files.folder, reason)
+
+
+class PixelFile:
+    """The file in `cache_dir` with the pixels of `files`, (N, 3, size, size) uint8.
+
+    Its name has a hash of names, sizes and times of the images: it is never outdated. Where some images cannot be read,
+    a list of them stands in its place.
+    """
+
+    def __init__(self, files: ImageFiles, size: int, cache_dir: str) -> None:
+        self.files, self.size, self.cache_dir = files, size, cache_dir
+        self.shape = len(files), 3, size, size
+        self.nbytes = math.prod(self.shape)
+        folder = files.folder.absolute()
+        place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        state = hashlib.sha256(f"{FORMAT} {version('pillow')} {version('torchvision')}".encode())
+        for path, _ in files.files:
+            state.update(os.fsencode(f"{str(path)[len(str(files.folder)) :]}\0{_state(path)}\n"))
+        self.path = Path(cache_dir) / f"{folder.name[:40]}-{place}-{size}-{state.hexdigest()[:16]}.pixels"
+        self.unreadable = self.path.with_suffix(".unreadable")  # a line for each image that cannot be read
+
+    def is_whole(self) -> bool:
+        """Whether it has all pixels."""
+        try:
+            return self.path.stat().st_size == self.nbytes
+        except OSError:
+            return False
+
+    def open(self) -> DecodedImages | None:
+        """The decoded images, None if they are not there."""
+        if not len(self.files) or not self.is_whole():
+            return None
+        try:
+            with open(self.path, "rb") as file:
+                with suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(file, fcntl.LOCK_SH)  # held by the mapping: what a run uses is not removed
+                pixels = np.memmap(file, np.uint8, "c", shape=self.shape)
+        except OSError:  # removed in between, or there is too little memory to map it
+            return None
+        return DecodedImages(torch.from_numpy(pixels), torch.tensor(self.files.targets), self.files)
+
+    def decode_once(self, limit: float, on_error: str) -> str | None:
+        """Decode the images unless that is done. Returns why they are not decoded, None if they are."""
+        if self.is_whole():
+            return None
+        if self.nbytes / 1e9 > limit:
+            return f"they would take {self.nbytes / 1e9:.3g} GB, and dataset.cache_limit is {limit:g}"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with one_at_a_time(self.path.parent / ".decode.lock"):
+                if not self.is_whole() and not self.unreadable.exists():
+                    self._sweep()
+                    self._decode()
+            unreadable = self.unreadable.read_text().splitlines() if not self.path.exists() else []
+        except OSError as error:
+            return f"{self.cache_dir} cannot hold them ({error.strerror or error})"
+        except RuntimeError as error:  # a worker was killed, such as for its memory
+            return str(error).partition("\n")[0]
+        if unreadable and on_error == "fail":
+            raise ConfigError(
+                f"{len(unreadable)} of the images of {self.files.folder} cannot be read, the first is "
+                f"{unreadable[0]}; remove it, or type dataset.on_error=skip"
+            )
+        return f"{len(unreadable)} of them cannot be read, the first is {unreadable[0]}" if unreadable else None
+
+    def _sweep(self) -> None:
+        """Remove what killed processes and earlier states of the same images have left, if no run uses it."""
+        folder, same_images = self.path.parent, glob.escape(self.path.name.rpartition("-")[0])
+        for old in [*folder.glob(f"*{UNFINISHED}"), *folder.glob(f"{same_images}-*")]:
+            with suppress(OSError), open(old, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                old.unlink()
+
+    def _decode(self) -> None:
+        """Write the pixels, or the names of the files that cannot be read beside them. Raises OSError."""
+        if shutil.disk_usage(self.path.parent).free < self.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        read = ImageReader(self.size)  # imports torchvision
+        say(
+            f"decoding the {len(self.files)} images of {self.files.folder} once: {self.nbytes / 1e6:.0f} MB in "
+            f"{self.path}"
+        )
+        begun, temporary = time.monotonic(), self.path.with_suffix(UNFINISHED)
+        try:
+            with open(temporary, "wb", buffering=0) as out:
+                unreadable = self._decode_into(out.fileno(), read)
+                if unreadable:
+                    out.truncate(0)
+                    out.write("\n".join(unreadable).encode(errors="replace"))
+                os.fsync(out.fileno())
+            os.replace(temporary, self.unreadable if unreadable else self.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        say(f"decoded them in {time.monotonic() - begun:.2f} s")
+
+    def _decode_into(self, file: int, read: ImageReader) -> list[str]:
+        """Write the pixels to an open file. Returns sentences about images that cannot be read. Raises OSError.
+
+        The work is done in other processes: one that has computed must not fork ranks.
+        """
+        count = len(self.files)
+        workers = max(1, min(cpu_count(), count // IMAGES_A_WORKER))
+        at_once = max(1, min(BYTES_AT_ONCE // (3 * self.size**2), count // (8 * workers)))
+        keys = [(EVALUATION, number) for number in range(count)]
+        batches = [keys[first : first + at_once] for first in range(0, count, at_once)]
+        reader = DatasetReader(_Decoder(file, self.files, self.size, read), workers, pin_memory=False)
+        done, unreadable, report_at = 0, list[str](), time.monotonic() + REPORT_EVERY
+        try:
+            for images, errors in reader.read(batches):
+                if isinstance(errors, OSError):  # raised here: a DataLoader would put a traceback into its words
+                    raise errors
+                unreadable += errors
+                done += images
+                if time.monotonic() > report_at:
+                    say(f"decoded {done} of {count} images")
+                    report_at += REPORT_EVERY
+        finally:
+            reader.close()
+        return unreadable
+
+
+class _Decoder:
+    """What a worker does: it writes the pixels of an image to their place in the file, whose descriptor it shares."""
+
+    def __init__(self, file: int, files: ImageFiles, size: int, read: ImageReader) -> None:
+        self.file, self.files, self.size, self.read = file, files.files, size, read
+
+    def __getitems__(self, keys: list[Key]) -> tuple[int, list[str] | OSError]:
+        pixels, errors = np.empty((len(keys), 3, self.size, self.size), dtype=np.uint8), []
+        for row, (_, number) in zip(pixels, keys, strict=True):
+            try:
+                row[:] = self.read(self.files[number][0]).numpy()
+            except OSError as error:
+                errors.append(" ".join(str(error).split()))
+        left, place = pixels.reshape(-1).data, keys[0][1] * pixels[0].nbytes  # the numbers of a batch are in a row
+        try:
+            while left:
+                written = os.pwrite(self.file, left, place)
+                left, place = left[written:], place + written
+        except OSError as error:
+            return len(keys), error
+        return len(keys), errors
+
+    def collate(self, read: tuple[int, list[str] | OSError]) -> tuple[int, list[str] | OSError]:
+        return read
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """(bytes, ns of the last change of its content, ns of the last change of its name or rights) of a file.
+
+    Zeros if it is gone: decoding names it.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0, 0
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,395 @@
+"""What changes samples: a transform of one sample, shifts and mirror images, and transforms of whole batches.
+
+`dataset.transforms` change one sample where it is read. `dataset.augment` and `dataset.batch_transforms` change a batch
+on the device, targets included. To add one of these: a class derived from `BatchTransform`, and its node in
+`dataset.batch_transforms`.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.data.dataset import TARGET_KEYS, map_tensors
+from lockstep.data.partition import generator, random_states_kept, seed_all
+from lockstep.errors import ConfigError
+
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
+CHOICE = 1  # folded into seeds
+SEEDS = 2**53  # whole numbers that a float64 holds
+
+
+def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
+    """Apply a transform to one sample: one of torchvision's v2 to all of it, any other one to the inputs.
+
+    One of torchvision's v2 changes masks and boxes with their image, also those inside of a dict or a tuple of targets.
+    A tensor or an array of the image's height and width is a mask, and so is an image of Pillow with one number for a
+    pixel beside one of another mode. Raises ConfigError for an image that is an array if the transform would leave it
+    as it is.
+
+    Any other one gets the inputs alone, or the whole sample if that is a dict.
+    """
+    v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
+    is_v2 = v2 is not None and isinstance(transform, v2.Transform)
+    if is_v2 and isinstance(sample, Mapping):
+        image = next((value for key, value in sample.items() if key not in TARGET_KEYS), None)
+        sample = {key: _as_masks(value, image) if key in TARGET_KEYS else value for key, value in sample.items()}
+    if not isinstance(sample, tuple | list):
+        return transform(sample)
+    if v2 is None or not is_v2:
+        return (transform(sample[0]), *sample[1:])
+    image, *others = sample
+    several = (v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder, v2.Lambda)
+    is_torchvisions = type(transform).__module__.startswith("torchvision.") and not isinstance(transform, several)
+    may_be_left = is_torchvisions and isinstance(image, np.ndarray)
+    try:
+        changed = transform((image, *(_as_masks(value, image) for value in others)))
+        is_left = may_be_left and changed[0] is image
+    except TypeError:  # some refuse a sample without an image
+        if not may_be_left:
+            raise
+        is_left = True
+    if is_left:
+        raise ConfigError(
+            f"an image is an array of numpy, which {type(transform).__name__} of torchvision leaves as it is; return "
+            f"torch.from_numpy(image) with the shape (C, H, W) from __getitem__, or, for (H, W, C), type "
+            f"dataset.transforms='[{{_target_:torchvision.transforms.v2.ToImage}}, ...]'"
+        )
+    return changed
+
+
+def _as_masks(value: Any, image: Any) -> Any:
+    """What has an image's height and width as a mask: torchvision changes no other values with their image."""
+    if type(value) is dict:
+        return {key: _as_masks(item, image) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_as_masks(item, image) for item in value)
+    if hasattr(value, "getbands"):
+        is_mask = value.mode in MASK_MODES and value.mode != getattr(image, "mode", None)
+    else:
+        is_mask = (type(value) is Tensor or isinstance(value, np.ndarray)) and value.ndim >= 2
+    if not is_mask or not any(size in _sizes(image) for size in _sizes(value)[:1]):
+        return value
+    from torchvision.tv_tensors import Mask
+
+    return Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+
+
+def _sizes(image: Any) -> list[tuple[int, ...]]:
+    """(height, width). Of an array with three dimensions both that it may have: the channels come first or last."""
+    if hasattr(image, "getbands"):
+        width, height = image.size
+        return [(height, width)]
+    shape = tuple(getattr(image, "shape", ()))
+    is_array = isinstance(image, np.ndarray) and len(shape) == 3
+    return [shape[-2:], shape[:2]] if is_array else [shape[-2:]]
+
+
+def require_images(inputs: Any, what: str, advice: str) -> None:
+    """Raise ConfigError if `inputs` are not one tensor (N, C, H, W). what: is for images. advice: what to type."""
+    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+        return
+    found = f"the shape {list(inputs.shape[1:])}" if isinstance(inputs, Tensor) else "several inputs"
+    raise ConfigError(f"{what} is for images (channels, height, width), and the samples have {found}; type {advice}")
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random shifts by up to `pad` pixels and, with `flip`, random mirror images.
+
+    The random numbers are drawn for the global batch and cut like it, so a sample is augmented alike at any world size.
+    """
+
+    pad: int = 0
+    flip: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.pad or self.flip)
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, 3) int64: vertical shift, horizontal shift, and 1 for a mirror image, of each sample."""
+        shifts = torch.randint(0, 2 * self.pad + 1, (count, 2), generator=generator)
+        flips = torch.randint(0, 2, (count, 1), generator=generator) * int(self.flip)
+        return torch.cat([shifts, flips], dim=1)
+
+    def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
+        """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0.
+
+        Raises ConfigError for samples that are no images.
+        """
+        require_images(images, "dataset.augment", "dataset.augment.pad=0 dataset.augment.flip=false")
+        numbers = torch.arange(len(images), device=images.device)
+        if not self.pad:  # whole rows are copied, which takes a twentieth of the time of looking up each pixel
+            return torch.cat([images, images.flip(3)]).index_select(0, plan[:, 2] * len(images) + numbers)
+        _, _, height, width = images.shape
+        rows = plan[:, 0, None] + torch.arange(height, device=images.device)
+        columns = plan[:, 1, None] + torch.arange(width, device=images.device)
+        columns = torch.where(plan[:, 2, None].bool(), columns.flip(1), columns)
+        padded = F.pad(images, [self.pad] * 4)
+        picked = padded[numbers[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        return picked.permute(0, 3, 1, 2)
+
+    def move_with(self, images: Tensor, targets: Any, plan: Tensor) -> Any:
+        """Targets with the height and width of their images, such as masks (N, H, W), are changed as `__call__` changes
+        the images; others stay as they are. Beyond the edge masks are 0, as in torchvision.
+        """
+
+        def moved(target: Tensor) -> Tensor:
+            if target.dim() < 3 or target.shape[-2:] != images.shape[-2:]:
+                return target
+            return self(target.flatten(1, -3) if target.dim() > 3 else target[:, None], plan).reshape(target.shape)
+
+        return map_tensors(moved, targets)
+
+
+class BatchTransform:
+    """Changes inputs and targets of a global batch, of which every rank has some samples.
+
+    `plan` draws all random numbers for the global batch, so it is the same on every rank. `__call__` gets this rank's
+    samples with their rows of the plan: what happens to a sample must not depend on which others are there.
+
+    mixes: whether a sample is mixed with the one before it in the global batch; the first follows the last. Then
+    `__call__` gets one sample more, the one before the first, and returns as many as shall be trained on.
+    """
+
+    mixes = False
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, values) float64 on the CPU: the random numbers of each of the `count` samples of a global batch."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        """inputs (N, ...) and targets (N, ...) on the device, as the model and the task take them, and their plan."""
+        raise NotImplementedError
+
+
+class MixUp(BatchTransform):
+    """Each sample becomes ratio * itself + (1 - ratio) * the one before (Zhang et al. 2018), and its target too.
+
+    ratio is drawn from Beta(alpha, alpha), one for a global batch, as in torchvision. Targets become probabilities
+    (N, classes).
+    """
+
+    mixes = True
+
+    def __init__(self, alpha: float, classes: int) -> None:
+        self.alpha, self.classes = alpha, classes
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        return draw_beta(self.alpha, generator).expand(count, 1)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            found = f"{inputs.dtype}" if isinstance(inputs, Tensor) else "several inputs"
+            raise ConfigError(
+                f"MixUp mixes samples that are one tensor of floats, and these are {found}; "
+                f"type dataset.batch_transforms=[]"
+            )
+        ratio = plan[1:, 0].to(inputs.device, inputs.dtype)
+        mixed = inputs[:-1].lerp(inputs[1:], ratio.view(-1, *[1] * (inputs.dim() - 1)))
+        return mixed, mix_targets(targets, ratio, self.classes)
+
+
+class CutMix(BatchTransform):
+    """A rectangle of the image before is pasted into each image (Yun et al. 2019); targets are mixed by its area.
+
+    The rectangle is one for a global batch: its area is 1 - ratio of the image, ratio from Beta(alpha, alpha), before
+    it is cut at the edges. Images are (N, C, H, W).
+    """
+
+    mixes = True
+
+    def __init__(self, alpha: float, classes: int) -> None:
+        self.alpha, self.classes = alpha, classes
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        ratio = draw_beta(self.alpha, generator)
+        centre = torch.rand(2, generator=generator, dtype=torch.float64)
+        return torch.cat([ratio, centre]).expand(count, 3)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        require_images(inputs, "CutMix", "dataset.batch_transforms=[]")
+        ratio, row, column = plan[0].tolist()
+        height, width = inputs.shape[2:]
+        half = 0.5 * (1 - ratio) ** 0.5
+        top, bottom = (min(max(round((row + side) * height), 0), height) for side in (-half, half))
+        left, right = (min(max(round((column + side) * width), 0), width) for side in (-half, half))
+        mixed = inputs[1:].clone()
+        mixed[:, :, top:bottom, left:right] = inputs[:-1, :, top:bottom, left:right]
+        kept = 1 - (bottom - top) * (right - left) / (height * width)
+        return mixed, mix_targets(targets, inputs.new_full((len(mixed),), kept), self.classes)
+
+
+class RandomErasing(BatchTransform):
+    """With probability p a rectangle of an image becomes 0 (Zhong et al. 2020): the mean of normalised images.
+
+    scale: least and largest area of the rectangle as a share of the image. ratio: of its height to its width.
+    """
+
+    def __init__(self, p: float, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
+        self.p, self.scale, self.ratio = p, scale, ratio
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """Of each sample 1 to erase, height, width, top and left as shares of the image."""
+        drawn = torch.rand(count, 5, generator=generator, dtype=torch.float64)
+        area = self.scale[0] + (self.scale[1] - self.scale[0]) * drawn[:, 1]
+        low, high = (torch.tensor(side, dtype=torch.float64).log() for side in self.ratio)
+        shape = (low + (high - low) * drawn[:, 2]).exp()
+        height, width = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
+        erased = (drawn[:, 0] < self.p).double()
+        return torch.stack([erased, height, width, drawn[:, 3] * (1 - height), drawn[:, 4] * (1 - width)], dim=1)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        require_images(inputs, "RandomErasing", "dataset.batch_transforms=[]")
+        erased, height, width, top, left = (column[:, None] for column in plan.to(inputs.device).unbind(1))
+        rows = (torch.arange(inputs.shape[2], device=inputs.device) + 0.5) / inputs.shape[2]
+        columns = (torch.arange(inputs.shape[3], device=inputs.device) + 0.5) / inputs.shape[3]
+        in_rows = (rows >= top) & (rows < top + height) & erased.bool()
+        in_columns = (columns >= left) & (columns < left + width)
+        return inputs.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0), targets
+
+
+class OneOf(BatchTransform):
+    """One of several transforms, drawn for each global batch. Transforms of torchvision's v2 may be among them."""
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        transforms = as_batch_transforms(transforms)
+        if len({transform.mixes for transform in transforms}) != 1:
+            raise ConfigError(
+                "OneOf takes one transform or more that all mix samples, or that all mix none; "
+                "type dataset.batch_transforms=[] or take the others out of it"
+            )
+        self.transforms, self.mixes = transforms, transforms[0].mixes
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """The number of the transform, and its plan."""
+        number = int(torch.randint(len(self.transforms), (), generator=generator))
+        plan = self.transforms[number].plan(count, generator)
+        return torch.cat([plan.new_full((count, 1), number), plan], dim=1)
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        if len(plan) == 0:  # a rank without samples; those that mix always have one more
+            return inputs, targets
+        return self.transforms[int(plan[0, 0])](inputs, targets, plan[:, 1:])
+
+
+class PerSample(BatchTransform):
+    """One of torchvision's v2, which changes each sample by itself, masks with their images, with random numbers of its
+    own. A loop: dataset.transforms does the same in loader workers.
+    """
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def plan(self, count: int, generator: torch.Generator) -> Tensor:
+        """A seed for each sample."""
+        return torch.randint(SEEDS, (count, 1), generator=generator).double()
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
+        changed = []
+        try:
+            with random_states_kept():
+                for sample, target, seed in zip(inputs, targets, plan[:, 0].tolist(), strict=True):
+                    seed_all(int(seed))
+                    changed.append(apply_transform(self.transform, (sample, target)))
+        except Exception:  # whatever torchvision raises for samples that are no images
+            require_images(inputs, type(self.transform).__name__, "dataset.batch_transforms=[]")
+            raise
+        if not changed:
+            return inputs, targets
+        return torch.stack([sample for sample, _ in changed]), torch.stack([target for _, target in changed])
+
+
+def as_batch_transforms(transforms: Sequence[Any]) -> list[BatchTransform]:
+    """What dataset.batch_transforms lists. Raises ConfigError for what cannot change batches alike on all ranks."""
+    v2, found = sys.modules.get("torchvision.transforms.v2"), list[BatchTransform]()
+    for transform in transforms:
+        name = type(transform).__name__
+        if isinstance(transform, BatchTransform):
+            found.append(transform)
+        elif v2 is None or not isinstance(transform, v2.Transform):
+            raise ConfigError(
+                f"dataset.batch_transforms has an object of {name}, and lockstep.data.transforms.BatchTransform or a "
+                f"transform of torchvision.transforms.v2 is wanted; type dataset.transforms=[...] for what changes a "
+                f"sample"
+            )
+        elif name in (MixUp.__name__, CutMix.__name__):
+            raise ConfigError(
+                f"{name} of torchvision mixes the samples of one rank, so the number of ranks would change the "
+                f"numbers; type dataset.batch_transforms=[{{_target_: lockstep.data.transforms.{name}, alpha: 1.0, "
+                f"classes: ${{dataset.classes}}}}]"
+            )
+        else:
+            found.append(PerSample(transform))
+    return found
+
+
+class BatchTransforms:
+    """Several transforms, one after the other. Empty: nothing is drawn and nothing is changed."""
+
+    def __init__(self, transforms: Sequence[BatchTransform]) -> None:
+        self.transforms = transforms
+        self.before = sum(transform.mixes for transform in transforms)
+
+    def __bool__(self) -> bool:
+        return bool(self.transforms)
+
+    def with_samples_before(self, positions: Tensor, count: int) -> Tensor:
+        """Positions (N,) in a global batch of `count`, and in front of them as many more as mixing needs.
+
+        positions: neighbours, as strategies cut a batch. Without any, those of the first sample stand in.
+        """
+        if not self.before:
+            return positions
+        first = int(positions[0]) if len(positions) else 0
+        return torch.cat([torch.arange(first - self.before, first) % count, positions])
+
+    def plans(self, count: int, *numbers: int) -> list[Tensor]:
+        """The plan of each transform for a global batch. numbers: seed, epoch and place of the batch."""
+        return [
+            transform.plan(count, generator(*numbers, place + CHOICE))
+            for place, transform in enumerate(self.transforms)
+        ]
+
+    def __call__(self, inputs: Tensor, targets: Tensor, plans: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """plans: the rows of these samples. Returns the samples without those before them."""
+        for transform, plan in zip(self.transforms, plans, strict=True):
+            inputs, targets = transform(inputs, targets, plan[len(plan) - len(inputs) :])
+        return inputs, targets
+
+
+def draw_beta(alpha: float, generator: torch.Generator) -> Tensor:
+    """(1,) float64 from Beta(alpha, alpha), by the ratio of two gamma variates."""
+    gammas = torch._standard_gamma(torch.full((2,), alpha, dtype=torch.float64), generator=generator)
+    gammas = gammas.clamp(min=torch.finfo(torch.float64).tiny)  # with a small alpha both can be 0
+    return gammas[:1] / gammas.sum()
+
+
+def mix_targets(targets: Tensor, ratio: Tensor, classes: int) -> Tensor:
+    """Targets (N + 1,) or probabilities (N + 1, classes), ratio (N,) -> probabilities (N, classes).
+
+    Raises ConfigError for targets of another form, such as masks, and for numbers that are none of the classes, such as
+    the label -100 that a loss leaves out.
+    """
+    if not isinstance(targets, Tensor) or targets.dim() != (2 if targets.is_floating_point() else 1):
+        found = f"{targets.dtype} {list(targets.shape)}" if isinstance(targets, Tensor) else type(targets).__name__
+        raise ConfigError(
+            f"MixUp and CutMix mix class numbers (N,) or probabilities (N, classes), and the targets are {found}; "
+            f"type dataset.batch_transforms=[]"
+        )
+    if targets.dim() == 1:
+        try:
+            targets = F.one_hot(targets, classes)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"MixUp and CutMix mix the classes 0 to {classes - 1}, and the targets are {int(targets.min())} to "
+                f"{int(targets.max())}; type dataset.batch_transforms=[]"
+            ) from error
+    probabilities = targets.to(ratio.dtype)
+    return probabilities[:-1].lerp(probabilities[1:], ratio[:, None])
