@@ -32,6 +32,8 @@ class LockstepSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Any:
         from lockstep.build_sweep import run_sweep
 
+        assert self.hydra_context is not None
+        assert self.config is not None
         words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
         run_sweep(self.hydra_context, self.config, self.task_function, words)
 

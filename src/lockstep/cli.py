@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.cli_arguments import (
     HELP_FLAGS,
+    MULTIRUN_FLAGS,
     asks_for_text,
     prepare_arguments,
     refuse_sampling_sweep,
