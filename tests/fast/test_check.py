@@ -1,6 +1,5 @@
 """What mode=check finds, function by function. tests/runs/test_check_commands.py runs whole commands."""
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.check_run import check_worker
 from lockstep.errors import ConfigError
-from lockstep.modes.check import Check, Options, Row, is_unexplained, rows, table
-from lockstep.modes.check_draws import Draws
-from lockstep.modes.check_notes import not_picklable
-from lockstep.modes.check_steps import Facts, differences
+from lockstep.modes.check import UNKNOWN, Check, Options, Row, rows, table
+from lockstep.modes.first_steps import Facts, differences, find_facts
 from support.configs import composed
 from support.own_data import Noisy, Points
 from support.worlds import in_world
 
 OPTIONS = Options(precision="fp32", inexact_sync=None, per_rank=False, finds_unused=False)
+MICRO = replace(OPTIONS, norms_see="one micro-batch", norms_advice="strategy=ddp")
 NEAR = {"gradients": 1e-7, "weights": 1e-8}
 FAR = {"gradients": 0.3, "weights": 0.1}
 
@@ -63,18 +60,12 @@ class Counting(nn.Module):
         return self.layer(inputs) * self.calls + self.table(inputs.argmax(1) % 3)
 
 
-class Locked(Points):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = {"lock": threading.Lock()}
-
-
 def facts(ranks: int, **values: Any) -> Facts:
     return Facts(ranks, digests={"fc.weight": 7}, **{"has_step": True, "loss": 2.0} | values)
 
 
-def reasons(one: Facts, two: Facts, draws: Draws | None = None, apart: Any = NEAR, options: Any = OPTIONS) -> list[str]:
-    return ["; ".join(row.reasons) for row in rows(one, two, draws or Draws(), apart, options)]
+def reasons(one: Facts, two: Facts, apart: Any = NEAR, options: Any = OPTIONS) -> list[str]:
+    return ["; ".join(row.reasons) for row in rows(one, two, apart, options)]
 
 
 def test_all_promises_hold() -> None:
@@ -92,12 +83,15 @@ def test_all_promises_hold() -> None:
     [
         ({"two": facts(2, unsynced=["norm1", "norm2"])}, "share: norm1, norm2; type sync_bn=auto"),
         (
-            {"draws": Draws(by_rank=True, dropouts=["drop"])},
+            {"one": facts(1, seed_counts=True, dropouts=["drop"])},
             "random numbers (drop), other ones on each rank; type strat",
         ),
-        ({"draws": Draws(outputs=True)}, "computed twice gives other values"),
+        ({"one": facts(1, outputs_drawn=True)}, "computed twice gives other values"),
         (
-            {"two": facts(2, unsynced=["norm1"]), "options": replace(OPTIONS, micro_batches=True)},
+            {
+                "two": facts(2, unsynced=["norm1"]),
+                "options": MICRO,
+            },
             "batch norm sees one micro-batch: norm1; type strategy=ddp",
         ),
         ({}, "cause not found; perhaps"),
@@ -132,8 +126,8 @@ def test_a_first_step_that_was_taken_is_compared_and_another_one_is_not() -> Non
 
 def test_an_unexplained_difference_is_seen_beside_other_reasons() -> None:
     options = replace(OPTIONS, per_rank=True)
-    assert is_unexplained(rows(facts(1), facts(2), Draws(), FAR, options))
-    assert not is_unexplained(rows(facts(1), facts(2), Draws(), NEAR, options))
+    assert UNKNOWN in reasons(facts(1), facts(2), FAR, options)[0]
+    assert UNKNOWN not in reasons(facts(1), facts(2), NEAR, options)[0]
 
 
 def test_other_losses_are_other_numbers() -> None:
@@ -161,21 +155,6 @@ def test_values_that_are_infinite_in_both_worlds_hide_no_others() -> None:
     assert differences(one, two)["gradients"] == float("inf")
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
-    assert not_picklable(Points(), "the training data", set()) is None
-    found = not_picklable(Locked(), "the training data", set())
-    assert found is not None
-    assert found.startswith("the training data.inner.lock cannot be pickled (")
-    found = not_picklable([abs, lambda point: point], "dataset.transforms", set())
-    assert found is not None
-    assert found.startswith("dataset.transforms.1 cannot be pickled (")
-    around = Locked()
-    around.inner = {"around": around, "lock": threading.Lock()}
-    found = not_picklable(around, "the training data", set())
-    assert found is not None
-    assert found.startswith("the training data.inner.lock cannot be pickled (")
-
-
 def test_a_rank_that_another_program_has_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():
         monkeypatch.setenv(name, value)
@@ -192,14 +171,14 @@ def own_words(data: type, model: str) -> list[str]:
 
 
 def checked(cfg: Any, folder: Path) -> Any:
-    return check_worker(cfg, folder, timed=True)
+    return find_facts(cfg, folder, timed=True)
 
 
 @pytest.mark.parametrize(("data", "drawn"), [(OwnGenerator, True), (Noisy, False)])
 def test_one_rank_finds_what_is_drawn_outside_the_seeds(tmp_path: Path, data: type, drawn: bool) -> None:
-    ((found, draws, _),) = in_world(1, checked, composed(*own_words(data, "Growing")), tmp_path)
-    assert draws.samples == drawn
-    assert draws.outputs
+    (found,) = in_world(1, checked, composed(*own_words(data, "Growing")), tmp_path)
+    assert found.samples_drawn == drawn
+    assert found.outputs_drawn
     assert found.unused == ["spare.weight", "spare.bias"]
     assert found.trained == 10
     assert found.nbytes == {"parameters": 16 * 8, "gradients": 10 * 8, "optimizer state": 10 * 8}
@@ -207,6 +186,6 @@ def test_one_rank_finds_what_is_drawn_outside_the_seeds(tmp_path: Path, data: ty
 
 def test_buffers_are_no_hidden_state_and_sparse_gradients_are_compared(tmp_path: Path) -> None:
     plain = ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false", "trainer.max_grad_norm=null"]
-    ((found, draws, _),) = in_world(1, checked, composed(*own_words(Points, "Counting"), *plain), tmp_path)
-    assert (draws.samples, draws.outputs, draws.by_rank) == (False, False, False)
+    (found,) = in_world(1, checked, composed(*own_words(Points, "Counting"), *plain), tmp_path)
+    assert (found.samples_drawn, found.outputs_drawn, found.seed_counts) == (False, False, False)
     assert (found.has_step, found.unused, found.not_finite, found.trained) == (True, [], [], 16)

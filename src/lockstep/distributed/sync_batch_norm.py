@@ -31,6 +31,13 @@ def validate_batch_norms(module: nn.Module) -> None:
             )
 
 
+def unsynced_batch_norms(module: nn.Module) -> list[str]:
+    """The names of those that normalise each rank's share by itself."""
+    synced = (SyncBatchNorm, nn.SyncBatchNorm)
+    named = module.named_modules()
+    return [name for name, norm in named if isinstance(norm, _BatchNorm) and not isinstance(norm, synced)]
+
+
 def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
     """Replace every batch norm in `module` by one over all ranks. Parameters, buffers and their names stay.
 

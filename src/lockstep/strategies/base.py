@@ -109,6 +109,13 @@ class Strategy:
             return self.supports_sync_bn and self.data_parallel_size(world_size) > 1
         return mode == "on"
 
+    def batch_norm_sees(self) -> str:
+        """Which part of a batch a batch norm sees that is not synchronised, such as "a rank's share".
+
+        Empty if that does not depend on the number of ranks.
+        """
+        return "a rank's share" if self.supports_sync_bn else ""
+
     # Data: who reads which samples.
 
     def data_parallel_size(self, world_size: int) -> int:

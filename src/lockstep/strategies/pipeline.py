@@ -93,6 +93,9 @@ class Pipeline(Strategy):
         self.shapes = [_without_values(stage) for stage in stages[: world.rank + 1]]
         self.module = self.model = self.stage
 
+    def batch_norm_sees(self) -> str:
+        return "one micro-batch"
+
     def data_parallel_size(self, world_size: int) -> int:
         return 1
 
