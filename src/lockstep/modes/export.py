@@ -79,14 +79,14 @@ class Export(Mode):
 
     def _write(self, trained: TrainedRun, path: Path) -> None:
         import torch
-        from torch.utils._pytree import tree_map_only
 
         from lockstep.modes.trained_net import TrainedNet
+        from lockstep.strategies.tensor_bytes import map_only
 
         model = trained.state.strategy.model.eval()
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
-            weights: Weights = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), state)
+            weights: Weights = map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), state)
             require_same_weights(weights, write_weights(weights, path, self.format), self.format)
             return
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)

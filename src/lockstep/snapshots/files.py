@@ -14,18 +14,17 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lockstep.distributed.host import cpu_count
 from lockstep.files import explain_disk_error, sync_folder, write_temporary, write_whole
-from lockstep.strategies.tensor_bytes import Block, FileBlock, StoredTensor, as_bytes
+from lockstep.strategies.tensor_bytes import Block, FileBlock, StoredTensor, as_bytes, map_only
 
 log = logging.getLogger(__name__)
 
@@ -124,11 +123,11 @@ def save_snapshot(
     return path
 
 
-def blocks_of(contents: dict[str, Any]) -> Iterator[Block]:
+def bytes_in_parts(contents: dict[str, Any]) -> int:
     """What this rank saves of the contents of a snapshot, in which each tensor of `SECTIONS` is a Block."""
-    for leaf in tree_leaves([contents[name] for name in SECTIONS]):
-        if isinstance(leaf, Block) and leaf.values is not None:
-            yield leaf
+    sizes: list[int] = []
+    map_only(Block, lambda block: sizes.append(block.nbytes), [contents[name] for name in SECTIONS])
+    return sum(sizes)
 
 
 def write_part(path: Path, contents: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def write_part(path: Path, contents: dict[str, Any]) -> dict[str, Any]:
                 position += len(content)
             return stored
 
-        index = tree_map_only(Block, write, {name: contents[name] for name in SECTIONS})
+        index = map_only(Block, write, {name: contents[name] for name in SECTIONS})
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)
@@ -233,8 +232,10 @@ def open_parts(path: Path, contents: dict[str, Any], check: bool) -> dict[str, A
                     raise ValueError(f"the checksum of its part {folder.name}/{file.name} does not match")
 
     def opened(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(opened, value))
         if not _is_stored(value):
-            return value
+            return {key: opened(item) for key, item in value.items()} if isinstance(value, dict) else value
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{value['dtype']} is no type of numbers")
@@ -244,7 +245,7 @@ def open_parts(path: Path, contents: dict[str, Any], check: bool) -> dict[str, A
         ]
         return StoredTensor(value["shape"], dtype, blocks)
 
-    return {**contents, **tree_map(opened, {name: contents[name] for name in SECTIONS}, is_leaf=_is_stored)}
+    return {**contents, **opened({name: contents[name] for name in SECTIONS})}
 
 
 # Removing.

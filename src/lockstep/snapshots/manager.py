@@ -17,7 +17,6 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import slurm_reason
@@ -36,7 +35,7 @@ from lockstep.failures import rank as monitor
 from lockstep.files import explain_disk_error, write_whole
 from lockstep.snapshots.files import (
     INFIX,
-    blocks_of,
+    bytes_in_parts,
     describe_parts,
     list_snapshots,
     remove_leftovers,
@@ -62,6 +61,7 @@ from lockstep.snapshots.state import (
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.tensor_bytes import map_only
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
 from lockstep.training.timing import Watcher
@@ -343,7 +343,7 @@ class SnapshotManager(Watcher):
         if progress.best_step not in (None, progress.step):
             best = self._best_weights()
         # Beside tensors a state dict has what modules give in get_extra_state.
-        last = tree_map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
+        last = map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
         try:
             if best is None:
                 (self.run_dir / BEST).unlink(missing_ok=True)
@@ -486,8 +486,7 @@ class Saver:
         strategy = self.state.strategy
         if self.form != "full" and strategy.shards_state:
             contents = collect_state(self.state, totals, scheduler_as_built, strategy.own_blocks)
-            mine = sum(block.values.nbytes for block in blocks_of(contents) if block.values is not None)
-            of_ranks = self.world.all_gather_json([mine, secrets.token_hex(4)])
+            of_ranks = self.world.all_gather_json([bytes_in_parts(contents), secrets.token_hex(4)])
             is_large = self.world.size > 1 and sum(size for size, _ in of_ranks) >= SHARDED_ABOVE
             if is_large or self.form == "sharded":
                 if self.thread_world is None:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.tensor_bytes import Block, whole
+from lockstep.strategies.tensor_bytes import Block, map_only, whole
 from lockstep.training.schedulers import Plateau, WithWarmup
 from lockstep.training.state import TrainState
 
@@ -211,7 +210,7 @@ def _like(weight: Tensor, values: Any) -> Any:
     def convert(tensor: Tensor) -> Tensor:
         return torch.empty_like(weight).copy_(tensor) if tensor.shape == weight.shape else tensor
 
-    return tree_map_only(Tensor, convert, values)
+    return map_only(Tensor, convert, values)
 
 
 def _class_name(value: object) -> str:

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.nn.utils import clip_grads_with_norm_
-from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.model_parallel import layer_groups
-from lockstep.strategies.tensor_bytes import whole_block
+from lockstep.strategies.tensor_bytes import map_only, whole_block
 
 
 class Stage(nn.Sequential):
@@ -201,7 +200,7 @@ class Pipeline(Strategy):
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
         if self.world.size == 1:
             return named
-        stages = self.world.gather_state(tree_map_only(Tensor, Tensor.cpu, named))
+        stages = self.world.gather_state(map_only(Tensor, Tensor.cpu, named))
         return {name: values for stage in stages for name, values in stage.items()}
 
     def shard_state(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +208,7 @@ class Pipeline(Strategy):
         return {name: values for name, values in named.items() if name in mine}
 
     def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = tree_map_only(Tensor, whole_block, named)
+        result: dict[str, Any] = map_only(Tensor, whole_block, named)
         return result
 
 

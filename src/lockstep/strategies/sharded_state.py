@@ -6,10 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.world import World
-from lockstep.strategies.tensor_bytes import Block, StoredTensor, on_disk, whole_block
+from lockstep.strategies.tensor_bytes import Block, StoredTensor, map_only, on_disk, whole_block
 
 
 def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
         full = tensor.full_tensor()  # a collective
         return on_disk(full.cpu()) if world.is_rank_zero else None
 
-    result: dict[str, Any] = tree_map_only(DTensor, gathered, named)
+    result: dict[str, Any] = map_only(DTensor, gathered, named)
     return result
 
 
@@ -42,7 +41,7 @@ def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = Tru
         values = tensor.to_local() if is_first_replica and not any(copies) else None
         return Block(values, tuple(offsets), tuple(tensor.shape), tensor.dtype)
 
-    result: dict[str, Any] = tree_map_only(Tensor, block, named)
+    result: dict[str, Any] = map_only(Tensor, block, named)
     return result
 
 
@@ -67,7 +66,7 @@ def _cut_like(parameter: nn.Parameter | None, values: Any) -> Any:
         whole = tensor.contiguous().to(parameter.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    return tree_map_only((Tensor, StoredTensor), cut, values)
+    return map_only((Tensor, StoredTensor), cut, values)
 
 
 def _read_part(parameter: DTensor, tensor: StoredTensor) -> DTensor:

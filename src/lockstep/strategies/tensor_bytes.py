@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
+
+
+def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], nested: Any) -> Any:
+    """`nested`, in dicts, lists and tuples, with function(value) in place of each value of `kind`."""
+    if isinstance(nested, kind):
+        return function(nested)
+    if isinstance(nested, dict):
+        return {key: map_only(kind, function, value) for key, value in nested.items()}
+    if isinstance(nested, list | tuple):
+        return type(nested)([map_only(kind, function, value) for value in nested])
+    return nested
+
 
 # In a message. Several types go in one vector without rounding.
 
@@ -54,6 +65,10 @@ class Block:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.values is None else self.values.nbytes
+
 
 @dataclass(frozen=True)
 class FileBlock:
@@ -89,7 +104,7 @@ class StoredTensor:
 
 def whole(named: Any) -> Any:
     """`named`, nested, with each StoredTensor read as a whole."""
-    return tree_map_only(StoredTensor, StoredTensor.whole, named)
+    return map_only(StoredTensor, StoredTensor.whole, named)
 
 
 def whole_block(tensor: Tensor) -> Block:
