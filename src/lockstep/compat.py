@@ -5,7 +5,7 @@ The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Python's library, seen in 3.11.
@@ -33,10 +33,25 @@ def fork_server_pid() -> int | None:
     return pid
 
 
-# Hydra, seen in 1.3.8 and 1.4.0rc3.
+# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+
+
+def hydra_version_base() -> dict[str, str]:
+    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+def register_resolver(name: str, function: Callable[..., object]) -> None:
+    """`${name:...}` in a config calls `function`. 2.4 has renamed the function for this, and warns of the old name."""
+    from omegaconf import OmegaConf
+
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    register(name, function, replace=True)
 
 
 # torch, seen in 2.14.1.

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
-from lockstep.cli_errors import as_config_error
 from lockstep.config.schema import Node
 from lockstep.distributed import signals
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError
+from lockstep.hydra_errors import as_config_error
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.constraints import Constraint
 from lockstep.sweeps.search import changed_words

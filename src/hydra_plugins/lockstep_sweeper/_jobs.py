@@ -24,7 +24,7 @@ from hydra_plugins.lockstep_sweeper._searches import (
     refuse_search,
     with_earlier_jobs,
 )
-from lockstep.cli_record import words_of_folders
+from lockstep.cli import words_of_folders
 from lockstep.config.schema import flatten, nodes_with_target
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_RESUMABLE, StoppedEarly

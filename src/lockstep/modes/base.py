@@ -21,7 +21,7 @@ from lockstep.failures import rank as monitor
 from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
     from lockstep.loggers.rank_logs import RankLogs

@@ -10,7 +10,7 @@ from lockstep.failures import rank as monitor
 from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.data.loader import BatchLoader
     from lockstep.loggers.base import LoggerList
     from lockstep.snapshots.manager import SnapshotManager
@@ -40,7 +40,7 @@ class Train(Mode):
             ):
                 snapshots.resume(cfg.resume)
                 if not state.finished:
-                    write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
+                    write_hydra_files(world, cfg.run_dir, record.hydra_files, state.progress.step)
                 loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
                 with signals.stop_after_saving():
                     return fit(cfg, state, train_loader, eval_loader, snapshots, loggers)
