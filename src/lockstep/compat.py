@@ -47,10 +47,11 @@ def hydra_version_base() -> dict[str, str]:
 
 
 def register_resolver(name: str, function: Callable[..., object]) -> None:
-    """`${name:...}` in a config calls `function`. 2.4 has renamed the function for this, and warns of the old name."""
-    from omegaconf import OmegaConf
+    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
+    import omegaconf
 
-    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
     register(name, function, replace=True)
 
 

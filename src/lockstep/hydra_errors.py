@@ -30,7 +30,7 @@ from lockstep.compat import hydra_version_base
 from lockstep.config.check import NEEDED_GROUPS, wrong_value
 from lockstep.config.options import GROUPS
 from lockstep.config.schema import CONF, SECTIONS, find_rule, flatten
-from lockstep.config.suggest import closest, removed_key, unknown_key, value_for_section
+from lockstep.config.suggest import closest, removed_key, unknown_key, value_for_section, without_package
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, path_word, without_quotes
 
@@ -114,7 +114,7 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     for word in arguments:
         if "=" in word and not word.startswith("-") and _compose((word,)) is None:
             return (
-                _value_for_section_in(word)
+                _mistake_in_file(word, arguments)
                 or f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
             )
     return f"{reason}; type {HYDRA_HELP}"
@@ -162,6 +162,9 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
         return removed_key(key, keys)
     if override.type == OverrideType.ADD and has_it:
         return f"{key} has a value already; type {key}={value or '<value>'}"
+    is_group = any((folder / key).is_dir() for folder in _config_folders(arguments))
+    if override.type == OverrideType.CHANGE and is_group and key not in chosen:
+        return f"config.yaml chooses no option of {key}; type +{key}={value}"
     if override.type == OverrideType.CHANGE and not has_it and "@" in key:
         return unknown_key(key, value, keys, chosen)
     return None
@@ -176,22 +179,41 @@ def _without_value(typed: str, arguments: list[str]) -> str:
     return unknown_key(typed, None, keys, _chosen_options(arguments))
 
 
-def _value_for_section_in(word: str) -> str | None:
-    """The sentence for a preset that has one value in the place of a section, such as `backend: gloo`."""
+def _mistake_in_file(word: str, arguments: list[str]) -> str | None:
+    """What is wrong with the file of the option that a word chooses, as far as its keys tell, None if nothing is."""
     group, _, option = word.lstrip("+").partition("=")
-    try:
-        values = safe_load((CONF / group / f"{option}.yaml").read_text())
-    except (OSError, YAMLError):
+    files = [folder / group / f"{option}.yaml" for folder in _config_folders(arguments)]
+    text = next((file.read_text() for file in files if file.is_file()), "")
+    values = safe_load(text)
+    if not isinstance(values, dict):
         return None
-    misplaced = {key: value for key, value in dict(values or {}).items() if key in SECTIONS}
-    found = next((key for key, value in misplaced.items() if not isinstance(value, dict)), None)
-    return None if found is None else value_for_section(found, str(misplaced[found]))
+    if group in ("experiment", "local") and "@package _global_" not in text:
+        return without_package(group)
+    names = [name for item in values.get("defaults") or [] if isinstance(item, dict) for name in item]
+    for name in [name.split()[-1] for name in names if name.startswith("override ")]:
+        known = any((folder / name.lstrip("/")).is_dir() for folder in _config_folders(arguments))
+        if not name.startswith("/"):
+            return unknown_key(f"{group}/{name}", None, [], {})
+        if not known and not name.startswith("/hydra/"):
+            return unknown_key(name.lstrip("/"), None, _composed_keys(arguments), _chosen_options(arguments))
+    misplaced = [key for key in values if key in SECTIONS and not isinstance(values[key], dict)]
+    return value_for_section(misplaced[0], str(values[misplaced[0]])) if misplaced else None
+
+
+def _config_folders(arguments: Sequence[str]) -> list[Path]:
+    """conf/, and the folders of configs that were typed."""
+    found = [CONF]
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=False):
+        if flag in ("--config-dir", "-cd") or flag.startswith("--config-dir="):
+            found.append(Path(flag.partition("=")[2] or value))
+    listed = (typed_value("hydra.searchpath", arguments) or "").strip("[]'\"").split(",")
+    return [*found, *(Path(item.strip(" '\"").removeprefix("file://")) for item in listed if item)]
 
 
 def _unreadable_override(error: OverrideParseException, typed: str) -> str:
     """The sentence for `key=value` that is not in Hydra's grammar: the reason, and the word with quotes."""
     key, _, value = typed.partition("=")
-    reason = _first_line(error.__cause__ or error).partition(" expecting ")[0]
+    reason = _first_line(error.__cause__ or error.__context__ or error).partition(" expecting ")[0]
     place = next((vars(cause)["startIndex"] for cause in _causes(error) if "startIndex" in vars(cause)), None)
     if isinstance(place, int) and place < len(typed):  # of an error of the lexer
         reason = f"{typed[place]} must be in quotes"
