@@ -50,7 +50,7 @@ def _describe_options_without_keys() -> None:
     describes("lockstep.training.schedulers.constant", "scheduler/constant")(NoKeys)
     describes("lockstep.launchers.env.EnvLauncher", "launch/env")(NoKeys)
     describes("lockstep.loggers.console.ConsoleLogger", "logger/console")(NoKeys)
-    describes("lockstep.loggers.progress_bar.ProgressBarLogger", "logger/progress_bar")(NoKeys)
+    describes("lockstep.loggers.console.ProgressBarLogger", "logger/progress_bar")(NoKeys)
 
 
 _describe_options_without_keys()
