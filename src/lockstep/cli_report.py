@@ -15,8 +15,8 @@ from lockstep.errors import (
     RanksDiffer,
     TrainingDiverged,
 )
-from lockstep.failures.causes import explain_lost_rank, tells_of_lost_rank
-from lockstep.failures.record import is_local, message_of
+from lockstep.failures.causes import LOST_RANK
+from lockstep.failures.record import is_communication_error
 from lockstep.launchers.base import RankFailed
 
 
@@ -53,6 +53,5 @@ def _print_error(error: BaseException) -> None:
         print(f"lockstep: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        message = message_of(error)
-        if tells_of_lost_rank(message) and not is_local(error):
-            print(f"lockstep: {'; '.join(explain_lost_rank(message))}", file=sys.stderr)
+        if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            print(f"lockstep: {'; '.join(LOST_RANK)}", file=sys.stderr)

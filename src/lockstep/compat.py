@@ -61,6 +61,28 @@ def hidden_from_profiler() -> Iterator[None]:
         enable(True)
 
 
+# Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed
+# first, are less certain.
+BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
+GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
+
+
+def flight_records() -> list[bytes]:
+    """torch's records of the last collectives of this process, each as JSON: gloo's, and NCCL's in one of its own.
+
+    For the verdict on a hang. Without stacks: torch looks up their lines while it holds the recorder's lock, which
+    takes a second. Missing: none.
+    """
+    c10d = sys.modules.get("torch._C._distributed_c10d")  # an import could wait for an import that hangs
+    records = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        try:
+            records.append(bytes(getattr(c10d, name)(includeCollectives=True, onlyActive=False)))
+        except (AttributeError, RuntimeError, TypeError):
+            continue
+    return records
+
+
 def is_loader_signal_handler(handler: object) -> bool:
     """Whether a handler of SIGCHLD is the one that a DataLoader with workers installs.
 

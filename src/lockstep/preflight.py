@@ -25,7 +25,7 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.job_process import wait_for_turn
+from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import validate_digest, validate_training
@@ -79,7 +79,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for line in leave_out_untaken(cfg, words):
-        wait_for_turn()  # a job of a sweep prints nothing before
+        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     check_arguments(cfg)
@@ -92,12 +92,12 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     mode = check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
-    gradient_sync.validate(job, strategy)
+    strategy.validate_gradient_sync(gradient_sync, job)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.plans and strategy.needs_other_ranks:
+    if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
