@@ -57,15 +57,13 @@ from lockstep.errors import (
     path_value,
     without_quotes,
 )
-from lockstep.failures.causes import explain_lost_rank, tells_of_lost_rank
-from lockstep.failures.record import is_local, message_of
+from lockstep.failures.causes import LOST_RANK
+from lockstep.failures.record import is_communication_error
 from lockstep.hydra_errors import as_config_error, compose_typed, find_cause, missing_value, typed_value
-from lockstep.launchers.base import RankFailed
+from lockstep.launchers.base import RankFailed, flush_output
 from lockstep.launchers.env import end_with_starter
-from lockstep.launchers.processes import flush_output
 from lockstep.launchers.slurm import config_flags
 from lockstep.runs.record import FINISHED, read_run, state_of
-from lockstep.sweeps.ending import end_sweep, failed_jobs_end_sweepers, refuse_foreign_launcher
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -166,9 +164,8 @@ def _print_error(error: BaseException) -> None:
         print(f"lockstep: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-        message = message_of(error)
-        if tells_of_lost_rank(message) and not is_local(error):
-            print(f"lockstep: {'; '.join(explain_lost_rank(message))}", file=sys.stderr)
+        if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            print(f"lockstep: {'; '.join(LOST_RANK)}", file=sys.stderr)
 
 
 class _RunFailed(BaseException):
@@ -220,9 +217,13 @@ def _run(main: Callable[[], Any]) -> int:
             return EXIT_FINISHED
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    failure = None
+    code, failure = EXIT_FINISHED, None
     try:
-        with failed_jobs_end_sweepers():
+        if MULTIRUN_FLAGS & set(argv):
+            from lockstep.sweeps.runner import run_command
+
+            code = run_command(main)
+        else:
             main()
     except _RunFailed as failed:
         failure = failed.error
@@ -230,7 +231,7 @@ def _run(main: Callable[[], Any]) -> int:
         raise failure
     signals.stop_listening()  # the run has finished
     forget_start(info)
-    return end_sweep()
+    return code
 
 
 def check_input(cfg: DictConfig) -> DictConfig:
@@ -338,7 +339,7 @@ def resume_sweep(argv: list[str]) -> list[str]:
         return argv
     if not MULTIRUN_FLAGS & set(argv[1:]):
         raise ConfigError(f"sweep.resume={typed} goes on with a sweep; type -m sweep.resume={typed}")
-    from lockstep.sweeps.folder import recorded_arguments
+    from lockstep.sweeps.table import recorded_arguments
 
     overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
@@ -637,6 +638,15 @@ def _check_group_override(group: str, option: str) -> None:
 def asks_for_text(argv: list[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in argv[1:])
+
+
+def refuse_foreign_launcher(name: str | None) -> None:
+    """Raise ConfigError for a launcher of Hydra's, such as joblib. name: of the launcher that was chosen, if any."""
+    if name not in (None, "lockstep"):
+        raise ConfigError(
+            f"hydra/launcher={name} cannot run these jobs; leave it out, and for several jobs at once type "
+            f"sweep.slots=2, or for jobs on a cluster launch=slurm"
+        )
 
 
 def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:

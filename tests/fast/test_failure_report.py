@@ -14,18 +14,35 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.failures.channel import ProgressPage, Reader, create_page_file, create_unnamed_file, send
+from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file, send
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
     FailureReport,
+    MonitorOptions,
     build_report,
     compare_attempts,
     resume_command,
     write_report,
 )
-from lockstep.failures.watched_rank import MonitorOptions, WatchedRank
+from lockstep.failures.watched_rank import WatchedRank
+from lockstep.source_code import PROJECT
 
 LOST = "rank 1 is gone: closed by peer"
+TORCH = Path(torch.__file__).parent
+
+
+def raised(error: Exception, file: Path = Path(__file__), function: str = "f") -> Exception:
+    """`error` as if a function of `file` had raised it."""
+    code = f"def {function}(error):\n    raise error\n"
+    values: dict[str, Any] = {}
+    exec(compile(code, str(file), "exec"), values)
+    with pytest.raises(type(error)) as caught:
+        values[function](error)
+    return caught.value
+
+
+def lost(message: str = LOST) -> Exception:
+    return raised(ConnectionError(message), PROJECT / "distributed/shared_memory.py")
 
 
 @pytest.fixture
@@ -35,9 +52,9 @@ def make_rank() -> Iterator[Any]:
 
         def make(number: int, error: Exception | None = None, at: float = 0.0, **known: Any) -> WatchedRank:
             here, there = socket.socketpair()
-            page = create_page_file()
+            page = create_unnamed_file("page", SIZE)
             hello = {"rank": number, "world_size": 3, "pid": 100 + number, "host": "h"}
-            rank = WatchedRank(hello, here, Reader(here), ProgressPage(page), create_unnamed_file("stacks"), None)
+            rank = WatchedRank(hello, here, Reader(here), ProgressPage(page), create_unnamed_file("stacks"))
             os.close(page)
             there.close()
             stack.callback(rank.close)
@@ -64,25 +81,66 @@ def first_rank(*ranks: WatchedRank) -> tuple[int, str]:
 
 
 def test_a_model_for_colour_images_that_gets_grey_ones_is_told_so(make_rank):
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError) as caught:
         torch.nn.Conv2d(3, 8, 3)(torch.zeros(2, 1, 8, 8))
-    first = report_of(make_rank(0, raised.value, 1.0)).contents["first"]
+    first = report_of(make_rank(0, caught.value, 1.0)).contents["first"]
     assert first["meaning"] == "the images have another number of channels than the model was made for"
     assert "in dataset.transforms" in first["advice"]
 
 
 def test_a_lost_peer_is_a_consequence_whatever_the_clock_says(make_rank):
-    assert first_rank(make_rank(0, ConnectionError(LOST), 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
-    assert first_rank(make_rank(0, ConnectionError(LOST), 1.0), make_rank(1, ValueError("x"), 1.1)) == (1, "exception")
+    assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
+    assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, ValueError("x"), 1.1)) == (1, "exception")
     assert first_rank(make_rank(0, ValueError("x"), 1.0), make_rank(1, ValueError("x"), 0.9)) == (1, "exception")
     assert first_rank(make_rank(0, ended="finished"), make_rank(1, at=5.0, exit_code=0)) == (1, "left")
+    assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, lost(), 0.9)) == (1, "exception")
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_communication"),
+    [
+        (lost("any words"), True),
+        (raised(TimeoutError("any words"), PROJECT / "distributed/store.py"), True),
+        (raised(RuntimeError("any words"), TORCH / "distributed/distributed_c10d.py"), True),
+        (raised(torch.distributed.DistBackendError("NCCL error")), True),
+        (raised(RuntimeError("any words"), TORCH / "autograd/graph.py", "_engine_run_backward"), True),
+        (raised(RuntimeError("a gradient is missing"), TORCH / "nn/parallel/distributed.py"), True),
+        (chained(raised(ValueError("handled badly")), lost()), True),
+        (raised(RuntimeError("Connection closed by peer")), False),  # the user's own, whatever it says
+        (raised(ConnectionError("Connection closed by peer: a server of the user's")), False),
+        (raised(RuntimeError("a shape"), TORCH / "nn/functional.py"), False),
+        (raised(ValueError("a bad argument"), TORCH / "distributed/distributed_c10d.py"), False),
+        (raised(RuntimeError("a shape"), PROJECT / "models/mlp.py"), False),
+        (raised(ConnectionError("a download"), PROJECT / "data/download.py"), False),
+    ],
+    ids=lambda value: "" if isinstance(value, bool) else f"{type(value).__name__} {value}",
+)
+def test_an_error_of_communication_is_known_by_its_type_and_place(error, is_communication):
+    assert exception_record(error)["is_communication"] == is_communication
+
+
+def test_a_mistake_in_a_backward_pass_is_first_by_its_time(make_rank):
+    """Torch waits for other ranks there, too, so its place tells nothing."""
+    wrong = raised(RuntimeError("no grad_fn"), TORCH / "autograd/graph.py", "_engine_run_backward")
+    assert first_rank(make_rank(0, lost(), 1.1), make_rank(1, wrong, 1.0)) == (1, "exception")
+    assert first_rank(make_rank(0, wrong, 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
 
 
 def test_a_rank_that_did_not_answer_is_blamed_by_those_that_waited(make_rank):
-    silent = make_rank(2, at=9.0, exit_code=-9, killed_by_monitor=True)
-    waiting = [make_rank(number, TimeoutError("Timed out waiting 8 s for rank 2"), 1.0) for number in (0, 1)]
-    report = report_of(*waiting, silent)
+    silent = make_rank(2, at=1e9 + 9, exit_code=-9, killed_by_monitor=True)
+    late = silent.page.last_progress + 8
+    waiting = [make_rank(number, lost(), late) for number in (0, 1)]
+    report = build_report([*waiting, silent], None, MonitorOptions(), backend_timeout=8.0)
+    assert report is not None
     assert (report.contents["first"]["rank"], report.kind, report.contents["exit_code"]) == (2, "silent", 4)
+    report = build_report([*waiting, silent], None, MonitorOptions(), backend_timeout=60.0)
+    assert report is not None  # they did not wait for it as long: it was killed because it did not end by itself
+    assert (report.contents["first"]["rank"], report.kind) == (0, "exception")
 
 
 def test_a_rank_that_failed_by_itself_is_first_even_if_its_end_took_too_long(make_rank):
@@ -145,14 +203,13 @@ def test_machines_whose_clocks_differ_name_the_rank_that_failed_first(make_rank,
 
 
 def test_a_connection_of_the_users_that_fails_is_no_consequence_of_another_machines_failure(make_rank, tmp_path):
-    with pytest.raises(ConnectionError) as raised:
-        raise ConnectionError("Connection closed by peer: a server of the user's")
-    there = make_rank(1, ConnectionError(LOST), 0.5)
+    own = raised(ConnectionError("Connection closed by peer: a server of the user's"))
+    there = make_rank(1, lost(), 0.5)
     write_report([there], str(tmp_path), MonitorOptions(), since=0.0)
-    report = write_report([make_rank(0, raised.value, 1.0)], str(tmp_path), MonitorOptions(), since=0.0)
+    report = write_report([make_rank(0, own, 1.0)], str(tmp_path), MonitorOptions(), since=0.0)
     assert report is not None
     assert not report.is_consequence
-    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == str(raised.value)
+    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == str(own)
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: Slurm has asked for the exit code before the monitor
@@ -167,11 +224,11 @@ def test_no_report_without_a_failure(make_rank):
 
 
 def test_the_file_has_these_keys(make_rank, tmp_path):
-    report = report_of(make_rank(0, ConnectionError(LOST), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
+    report = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     contents = report.contents
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "repeated", "exit_code"}
     position = {"rank", "host", "pid", "epoch", "step", "phase", "log", "log_lines"}
-    assert position | {"kind", "type", "message", "is_local"} <= set(contents["first"])
+    assert position | {"kind", "type", "message", "is_communication"} <= set(contents["first"])
     assert {"meaning", "advice", "samples", "time"} <= set(contents["first"])
     assert set(contents["run"]) == {"folder", "newest_snapshot", "steps_lost", "resume", "time"}
     assert contents["consequences"] == [
@@ -183,7 +240,7 @@ def test_the_file_has_these_keys(make_rank, tmp_path):
 
 def test_the_screen_has_at_most_40_lines(make_rank):
     words = RuntimeError("\n".join(f"line {number}" for number in range(200)))
-    many = [make_rank(number + 1, ConnectionError(LOST), 2.0) for number in range(30)]
+    many = [make_rank(number + 1, lost(), 2.0) for number in range(30)]
     failing = make_rank(0, words, 1.0)
     assert failing.failure is not None
     failing.failure["log_lines"] = [f"log {number} {'x' * 500}" for number in range(20)]
@@ -239,3 +296,16 @@ def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
     assert first["signal"] == number.name
     assert first["meaning"]
     assert first["advice"]
+
+
+@pytest.mark.parametrize(("thread", "meaning"), [("Current thread", "glibc"), ("Thread", "as gloo does")])
+def test_an_abort_is_told_by_the_thread_that_called_it(make_rank, thread, meaning):
+    """glibc ends a process with damaged memory where it is used; gloo and NCCL in threads that run no Python."""
+    rank = make_rank(0, at=1.0, exit_code=-signal.SIGABRT)
+    text = f'Fatal Python error: Aborted\n\n{thread} 0x01 (most recent call first):\n  File "/net.py", line 7 in f\n'
+    os.write(rank.stacks, text.encode())
+    rank.hello["main_thread"] = "0x01"
+    first = report_of(rank).contents["first"]
+    assert meaning in first["meaning"]
+    assert ("gloo" in first["meaning"]) == (thread == "Thread")
+    assert 'File "/net.py", line 7 in f' in first["stack"]

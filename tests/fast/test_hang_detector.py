@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from lockstep.failures.channel import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures.channel import SIZE, ProgressPage, create_unnamed_file
 from lockstep.failures.verdict import RankFacts
-from lockstep.failures.watchdog import SHORTEST_SILENCE, HangDetector, HangRules
+from lockstep.failures.watchdog import SHORTEST_SILENCE, Watchdog
 
 
 @dataclass
@@ -23,12 +23,11 @@ class WatchedProcess:
     pid: int = os.getpid()
     asks: int | None = None
     main_thread: str | None = None
-    waits_in_crash: bool = False
 
 
 @pytest.fixture
 def watched():
-    process = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
+    process = WatchedProcess(ProgressPage(create_unnamed_file("page", SIZE)), create_unnamed_file("stacks"))
     process.page.step_ended(1, 1)
     process.page.enter("train")
     return process
@@ -36,7 +35,7 @@ def watched():
 
 def examined_after(watched, rules, seconds):
     """Whether a detector asks the rank when it has been silent for `seconds`."""
-    detector, now = HangDetector(rules), time.monotonic()
+    detector, now = Watchdog(*rules), time.monotonic()
     for second in range(int(seconds) + 1):
         detector.check([watched], 1, now + second)
     return detector.examination is not None
@@ -65,18 +64,18 @@ def examined_after(watched, rules, seconds):
     ],
 )
 def test_how_long_a_rank_may_be_silent(phase, steps, timeout, silent, examined):
-    watched = WatchedProcess(ProgressPage(create_page_file()), create_unnamed_file("stacks"))
+    watched = WatchedProcess(ProgressPage(create_unnamed_file("page", SIZE)), create_unnamed_file("stacks"))
     for step in range(steps):
         watched.page.step_ended(1, step + 1)
     watched.page.enter(phase)
-    assert examined_after(watched, HangRules(timeout, "stop", 300.0), silent) == examined
+    assert examined_after(watched, (timeout, "stop", 300.0), silent) == examined
 
 
 def test_a_pause_is_no_silence(watched):
-    rules = HangRules(10.0, "stop", 300.0)
+    rules = (10.0, "stop", 300.0)
     stopped = subprocess.Popen(["sleep", "1000"])
     watched.pid = stopped.pid
-    detector, now = HangDetector(rules), time.monotonic()
+    detector, now = Watchdog(*rules), time.monotonic()
     for second in range(9):
         detector.check([watched], 1, now + second)
     stopped.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
@@ -97,10 +96,10 @@ def test_a_pause_is_no_silence(watched):
 
 
 def test_an_examination_that_fails_leaves_no_old_facts(watched):
-    detector, now = HangDetector(HangRules(10.0, "stop", 300.0)), time.monotonic()
-    detector.found = [RankFacts(0, 1, "Z", "train", 5, 60.0)]
+    detector, now = Watchdog(10.0, "stop", 300.0), time.monotonic()
+    detector.facts = [RankFacts(0, 1, "Z", "train", 5, 60.0)]
     watched.stacks = -1  # as of a rank of the attempt before
     detector.check([watched], 1, now - 4)
     for second in range(12):
         assert detector.check([watched], 1, now + second) is None
-    assert detector.found == []
+    assert detector.facts == []

@@ -11,20 +11,21 @@ from lockstep.failures.verdict import (
     Kind,
     RankFacts,
     Record,
-    SharedSum,
-    Stack,
     find_verdict,
-    parse_record,
+    parse_records,
     parse_stack,
 )
 from lockstep.failures.watchdog import exchange
 from lockstep.source_code import PROJECT
 
-USER = Stack((Frame("/home/me/net.py", 7, "forward"),))
-IN_TORCH = Stack((Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER.frames))
-IN_PROJECT = Stack((Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),))
-COMPILES = Stack((Frame("/x/site-packages/torch/_inductor/codecache.py", 3, "compile"),))
-AT_STORE = Stack((Frame(f"{PROJECT}/distributed/rendezvous.py", 60, "_wait_for"),))
+TORCH = "/x/site-packages/torch"
+USER = (Frame("/home/me/net.py", 7, "forward"),)
+IN_TORCH = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER)
+IN_BACKWARD = (Frame(f"{TORCH}/autograd/graph.py", 850, "_engine_run_backward"),)
+IN_PROJECT = (Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),)
+COMPILES = (Frame(f"{TORCH}/_inductor/codecache.py", 3, "compile"),)
+AT_STORE = (Frame(f"{TORCH}/distributed/rendezvous.py", 60, "_create_c10d_store"),)
+IN_SWEEP = (*IN_PROJECT, Frame(f"{PROJECT.parent}/hydra_plugins/lockstep_sweeper/_jobs.py", 80, "run"))
 STEP = [("all_reduce", [3]), ("all_reduce", [100])]
 
 
@@ -47,15 +48,21 @@ def record(*calls, finished=None):
         for number, (operation, sizes) in enumerate(calls, start=1)
     ]
     status = {"0": {"last_enqueued_collective": str(len(calls)), "last_completed_collective": str(len(calls) - 1)}}
-    return parse_record(json.dumps({"entries": entries, "pg_status": status}))
+    return json.dumps([{"entries": entries, "pg_status": status}])
+
+
+def stacks(*frames):
+    """As faulthandler writes them."""
+    lines = [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
+    return "\n".join(["Current thread 0x01 (most recent call first):", *lines, ""])
 
 
 def facts(rank, stack=IN_TORCH, state="S", answers=True, **more):
-    return RankFacts(rank, 100 + rank, state, "train", 5, 60.0, answers, stack, **more)
+    return RankFacts(rank, 100 + rank, state, "train", 5, 60.0, answers=answers, stacks=stacks(*stack), **more)
 
 
-def waits(rank, *calls):
-    return facts(rank, record=record(*calls))
+def waits(rank, *calls, **more):
+    return facts(rank, records=record(*calls), **more)
 
 
 def verdict(*ranks, world_size=None):
@@ -67,19 +74,21 @@ def verdict(*ranks, world_size=None):
     ("guilty", "kind"),
     [
         (facts(1, state="Z"), Kind.DEAD),
-        (facts(1, Stack(), state="T", answers=False), Kind.STOPPED),
-        (facts(1, Stack(), state="t", answers=False), Kind.SLOW),  # a debugger
-        (facts(1, Stack(), state="D", answers=False), Kind.DISK),
-        (facts(1, USER, answers=False), Kind.GIL_HELD),
+        (facts(1, (), state="T", answers=False), Kind.STOPPED),
+        (facts(1, (), state="t", answers=False), Kind.SLOW),  # a debugger
+        (facts(1, USER, state="D", answers=False), Kind.USER_CODE),
         (facts(1, USER), Kind.USER_CODE),
-        (facts(1, IN_PROJECT, busy_worker=(7, USER.frames[0])), Kind.USER_CODE),
+        (facts(1, IN_PROJECT, worker=(7, stacks(*USER))), Kind.USER_CODE),
         (facts(1, IN_PROJECT), Kind.MISSING_CALL),
-        (replace(facts(1, IN_PROJECT), phase="disk"), Kind.DISK),
+        (facts(1, IN_SWEEP), Kind.MISSING_CALL),
+        (replace(facts(1, IN_PROJECT, state="D"), phase="disk"), Kind.MISSING_CALL),
         (facts(1, IN_PROJECT, state="R"), Kind.SLOW),
+        (facts(1, IN_PROJECT, children_run=True), Kind.SLOW),
+        (facts(1, IN_BACKWARD, state="R", records=record(*STEP)), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
         (facts(1, COMPILES, state="D"), Kind.SLOW),
         (facts(1, COMPILES, answers=False), Kind.SLOW),  # on a busy machine
-        (facts(1, Stack((Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER.frames))), Kind.SLOW),
+        (facts(1, (Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER)), Kind.SLOW),
         (facts(1, AT_STORE), Kind.STORE),
     ],
     ids=lambda value: value.name if isinstance(value, Kind) else "",
@@ -99,7 +108,7 @@ def test_ranks_in_different_collectives():
     gathered, larger = (waits(rank, *history, ("all_gather", [3 + rank])) for rank in (0, 1))
     assert verdict(gathered, replace(gathered, rank=2), larger) == (Kind.OTHER_SHAPE, (1,))
     others = [replace(in_first, rank=rank) for rank in (0, 2, 3)]
-    assert verdict(*others, facts(1, record=record(*STEP[:1], finished=True))) == (Kind.MISSING_CALL, (1,))
+    assert verdict(*others, facts(1, records=record(*STEP[:1], finished=True))) == (Kind.MISSING_CALL, (1,))
 
 
 def test_a_rank_that_waits_in_a_call_of_all_ranks_has_left_out_none():
@@ -113,18 +122,20 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_has_left_out_none():
 
 
 def test_a_rank_is_not_missed_in_a_process_group_of_others():
-    group = [replace(entry, group="model_parallel") for entry in record(*STEP).entries]
-    ranks = [facts(rank, record=Record((*record(*STEP, finished=True).entries, *group))) for rank in (0, 1)]
-    outside = facts(2, USER, record=record(*STEP, finished=True))
+    everybody, group = json.loads(record(*STEP, finished=True)), json.loads(record(*STEP))
+    for entry in group[0]["entries"]:
+        entry["process_group"] = ["1", "model_parallel"]
+    ranks = [facts(rank, records=json.dumps(everybody + group)) for rank in (0, 1)]
+    outside = facts(2, USER, records=record(*STEP, finished=True))
     assert verdict(*ranks, outside) == (Kind.USER_CODE, (2,))
 
 
 def test_a_sum_through_shared_memory_beside_a_collective():
     history = STEP[:1] * 3
-    in_sum = facts(1, record=record(*history, finished=True), shared_sum=SharedSum(1000, 0))
+    in_sum = facts(1, records=record(*history, finished=True), sum_values=1000, sum_waits_for=0)
     assert verdict(waits(0, *history, STEP[0]), in_sum) == (Kind.MISSING_CALL, (1,))
     assert verdict(waits(0, *history, ("all_reduce", [9])), in_sum) == (Kind.OTHER_OPERATION, (0,))
-    larger = replace(in_sum, rank=0, shared_sum=SharedSum(2000, 1))
+    larger = replace(in_sum, rank=0, sum_values=2000, sum_waits_for=1)
     assert verdict(larger, in_sum) == (Kind.OTHER_SHAPE, (0, 1))
 
 
@@ -162,8 +173,8 @@ def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is():
 
 
 def test_a_flight_record_of_another_torch_is_an_empty_one():
-    for text in ("", "{}", "[]", '{"entries": [{"new": 1}]}', '{"entries": 3}'):
-        assert parse_record(text) == Record()
+    for text in ("", "{}", "[]", "[3]", '[{"entries": [{"new": 1}]}]', '[{"entries": 3}]'):
+        assert parse_records(text) == Record()
 
 
 def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal():
@@ -171,3 +182,28 @@ def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal():
     text += 'Thread 0x02 [python] (most recent call first):\n  File "/b.py", line 2 in g\n  File "/c.py", line 3 in h\n'
     assert [frame.line for frame in parse_stack(text, "0x02").frames] == [2, 3]
     assert [frame.line for frame in parse_stack(text).frames] == [1]
+
+
+def test_a_host_that_waits_for_a_gpu_waits_although_it_spins():
+    """NCCL's calls are in a record of their own; `.cpu()` spins, so that the process runs."""
+    gloo, nccl = json.loads(record(*STEP, finished=True)), json.loads(record(*STEP, ("all_reduce", [7])))
+    in_loss = (Frame(__file__, LINE_OF_CPU, "f"),)
+    waiting = facts(0, in_loss, state="R", records=json.dumps(gloo + nccl))
+    assert waiting.is_waiting
+    assert waiting.call() == "all_reduce of (7,) Float"
+    behind = facts(1, USER, records=json.dumps(gloo + json.loads(record(*STEP, finished=True))))
+    assert verdict(waiting, behind) == (Kind.USER_CODE, (1,))
+    assert verdict(waiting, replace(waiting, rank=1)) == (Kind.UNKNOWN, ())
+
+
+def test_ranks_that_neither_wait_nor_compute_are_shown_with_all_stacks():
+    found = Diagnosis(find_verdict([facts(0, IN_PROJECT), facts(1, IN_PROJECT)], 2), (facts(0, IN_PROJECT),), 60.0)
+    assert (found.verdict.kind, found.verdict.ranks) == (Kind.UNKNOWN, (0, 1))
+    assert found.stacks()["0"][0].startswith(f"{PROJECT}/snapshots/files.py:30 in write")
+
+
+def the_loss_of(outputs):
+    return outputs.cpu()
+
+
+LINE_OF_CPU = the_loss_of.__code__.co_firstlineno + 1

@@ -9,18 +9,17 @@ from torch import nn
 
 from lockstep.distributed.world import World, init_distributed
 from lockstep.errors import ConfigError
+from lockstep.models.base import give_shapes
 from lockstep.models.convnet import convnet
-from lockstep.models.lazy_layers import give_shapes
 from lockstep.models.linear import linear
 from lockstep.models.mlp import mlp
 from lockstep.models.torchvision_model import torchvision_model
 from lockstep.models.toy_parallel import toy_parallel
 from lockstep.strategies.model_parallel import layer_groups
-from lockstep.tasks.base import Share, Task
-from lockstep.tasks.class_report import ClassReport
+from lockstep.tasks.base import Function, Share, Task
 from lockstep.tasks.classification import Classification
-from lockstep.tasks.own_parts import Function
 from lockstep.tasks.regression import Regression
+from lockstep.tasks.reports import ClassReport
 from lockstep.training.first_batch import require_sums
 from lockstep.training.setup import prepare_model
 from support.configs import composed

@@ -12,8 +12,7 @@ from torch import Tensor
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
-from lockstep.tasks.classification import Classification
-from lockstep.tasks.classification_f1 import ClassificationF1
+from lockstep.tasks.classification import Classification, ClassificationF1
 from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.models.patterns import matching_parameters
+from lockstep.models.base import matching_parameters
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, Command

@@ -2,24 +2,28 @@
 
 import os
 import signal
-from types import SimpleNamespace
+import socket
 from typing import Any
 
-from lockstep.failures import rank as rank_probe
-from lockstep.failures import watchdog as hang_evidence
-from lockstep.failures.channel import ProgressPage, create_page_file, create_unnamed_file
+from lockstep.failures import watchdog
+from lockstep.failures.channel import ProgressPage, Reader
+from lockstep.failures.rank import Reporter
+from lockstep.failures.watched_rank import WatchedRank
 from support.worlds import in_world
 
 
 def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
     """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
-    stacks, signals = create_unnamed_file("stacks"), []
-    main_thread, (asks, _) = rank_probe.install(stacks)
+    here, there = socket.socketpair()
+    reporter, signals = Reporter(here), []
+    reporter.introduce({"rank": 0, "world_size": 1, "pid": os.getpid()})
     signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
-    page = ProgressPage(create_page_file())
-    rank: Any = SimpleNamespace(rank=0, pid=os.getpid(), asks=asks, stacks=stacks, main_thread=main_thread, page=page)
-    hang_evidence.SIGNAL_AFTER = hang_evidence.ANSWER_SECONDS = 60.0  # this process may stand still for a second
-    (facts,) = hang_evidence.gather([rank])
+    reader = Reader(there)
+    (message,) = reader.read()
+    page, stacks, asks = reader.descriptors
+    rank = WatchedRank(message["hello"], there, reader, ProgressPage(page), stacks, asks)
+    watchdog.SIGNAL_AFTER = watchdog.ANSWER_SECONDS = 60.0  # this process may stand still for a second
+    (facts,) = watchdog.gather([rank])
     return len(signals), facts.answers, [frame.function for frame in facts.stack.frames]
 
 

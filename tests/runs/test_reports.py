@@ -10,9 +10,16 @@ from torch import Tensor
 
 from lockstep.distributed.world import init_distributed
 from lockstep.tasks.base import Share
-from lockstep.tasks.class_report import ClassReport
-from lockstep.tasks.drawing import RIGHT, WHITE, Tile, draw_accuracies, draw_confusion, draw_tiles
-from lockstep.tasks.value_report import ValueReport
+from lockstep.tasks.reports import (
+    RIGHT,
+    WHITE,
+    ClassReport,
+    Tile,
+    ValueReport,
+    draw_accuracies,
+    draw_confusion,
+    draw_tiles,
+)
 from support.configs import composed, with_values
 from support.event_files import images, read
 from support.worlds import in_world, train_all

@@ -63,8 +63,7 @@ class SharedMemorySum:
 
         Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
         """
-        if self.page is not None:
-            self.page.collective_starts("shared_memory_sum", len(vector))
+        self.page.sum_starts(len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
@@ -72,8 +71,7 @@ class SharedMemorySum:
             total.tensor_split(size)[rank].copy_(tree_sum(list(slots.tensor_split(size, dim=1)[rank])))
             self._wait_for_all()
             piece.copy_(total)
-        if self.page is not None:
-            self.page.collective_ends()
+        self.page.sum_ends()
 
     @contextmanager
     def _common_folder(self, size: int) -> Iterator[Path]:
@@ -124,8 +122,7 @@ class SharedMemorySum:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
         with self.world.waiting:
             for pipe, peer in self.readers.items():
-                if self.page is not None:
-                    self.page.waits_for(peer)
+                self.page.sum_waits_for(peer)
                 arrival = select.poll()
                 arrival.register(pipe, select.POLLIN)
                 if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):

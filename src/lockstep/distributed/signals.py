@@ -21,8 +21,7 @@ from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
 from lockstep.failures import rank as monitor
-from lockstep.failures.causes import tells_of_lost_rank
-from lockstep.failures.record import is_local, message_of
+from lockstep.failures.record import is_communication_error
 from lockstep.failures.report import newest_snapshot
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and tells_of_lost_rank(message_of(error)) and not is_local(error):
+        if stop_requested() and is_communication_error(error):
             raise unanswered_stop() from error
         raise
 

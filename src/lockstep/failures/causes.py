@@ -1,22 +1,15 @@
-"""Why a process ended, as far as the system confirms it, and what an exception means in plain words."""
+"""Which rank failed first, why a process ended as far as the system confirms it, and what that means in plain words."""
 
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-# Errors of a rank whose peer is gone, or does not answer. Such an error is never the first one.
-PEER_IS_GONE = re.compile(
-    r"closed by peer|reset by peer|Connection closed|Broken pipe|is gone|Socket closed|Connection refused"
-    r"|remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|Stop_waiting response"
-)
-PEER_IS_SILENT = re.compile(
-    r"Timed out waiting|timed out after|did not join the (?:rendezvous|others)|Watchdog caught", re.I
-)
-SILENT_RANK = re.compile(r"for rank (\d+)|rank (\d+) did not")
+from lockstep.failures.watched_rank import WatchedRank
 
-# Exception type or words of its message -> what it means, and what to type or do.
+BACKEND_SHARE = 0.8  # of backend.timeout: a rank that was silent for as long has not answered the others
+
+# Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
     (r"^TrainingDiverged: ", "a loss, a gradient or a weight is not finite", "do what the message says, then resume"),
     (r"^RanksDiffer: ", "ranks that must hold the same weights do not", "do what the message says, then resume"),
@@ -92,6 +85,12 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "correct that line, then type the command that resumes",
     ),
 )
+LOST_RANK = (
+    "raised where ranks wait for each other: another rank or its machine is lost or did not answer within "
+    "backend.timeout, or the call at this line has a mistake of its own",
+    "look at the other ranks' logs for an error, then at this line; type backend.timeout=<more seconds> if a rank was "
+    "only slow",
+)
 SIGNALS: dict[str, tuple[str, str]] = {
     "SIGKILL": (
         "killed, cause not known",
@@ -99,120 +98,81 @@ SIGNALS: dict[str, tuple[str, str]] = {
     ),
     "SIGSEGV": ("native code crashed (segmentation fault)", "the Python stack above shows the call that crashed"),
     "SIGBUS": ("native code crashed (bus error), as when /dev/shm or a mapped file is full", "free some space there"),
-    "SIGABRT": (
-        "native code ended the process (abort), as gloo does when ranks give other shapes to one collective",
-        "look at the collective in the stack above, and for a condition on the rank or its data",
-    ),
     "SIGFPE": ("native code crashed (arithmetic error)", "the Python stack above shows the call that crashed"),
     "SIGILL": ("native code crashed (illegal instruction)", "install a build of torch for this processor"),
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
     "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
 }
-CRASHES = {  # faulthandler's names
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": signal.SIGBUS,
-    "Floating-point exception": signal.SIGFPE,
-    "Illegal instruction": signal.SIGILL,
+HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, unaligned)"
+ABORTS = {  # by the thread that has called abort: one that runs Python, or one of native code
+    True: (
+        f"native code ended the process (abort) in the call of the stack above: {HEAP}",
+        "look at the native code that the line above calls; for damaged memory put MALLOC_CHECK_=3 before the command",
+    ),
+    False: (
+        "native code ended the process (abort) in a thread of its own, as gloo does when ranks give other shapes to "
+        f"one collective, and NCCL when a rank does not answer within backend.timeout; {HEAP}",
+        "look at the words before this report: for gloo and NCCL look for a condition on the rank or its data before a "
+        "collective; for damaged memory put MALLOC_CHECK_=3 before the command",
+    ),
 }
 
 
-def is_consequence(failure: Mapping[str, Any] | None) -> bool:
-    """Whether an exception only tells that another rank is gone or silent."""
-    if failure is None or failure["kind"] != "exception" or failure.get("is_local"):
-        return False
-    return tells_of_lost_rank(failure["message"])
+def first_failure(ranks: Sequence[WatchedRank], backend_timeout: float | None) -> WatchedRank | None:
+    """The rank that failed first; None if none has failed.
 
-
-def tells_of_lost_rank(message: str) -> bool:
-    """Whether the message of an exception is about a rank that is gone or silent."""
-    return bool(PEER_IS_GONE.search(message) or PEER_IS_SILENT.search(message))
-
-
-def silent_rank(message: str) -> int | None:
-    """The rank that did not answer, if the message names it."""
-    if not PEER_IS_SILENT.search(message):
+    It is the one whose end or exception is no error of communication, the earliest of several: a rank that is lost
+    makes the others fail, and these can say so before the monitor sees its end. If all ranks fail in communication, a
+    rank that had to be killed, and had done nothing for as long as the others wait, is the cause; else the first one
+    is. backend_timeout: how long ranks wait, in seconds, if it is known.
+    """
+    failed = sorted((rank for rank in ranks if rank.has_failed), key=lambda rank: rank.failed_at)
+    if not failed:
         return None
-    found = SILENT_RANK.search(message)
-    return None if found is None else int(found[1] or found[2])
+    hanging = [rank for rank in failed if rank.is_cause_of_hang]
+    ended_by_monitor = [rank for rank in failed if rank.killed_by_monitor and rank.failure is None]
+    by_themselves = [rank for rank in failed if rank not in ended_by_monitor]
+    causes = [rank for rank in by_themselves if not is_consequence(rank.failure)]
+    if hanging or causes:
+        return (hanging or causes)[0]
+    first = (by_themselves or failed)[0]
+    for rank in ended_by_monitor:
+        if backend_timeout and first.failed_at - rank.page.last_progress > BACKEND_SHARE * backend_timeout:
+            return rank
+    return first
 
 
-def explain_exception(type_name: str, message: str, is_local: bool = False) -> tuple[str, str]:
-    """(what it means, what to type) in plain words. is_local: see lockstep.failures.record."""
+def is_consequence(failure: Mapping[str, Any] | None) -> bool:
+    """Whether an exception, or the first failure of a report, may only tell that another rank is lost."""
+    return failure is not None and failure["kind"] == "exception" and bool(failure.get("is_communication"))
+
+
+def explain_exception(type_name: str, message: str, is_communication: bool = False) -> tuple[str, str]:
+    """(what it means, what to type) in plain words. is_communication: see lockstep.failures.record."""
     for pattern, meaning, advice in MEANINGS:
         if re.search(pattern, f"{type_name}: {message}"):
             return meaning, advice
-    if tells_of_lost_rank(message) and not is_local:
-        return explain_lost_rank(message)
+    if is_communication:
+        return LOST_RANK
     return "the code raised this exception", "correct its cause, then type the command that resumes"
 
 
-def explain_lost_rank(message: str) -> tuple[str, str]:
-    """As `explain_exception`, for a message that tells of a lost rank."""
-    if PEER_IS_SILENT.search(message):
-        return (
-            "a rank did not answer within backend.timeout: it hangs, or the network to it is down",
-            "look at the other ranks' logs, or type backend.timeout=<more seconds>",
-        )
-    return "another rank ended before this one", "look at the other ranks' logs for its error"
-
-
-def explain_exit(code: int | None, out_of_memory: bool, ended: str) -> tuple[str, str, str]:
-    """(short name, what it means, what to type) of a process that ended without a word.
-
-    out_of_memory: whether the kernel has counted a kill for want of memory. ended: what it did, a phase.
-    """
-    if code is None and out_of_memory:
+def explain_exit(rank: WatchedRank) -> tuple[str, str, str]:
+    """(short name, what it means, what to type) of a process that ended without a word."""
+    code = rank.exit_code
+    if code is None and rank.out_of_memory:
         code = -signal.SIGKILL  # its parent, such as Slurm, has taken the exit code
     if code is None:
         meaning, advice = SIGNALS["SIGKILL"]
         return "its parent has taken the exit code", f"{meaning}; or it left by a call of exit()", advice
     if code >= 0:
-        meaning = f"its program left with exit code {code} before the end of the run, in the phase {ended!r}"
+        meaning = f"its program left with exit code {code} before the end of the run, in the phase {rank.page.phase!r}"
         return f"exit code {code}", meaning, "remove the call of exit() in your code, or raise an exception there"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     meaning, advice = SIGNALS.get(name, (f"ended by {name}, cause not known", "resume"))
-    if name == "SIGKILL" and out_of_memory:
+    if name == "SIGABRT":
+        meaning, advice = ABORTS[rank.crashed_in_python]
+    if name == "SIGKILL" and rank.out_of_memory:
         meaning = "the system killed it because the machine, its container or its Slurm job has no memory left"
         advice = "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)"
     return name, meaning, advice
-
-
-def crash_in_stack(stack: Sequence[str]) -> int | None:
-    """Minus the signal that faulthandler names in a stack of a process that crashed. None if it has written none.
-
-    mpirun takes the exit code of a rank before the monitor can read it.
-    """
-    for line in stack:
-        for words, number in CRASHES.items():
-            if line == f"Fatal Python error: {words}":
-                return -number
-    return None
-
-
-def oom_kills(counters: Sequence[Path]) -> int:
-    """How often the kernel has killed for want of memory, by the first of `counters` that can be read."""
-    for path in counters:
-        try:
-            found = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
-        except OSError:
-            continue
-        if found:
-            return int(found[1])
-    return 0
-
-
-def oom_counters(pid: int) -> list[Path]:
-    """Files with the counter of the control group of a process. Under Slurm each rank may have a group of its own."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            paths += [Path("/sys/fs/cgroup", group.lstrip("/"), "memory.events"), Path("/sys/fs/cgroup/memory.events")]
-        elif "memory" in controllers.split(","):
-            paths.append(Path("/sys/fs/cgroup/memory", group.lstrip("/"), "memory.oom_control"))
-    return paths

@@ -1,6 +1,5 @@
 """How a rank and its monitor talk: lines of JSON over a Unix socket, and a page of memory that both see."""
 
-import contextlib
 import json
 import mmap
 import os
@@ -9,6 +8,7 @@ import struct
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,11 @@ def connect(address: str, timeout: float) -> socket.socket | None:
             time.sleep(RETRY_SECONDS)
 
 
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this process's user, or to root."""
-    peer = _peer(connection)
-    return peer is None or peer[1] in (os.getuid(), 0)  # else the file of the socket has the user's own permissions
+def peer(connection: socket.socket) -> tuple[int, int] | None:
+    """(process, user) at the other end; None where the system does not tell.
 
-
-def peer_pid(connection: socket.socket) -> int | None:
-    """The number of the process at the other end, as this process sees it: 0 in a container of its own.
-
-    None where the system does not tell.
+    The process has the number that this process sees: 0 for one in a container of its own.
     """
-    peer = _peer(connection)
-    return None if peer is None else peer[0]
-
-
-def _peer(connection: socket.socket) -> tuple[int, int] | None:
-    """(process, user) at the other end."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -94,35 +82,30 @@ class Reader:
 
     def read(self) -> list[Message]:
         """The messages that have arrived. Waits for the first bytes if there are none. `is_open` tells the end."""
-        data = self._receive()
-        return [] if data is None else self._messages(data)
+        return self._read() or []
 
     def read_rest(self) -> list[Message]:
         """All messages that have arrived. Does not wait: a child of a dead process may keep its connection open."""
         self.connection.setblocking(False)
         messages = []
-        while self.is_open and (data := self._receive()) is not None:
-            messages += self._messages(data)
+        while self.is_open and (arrived := self._read()) is not None:
+            messages += arrived
         return messages
 
-    def _receive(self) -> bytes | None:
-        """What has arrived: b"" at the end of the connection, None if nothing is there yet."""
+    def _read(self) -> list[Message] | None:
+        """The messages that what has arrived completes; None if nothing has."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.connection, 2**16, 8)
         except (BlockingIOError, TimeoutError):
             return None
         except OSError:
-            return b""
+            data, descriptors = b"", []
         self.descriptors += descriptors
-        return data
-
-    def _messages(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes."""
         self.is_open = bool(data) and len(self.rest) < LARGEST_LINE
         *lines, self.rest = (self.rest + data).split(b"\n")
         messages = []
         for line in lines:
-            with contextlib.suppress(ValueError):
+            with suppress(ValueError):
                 messages.append(json.loads(line))
         return messages
 
@@ -146,36 +129,35 @@ PHASES = (
     *("start", "meeting", "prepare", "build", "resume"),
     *("train", "evaluation", "snapshot", "disk", "export", "end", "mode"),
 )
-COLLECTIVES = ("", "shared_memory_sum")  # those that torch's flight recorder does not see
 NOBODY = -1
 
 # Offsets in the page, in bytes. All times are those of time.monotonic(), one clock for all processes of a machine.
 EPOCH, STEP, STEPS_ENDED, STEP_ENDED_AT = 0, 8, 16, 24
 PHASE, PHASE_SINCE = 32, 40
-COLLECTIVE, VALUES, WAITS_FOR = 48, 56, 64
-HEARTBEAT_AT = 72
+SUM_VALUES, SUM_WAITS_FOR = 48, 56
+HEARTBEAT_AT = 64
 
 
-def create_page_file() -> int:
-    """A file of `SIZE` zero bytes that has no name, so it leaves nothing behind. Returns its descriptor."""
-    file = create_unnamed_file("lockstep-page")
-    os.ftruncate(file, SIZE)
+def create_unnamed_file(name: str, size: int = 0) -> int:
+    """A file of `size` zero bytes that has no name, so it leaves nothing behind. Returns its descriptor."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create(name)
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, size)
     return file
 
 
-def create_unnamed_file(name: str) -> int:
-    """An empty file without a place in any folder. Returns its descriptor."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
 class ProgressPage:
-    """The page in the file `descriptor`, as both sides see it. Each field is written whole, so no lock is needed."""
+    """Memory in which a rank notes what it does, and which its monitor reads without asking the rank.
 
-    def __init__(self, descriptor: int) -> None:
-        self.memory = mmap.mmap(descriptor, SIZE)
+    memory: the descriptor of a file of SIZE bytes that both sides map; a bytearray if nobody else reads it.
+    Each field is written whole, so no lock is needed.
+    """
+
+    def __init__(self, memory: int | bytearray) -> None:
+        self.memory = mmap.mmap(memory, SIZE) if isinstance(memory, int) else memory
 
     def get(self, field: int) -> int:
         value: int = NUMBER.unpack_from(self.memory, field)[0]
@@ -188,8 +170,8 @@ class ProgressPage:
     def set(self, field: int, value: int) -> None:
         NUMBER.pack_into(self.memory, field, value)
 
-    def set_time(self, field: int, value: float) -> None:
-        SECONDS.pack_into(self.memory, field, value)
+    def set_time(self, field: int) -> None:
+        SECONDS.pack_into(self.memory, field, time.monotonic())
 
     @property
     def phase(self) -> str:
@@ -198,38 +180,28 @@ class ProgressPage:
 
     def enter(self, phase: str) -> None:
         """The rank does something else from now on. phase: one of PHASES."""
-        self.set_time(PHASE_SINCE, time.monotonic())
+        self.set_time(PHASE_SINCE)
         self.set(PHASE, PHASES.index(phase))
 
     def step_ended(self, epoch: int, step: int) -> None:
         """epoch: counted from 1. step: optimizer steps done."""
         self.set(EPOCH, epoch)
         self.set(STEP, step)
-        self.set_time(STEP_ENDED_AT, time.monotonic())
+        self.set_time(STEP_ENDED_AT)
         self.set(STEPS_ENDED, self.get(STEPS_ENDED) + 1)
-
-    def heartbeat(self) -> None:
-        """A piece of the phase's work is done, such as a batch of an evaluation."""
-        self.set_time(HEARTBEAT_AT, time.monotonic())
-
-    @property
-    def last_step_end(self) -> float:
-        return self.get_time(STEP_ENDED_AT)
 
     @property
     def last_progress(self) -> float:
         """When the rank last ended a step or another piece of work, or entered a phase."""
         return max(self.get_time(field) for field in (STEP_ENDED_AT, PHASE_SINCE, HEARTBEAT_AT))
 
-    def collective_starts(self, name: str, values: int) -> None:
-        """name: one of COLLECTIVES. values: how many numbers the collective is about."""
-        self.set(VALUES, values)
-        self.set(WAITS_FOR, NOBODY)
-        self.set(COLLECTIVE, COLLECTIVES.index(name))
+    def sum_starts(self, values: int) -> None:
+        """The rank is in a sum through shared memory, which torch's flight recorder does not see."""
+        self.set(SUM_WAITS_FOR, NOBODY)
+        self.set(SUM_VALUES, values)
 
-    def waits_for(self, rank: int) -> None:
-        """The rank that the collective waits for."""
-        self.set(WAITS_FOR, rank)
+    def sum_waits_for(self, rank: int) -> None:
+        self.set(SUM_WAITS_FOR, rank)
 
-    def collective_ends(self) -> None:
-        self.set(COLLECTIVE, 0)
+    def sum_ends(self) -> None:
+        self.set(SUM_VALUES, 0)

@@ -2,16 +2,20 @@
 
 import linecache
 import re
+import sys
 import traceback
 from itertools import dropwhile
 from types import FrameType, TracebackType
 from typing import Any
 
+from lockstep.compat import BACKWARD
 from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged, printable
-from lockstep.source_code import is_library, is_project, is_users
+from lockstep.source_code import PROJECT, is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
+KINDS = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different", StoppedEarly: "stopped"}
+COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
 _OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
@@ -22,43 +26,55 @@ def exception_record(error: BaseException) -> dict[str, Any]:
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__  # Hydra wraps what a class of the user's raises
     return {
-        "kind": _kind(error),
+        "kind": next((kind for of_type, kind in KINDS.items() if isinstance(error, of_type)), "exception"),
         "type": type(error).__name__,
         "message": message_of(error),
-        "is_local": is_local(error),
+        "is_communication": is_communication_error(error),
         **(_place_in_text(_text(error)) or _place(_traceback_of_user(error))),
     }
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether `error` can come from the loss of another rank: it was raised where a rank waits for others.
+
+    By its type and by the frame that raised it, not by its words: torch's own errors of communication; a broken
+    connection, a timeout or a plain RuntimeError of C++ in torch.distributed, in a backward pass, in which torch
+    averages gradients, in a `wait()`, or in this project's own code. A RuntimeError there may be a mistake of this rank
+    alone, so the time decides, see `lockstep.failures.causes.first_failure`. An error while such a one is handled
+    counts, too.
+    """
+    if isinstance(error, ConfigError):  # it says what to type
+        return False
+    before = error.__cause__ or error.__context__
+    if before is not None and is_communication_error(before):
+        return True
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    if type(error) is not RuntimeError and not isinstance(error, ConnectionError | TimeoutError):
+        return False
+    entries = _entries(error.__traceback__)
+    while entries and is_library(_file(entries[-1])) and "/torch/" not in _file(entries[-1]):
+        entries.pop()  # such as Python's socket.py: who has called it?
+    if not entries:
+        return False
+    file, function = _file(entries[-1]), entries[-1].tb_frame.f_code.co_name
+    if is_library(file):
+        return function == BACKWARD or "/torch/distributed/" in file or "/torch/nn/parallel/" in file
+    if is_project(file):
+        return not file.startswith(COMPUTING)
+    return _operation(entries[-1]).endswith(".wait()")
 
 
 def message_of(error: BaseException) -> str:
     """At most LONGEST_MESSAGE characters that a terminal and a file can show."""
     text = _text(error)
-    if _OF_WORKER in text:
-        text = _words_of_worker(text, type(error).__name__)
+    if _OF_WORKER in text:  # without the traceback that torch puts before it, and without the type, which is known
+        lines = text.splitlines()
+        last_frame = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=0)
+        words = list(dropwhile(lambda line: line.startswith("    "), lines[last_frame + 1 :]))  # after a line of code
+        text = re.sub(rf"^(\w+\.)*{type(error).__name__}: ", "", "\n".join(words)) if words else text
     return printable(text[:LONGEST_MESSAGE], kept="\n\t")
-
-
-def _words_of_worker(text: str, name: str) -> str:
-    """What a DataLoader worker's exception says, without the traceback that torch puts before it.
-
-    name: of its type, which is not repeated.
-    """
-    lines = text.splitlines()
-    last_frame = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=0)
-    said = list(dropwhile(lambda line: line.startswith("    "), lines[last_frame + 1 :]))  # the line of code
-    return re.sub(rf"^(\w+\.)*{name}: ", "", "\n".join(said)) if said else text
-
-
-def is_local(error: BaseException) -> bool:
-    """Whether neither torch nor this project has raised it, so that it tells nothing of another rank."""
-    if error.__cause__ is not None:
-        return is_local(error.__cause__)
-    if _OF_WORKER in _text(error):  # a DataLoader worker has raised it
-        return True
-    if type(error).__module__.startswith("torch") or "gloo/" in _text(error):
-        return False
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(files) and not is_project(files[-1]) and not ("/torch/" in files[-1] and is_library(files[-1]))
 
 
 def _text(error: BaseException) -> str:
@@ -68,14 +84,17 @@ def _text(error: BaseException) -> str:
         return "(no message)"
 
 
-def _kind(error: BaseException) -> str:
-    if isinstance(error, ConfigError):
-        return "config"
-    if isinstance(error, TrainingDiverged):
-        return "diverged"
-    if isinstance(error, RanksDiffer):
-        return "different"
-    return "stopped" if isinstance(error, StoppedEarly) else "exception"
+def _entries(trace: TracebackType | None) -> list[TracebackType]:
+    """The frames from the outermost to the one that raised."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    return entries
+
+
+def _file(entry: TracebackType) -> str:
+    return entry.tb_frame.f_code.co_filename
 
 
 def _traceback_of_user(error: BaseException) -> TracebackType | None:
@@ -91,22 +110,23 @@ def _runs_users_code(trace: TracebackType | None) -> bool:
     return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
 
 
+def _owner(file: str) -> int:
+    """2 for the user's code, 1 for this project's, 0 for libraries."""
+    return 2 if is_users(file) else int(is_project(file))
+
+
 def _place(trace: TracebackType | None) -> dict[str, Any]:
     """The innermost line of the user's code; of this project's if there is none; else the innermost of all."""
-    entries: list[TracebackType] = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
+    entries = _entries(trace)
     if not entries:
         return {}
-    chosen = max(enumerate(entries), key=lambda item: (_owner(item[1].tb_frame.f_code.co_filename), item[0]))[1]
-    frame = chosen.tb_frame
-    operation = _operation(chosen)
+    chosen = max(enumerate(entries), key=lambda item: (_owner(_file(item[1])), item[0]))[1]
+    frame, operation = chosen.tb_frame, _operation(chosen)
     return {
-        "file": frame.f_code.co_filename,
+        "file": _file(chosen),
         "line": chosen.tb_lineno,
         "function": frame.f_code.co_name,
-        "code": linecache.getline(frame.f_code.co_filename, chosen.tb_lineno).strip(),
+        "code": linecache.getline(_file(chosen), chosen.tb_lineno).strip(),
         "operation": operation,
         "operands": _operands(operation, frame),
     }
@@ -114,28 +134,18 @@ def _place(trace: TracebackType | None) -> dict[str, Any]:
 
 def _place_in_text(message: str) -> dict[str, Any] | None:
     """The place that a DataLoader worker's exception has in the text that torch makes of it."""
-    if _OF_WORKER not in message:
-        return None
-    frames = _FRAME_IN_TEXT.findall(message)
+    frames = _FRAME_IN_TEXT.findall(message) if _OF_WORKER in message else []
     if not frames:
         return None
     file, line, function, code = max(enumerate(frames), key=lambda item: (_owner(item[1][0]), item[0]))[1]
     return {"file": file, "line": int(line), "function": function, "code": code, "operation": code, "operands": {}}
 
 
-def _owner(file: str) -> int:
-    """2 for the user's code, 1 for this project's, 0 for libraries."""
-    if is_users(file):
-        return 2
-    return 1 if is_project(file) else 0
-
-
-def _operation(trace: TracebackType) -> str:
+def _operation(entry: TracebackType) -> str:
     """The expression that failed, by the positions that Python 3.11 keeps of each instruction."""
-    code = trace.tb_frame.f_code
-    positions = list(code.co_positions())
-    first, last, start, end = positions[trace.tb_lasti // 2]
-    line = linecache.getline(code.co_filename, trace.tb_lineno)
+    code = entry.tb_frame.f_code
+    first, last, start, end = list(code.co_positions())[entry.tb_lasti // 2]
+    line = linecache.getline(code.co_filename, entry.tb_lineno)
     if first is None or first != last or start is None or end is None:
         return line.strip()
     return line.encode()[start:end].decode(errors="replace")
@@ -143,27 +153,20 @@ def _operation(trace: TracebackType) -> str:
 
 def _operands(operation: str, frame: FrameType) -> dict[str, str]:
     """{name: "(32, 64) float32" or "Linear(in_features=64, ...)"} of the tensors and modules in `operation`."""
-    found = {}
+    operands = {}
     for name in dict.fromkeys(_NAME.findall(operation)):
         first, *rest = name.split(".")
-        value = frame.f_locals.get(first)
+        value: Any = frame.f_locals.get(first)
         try:
             for attribute in rest:
                 value = getattr(value, attribute)
-            text = _describe(value)
+            if hasattr(value, "shape") and hasattr(value, "dtype"):
+                operands[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            elif hasattr(value, "extra_repr") and not isinstance(value, type):
+                operands[name] = f"{type(value).__name__}({value.extra_repr()})"
         except Exception:  # the report must not fail on a property of the user's
             continue
-        if text is not None:
-            found[name] = text
-    return found
-
-
-def _describe(value: Any) -> str | None:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if hasattr(value, "extra_repr") and not isinstance(value, type):
-        return f"{type(value).__name__}({value.extra_repr()})"
-    return None
+    return operands
 
 
 def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from lockstep.failures import channel
 from lockstep.failures.rank import ADDRESS
-from lockstep.failures.watched_rank import MonitorOptions
+from lockstep.failures.report import MonitorOptions
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 
@@ -134,25 +134,14 @@ def whole_command(started_by: str) -> list[str]:
     """
     if started_by == "srun":
         return ["srun", *typed_command()]
-    parent = _command_of(os.getppid())
-    if parent[0] in MPI_LAUNCHERS:
-        return _without_values(parent)
-    return parent if "TORCHELASTIC_RUN_ID" in os.environ else typed_command()
-
-
-def _without_values(mpirun: list[str]) -> list[str]:
-    """The words with `-x NAME` for `-x NAME=VALUE`, which may be a secret. Where the ranks meet is none."""
-    shown = mpirun[:1]
-    for before, word in pairwise(mpirun):
-        is_value = before == "-x" and not word.startswith("MASTER_")
-        shown.append(word.partition("=")[0] if is_value else word)
-    return shown
-
-
-def _command_of(pid: int) -> list[str]:
-    """The words that started another process; this one's where the system does not tell."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        program, *words = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return typed_command()
-    return [os.path.basename(words[0]), *words[1:]]
+    program = os.path.basename(program)
+    if program in MPI_LAUNCHERS:  # `-x NAME` for `-x NAME=VALUE`, which may be a secret; where the ranks meet is none
+        is_value = [before == "-x" and not word.startswith("MASTER_") for before, word in pairwise(["", *words])]
+        words = [word.partition("=")[0] if hides else word for word, hides in zip(words, is_value, strict=True)]
+    elif "TORCHELASTIC_RUN_ID" not in os.environ:
+        return typed_command()
+    return [program, *words]

@@ -1,17 +1,21 @@
-"""From the facts of all ranks to one verdict on a hang."""
+"""From what is known of all ranks that hang to one verdict: whose fault it is, what to do, and the table of all ranks.
+
+Pure functions of the facts that `lockstep.failures.watchdog` gathers: the state in /proc, the Python stacks that
+`faulthandler` writes, torch's flight records, and the progress page.
+"""
 
 import json
 import linecache
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep.compat import BACKWARD, GROUP_MAKERS
 from lockstep.source_code import is_project, is_users
 from lockstep.text import aligned
 
@@ -21,14 +25,23 @@ THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")
 DEBUGGERS = ("/bdb.py", "/pdb.py", "/code.py", "/pydevd")
-COLLECTIVE_CODE = ("/torch/distributed/", "/lockstep/distributed/", "/torch/nn/parallel/")
-STORES = (
-    *("/lockstep/distributed/rendezvous.py", "/lockstep/distributed/store.py", "/lockstep/distributed/store_waits.py"),
-    "/torch/distributed/rendezvous.py",
-)
-GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # functions of torch
-WAITING_CALLS = (".wait(", ".item(", ".tolist(", ".cpu(", "synchronize(")
+COLLECTIVES = ("/torch/distributed/", "/lockstep/distributed/", "/torch/nn/parallel/")
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
+WAITING_CALLS = (".wait(", ".item(", ".tolist(", ".cpu(", "synchronize(")
+
+STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "stopped", "t": "traced", "Z": "has ended", "": "has ended"}
+HEADER = ("rank", "pid", "state", "phase", "step", "silent for", "calls ended/begun", "is in", "at")
+MOST_ROWS, WIDEST_CALL = 16, 40
+
+SAME_CALLS = (
+    "all ranks must make the same collective calls in the same order; look for a condition on the rank or its data"
+)
+YOUR_CODE = "see why that line does not end; type watch.timeout=<more seconds> if it is only slow"
+CHECK_DISK = "check the disk or the network file system (dmesg, df)"
+STACKS = "see the stacks of all ranks in hang.txt in the run folder"
+
+
+# Stacks.
 
 
 @dataclass(frozen=True)
@@ -90,30 +103,16 @@ class Stack:
         return Stack(inner).is_inside(COMPILERS) or self.is_inside(DEBUGGERS)
 
     @property
-    def waits_at_store(self) -> bool:
-        top = self.top
-        if top is None:
-            return False
-        return top.file.endswith(STORES) or self.makes_group or "store." in top.source
-
-    @property
     def makes_group(self) -> bool:
         """Whether the innermost frame forms a process group, for which the ranks meet at the store."""
         return self.top is not None and self.top.function in GROUP_MAKERS
 
-    def waits_in_collective(self, has_unfinished: bool) -> bool:
-        """Whether the innermost frame waits for other ranks.
-
-        has_unfinished: whether a collective that this rank has begun has not ended. Then a backward pass, in which
-        DistributedDataParallel waits without a Python frame of its own, and calls that wait for a result count too.
-        """
-        top = self.top
-        if top is None:
-            return has_unfinished
-        if any(part in top.file for part in COLLECTIVE_CODE):
-            return has_unfinished or self.makes_group or not self.waits_at_store
-        is_call = any(call in top.source for call in WAITING_CALLS)
-        return has_unfinished and (top.function == "_engine_run_backward" or is_call)
+    @property
+    def waits_at_store(self) -> bool:
+        if self.top is None:
+            return False
+        is_rendezvous = self.top.file.endswith("/torch/distributed/rendezvous.py")
+        return is_rendezvous or self.makes_group or "store." in self.top.source
 
 
 def parse_stack(text: str, main_thread: str | None = None) -> Stack:
@@ -136,6 +135,8 @@ def parse_stack(text: str, main_thread: str | None = None) -> Stack:
     return Stack(tuple(threads.get(wanted or "", ())))
 
 
+# Flight records.
+
 Call = tuple[str, str]
 """(operation, shapes) of a collective, such as ("all_reduce", "(10,) Float")."""
 
@@ -146,8 +147,10 @@ SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce", "gloo:all_gathe
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of a rank's record. number: counts the collectives of one process group, from 1.
+    """One entry of a rank's record.
 
+    group: the process group, of one backend.
+    number: counts the collectives of the group, from 1.
     call: what all ranks must do alike, without the shape where that may differ.
     """
 
@@ -180,46 +183,40 @@ class Record:
         return {entry.number: entry for entry in self.entries if entry.group == group}
 
 
-def parse_record(text: str) -> Record:
-    """torch's record as JSON -> Record. An unreadable one is an empty one: the format is private to torch."""
+def parse_records(text: str) -> Record:
+    """torch's records (a JSON list: gloo's, NCCL's) -> one Record, in order of time.
+
+    An unreadable one is an empty one: the format is private to torch.
+    """
+    entries: list[tuple[int, Collective]] = []
+    sends: list[str] = []
+    enqueued = completed = 0
     try:
-        raw = json.loads(text)
-        entries = [_collective(entry) for entry in raw.get("entries", []) if not entry["is_p2p"]]
-        sends = [_operation(entry) for entry in raw.get("entries", []) if entry["is_p2p"] and not _has_ended(entry)]
-        status = raw.get("pg_status", {}).values()
-        enqueued = sum(max(0, int(group["last_enqueued_collective"])) for group in status)
-        completed = sum(max(0, int(group["last_completed_collective"])) for group in status)
+        for backend, raw in enumerate(json.loads(text)):
+            for entry in raw.get("entries", []):
+                name = str(entry["profiling_name"])
+                operation = name.rpartition(":")[2]
+                finished = bool(entry["retired"]) or entry["state"] == "completed"  # gloo's stay "scheduled"
+                if entry["is_p2p"]:
+                    sends += [] if finished else [operation]
+                    continue
+                sizes = entry["input_sizes"] or entry["output_sizes"]
+                dtypes = entry["input_dtypes"] or entry["output_dtypes"]
+                shape = ", ".join(
+                    f"({', '.join(map(str, size))}{',' * (len(size) == 1)}) {dtype}"
+                    for size, dtype in zip(sizes, dtypes, strict=False)
+                )
+                call = (operation, shape if {name, operation} & SAME_SHAPES else "")
+                group = f"{backend}/{entry['process_group'][0]}"
+                collective = Collective(group, int(entry["collective_seq_id"]), operation, shape, call, finished)
+                entries.append((int(entry.get("time_created_ns", 0)), collective))
+            for group in raw.get("pg_status", {}).values():
+                enqueued += max(0, int(group["last_enqueued_collective"]))
+                completed += max(0, int(group["last_completed_collective"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return Record()
-    return Record(tuple(entries), tuple(sends), enqueued, completed)
-
-
-def _collective(entry: Mapping[str, Any]) -> Collective:
-    name, operation = str(entry["profiling_name"]), _operation(entry)
-    shape = _shape(entry["input_sizes"] or entry["output_sizes"], entry["input_dtypes"] or entry["output_dtypes"])
-    return Collective(
-        group=str(entry["process_group"][0]),
-        number=int(entry["collective_seq_id"]),
-        operation=operation,
-        shape=shape,
-        call=(operation, shape if {name, operation} & SAME_SHAPES else ""),
-        finished=_has_ended(entry),
-    )
-
-
-def _operation(entry: Mapping[str, Any]) -> str:
-    return str(entry["profiling_name"]).rpartition(":")[2]
-
-
-def _has_ended(entry: Mapping[str, Any]) -> bool:
-    return bool(entry["retired"]) or entry["state"] == "completed"  # gloo's stay "scheduled"
-
-
-def _shape(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    return ", ".join(
-        f"({', '.join(map(str, size))}{',' * (len(size) == 1)}) {dtype}"
-        for size, dtype in zip(sizes, dtypes, strict=False)
-    )
+    ordered = sorted(entries, key=lambda entry: entry[0])
+    return Record(tuple(collective for _, collective in ordered), tuple(sends), enqueued, completed)
 
 
 @dataclass(frozen=True)
@@ -313,23 +310,22 @@ def usual_followers(history: Sequence[Call]) -> dict[Call | None, set[Call]]:
     return followers
 
 
-@dataclass(frozen=True)
-class SharedSum:
-    """A sum through shared memory that has not ended. waits_for: a rank."""
-
-    values: int
-    waits_for: int | None
-
-    def __str__(self) -> str:
-        return f"shared-memory sum of {self.values:,} values"
+# The facts of a rank.
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """state: the letter in /proc/<pid>/stat, "" for no such process; D only if it was D each time. answers: whether
-    its Python threads run, None if they cannot be asked. seconds: since its last progress. busy_worker: the pid of a
-    process that it has started, such as a loader worker, and where that is in the user's code. kernel: where in the
-    kernel it waits."""
+    """What is known of one rank, as values of JSON: machines show them to each other.
+
+    state: the letter in /proc/<pid>/stat, "" for no such process.
+    children_run: whether a process that it has started computes, such as a loader worker.
+    seconds: since its last progress.
+    answers: whether its Python threads run, None if they cannot be asked.
+    stacks, main_thread: what faulthandler has written, and the thread to look at.
+    records: torch's flight records.
+    sum_values, sum_waits_for: of a sum through shared memory that has not ended: its size, and a rank.
+    worker: the pid of a process that it has started, such as a loader worker, and the stacks of that one.
+    """
 
     rank: int
     pid: int
@@ -337,25 +333,58 @@ class RankFacts:
     phase: str
     step: int
     seconds: float
+    children_run: bool = False
     answers: bool | None = None
-    stack: Stack = field(default_factory=Stack)
-    record: Record = field(default_factory=Record)
-    shared_sum: SharedSum | None = None
-    busy_worker: tuple[int, Frame] | None = None
-    kernel: str = ""
+    stacks: str = ""
+    main_thread: str | None = None
+    records: str = "[]"
+    sum_values: int = 0
+    sum_waits_for: int | None = None
+    worker: Sequence[Any] | None = None
 
-    @property
+    @cached_property
+    def stack(self) -> Stack:
+        return parse_stack(self.stacks, self.main_thread)
+
+    @cached_property
+    def record(self) -> Record:
+        return parse_records(self.records)
+
+    @cached_property
+    def workers_frame(self) -> Frame | None:
+        """Where the process that it has started is in the user's code."""
+        return None if self.worker is None else parse_stack(self.worker[1], self.main_thread).users
+
+    @cached_property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks in a collective."""
-        if self.shared_sum is not None:
-            return self.stack.top is None or not self.stack.top.is_users
+        """Whether it waits for other ranks in a collective.
+
+        With a collective that has begun and not ended, a backward pass, in which DistributedDataParallel waits without
+        a Python frame of its own, and calls that wait for a result count, too: a GPU's result is waited for in state R.
+        """
+        top = self.stack.top
+        if self.sum_values:
+            return top is None or not top.is_users
         has_unfinished = self.record.unfinished is not None or bool(self.record.point_to_point)
-        return self.state != "R" and self.stack.waits_in_collective(has_unfinished)
+        if top is None or top.function == BACKWARD:
+            return has_unfinished and self.state != "R"
+        if any(part in top.file for part in COLLECTIVES):
+            return has_unfinished or self.stack.makes_group or not self.stack.waits_at_store
+        return has_unfinished and any(call in top.source for call in WAITING_CALLS)
+
+    def call(self, entry: Collective | None = None) -> str:
+        """The collective that it is in. entry: the one of its record that is asked about."""
+        if self.sum_values:
+            return f"shared-memory sum of {self.sum_values:,} values"
+        otherwise = "a new process group" if self.stack.makes_group else "no collective"
+        return str(entry or self.record.unfinished or otherwise)
+
+    def place(self, entry: Collective | None = None) -> str:
+        """As `call`, and where."""
+        return f"{self.call(entry)}, {at(self.stack.place)}"
 
 
-STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "stopped", "t": "traced", "Z": "has ended", "": "has ended"}
-HEADER = ("rank", "pid", "state", "phase", "step", "silent for", "calls ended/begun", "is in", "at")
-MOST_ROWS, WIDEST_CALL = 16, 40
+# The verdict.
 
 
 class Kind(Enum):
@@ -367,8 +396,6 @@ class Kind(Enum):
     DEAD = "a rank has died"
     STOPPED = "a rank is stopped"
     USER_CODE = "a rank is in user code"
-    GIL_HELD = "the GIL is held"
-    DISK = "a rank waits for the disk"
     STORE = "the store does not answer"
     SLOW = "just slow"
     ELSEWHERE = "another machine"
@@ -385,36 +412,148 @@ class Verdict:
     advice: str
 
 
+def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
+    """The first verdict that fits: those that need no guess come first.
+
+    facts: of all ranks that are known. world_size: the ranks of all machines.
+    """
+    waiting = [rank for rank in facts if rank.is_waiting]
+    free = [rank for rank in facts if not rank.is_waiting]
+    in_users_code = [rank for rank in free if rank.stack.users is not None]
+
+    for rank in sorted(facts, key=lambda rank: rank.state not in ("", "Z", "X")):
+        who = f"rank {rank.rank} (pid {rank.pid})"
+        if rank.state in ("", "Z", "X"):
+            meaning = f"{who} has ended, and its sockets are still open in another process"
+            return Verdict(Kind.DEAD, (rank.rank,), meaning, f"see logs/rank{rank.rank}.log for how it ended")
+        if rank.state == "T":
+            advice = f"type kill -CONT {rank.pid}, with watch.on_hang=report or before watch.timeout"
+            return Verdict(Kind.STOPPED, (rank.rank,), f"{who} is stopped by SIGSTOP", advice)
+    for rank in facts:
+        if rank.state == "t" or (rank in free and rank.stack.is_compiling_or_debugged):
+            meaning = f"rank {rank.rank} compiles or is in a debugger, {at(rank.stack.top)}"
+            return Verdict(Kind.SLOW, (rank.rank,), meaning, "wait")
+
+    asking = [rank for rank in facts if rank.stack.waits_at_store]
+    # Of a new group that some ranks make, the others are missing.
+    makes_group = any(rank.stack.makes_group for rank in asking)
+    if asking and not in_users_code and not (makes_group and len(asking) < world_size):
+        ranks, frame = tuple(rank.rank for rank in asking), asking[0].stack.users or asking[0].stack.top
+        meaning = f"{are(ranks)} waiting for an answer of the store, {at(frame)}"
+        return Verdict(Kind.STORE, ranks, meaning, "check the network to MASTER_ADDR, and whether its process is alive")
+
+    difference = first_difference({rank.rank: rank.record for rank in facts})
+    if difference and not in_users_code and (all(difference.entries.values()) or not free):
+        return _unlike(facts, difference)
+
+    for rank in free:
+        if rank.workers_frame is not None and rank.worker is not None:
+            where = f"a data loader worker of rank {rank.rank} (pid {rank.worker[0]})"
+            meaning = f"{where} is in user code, {at(rank.workers_frame)}"
+            return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
+    for rank in in_users_code:
+        holds = " and holds the GIL" if rank.answers is False else ""
+        meaning = f"rank {rank.rank} is in user code{_activity(rank)}{holds}, {at(rank.stack.users)}"
+        return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
+
+    # Sums through shared memory, which the flight recorder does not record.
+    sums = {rank: rank.sum_values for rank in waiting if rank.sum_values}
+    if len(set(sums.values())) > 1:
+        sizes = list(sums.values())
+        usual = max(sizes, key=sizes.count)
+        odd = tuple(rank.rank for rank, size in sums.items() if size != usual or len(set(sizes)) == len(sizes))
+        places = _places({rank: rank.place() for rank in sums})
+        meaning = f"{name_ranks(odd)}: another shape than the other ranks: {places}"
+        return Verdict(Kind.OTHER_SHAPE, odd, meaning, SAME_CALLS)
+
+    if free:  # neither in a collective nor in the user's code
+        computing = [rank for rank in free if rank.state == "R" or rank.children_run]
+        rank = (computing or free)[0]
+        where = f"in the phase {rank.phase}"
+        where += f", {at(rank.stack.place)}" if rank.stack.frames else ""
+        if computing:
+            return Verdict(Kind.SLOW, (rank.rank,), f"rank {rank.rank} computes {where}", "wait")
+        ranks, is_disk = tuple(rank.rank for rank in free), rank.phase == "disk" or rank.state == "D"
+        if waiting:
+            other = waiting[0]
+            meaning = (
+                f"{name_ranks(ranks)} did not come to {other.place()}, where rank {other.rank} waits: it is {where}"
+            )
+            return Verdict(Kind.MISSING_CALL, ranks, meaning, CHECK_DISK if is_disk else SAME_CALLS)
+        meaning = f"{are(ranks)} {where}, and neither computing nor waiting for another rank"
+        return Verdict(Kind.UNKNOWN, ranks, meaning, CHECK_DISK if is_disk else STACKS)
+
+    here = facts[0]
+    if len(facts) < world_size:
+        sends = f" ({', '.join(here.record.point_to_point)})" if here.record.point_to_point else ""
+        meaning = f"all ranks of this machine wait in {here.place()}{sends} for ranks of other machines"
+        advice = "read the report of the other machines, and check the network to them"
+        return Verdict(Kind.ELSEWHERE, (), meaning, advice)
+    advice = f"check the network between the ranks (backend.socket_ifname=<interface>), and {STACKS}"
+    return Verdict(Kind.UNKNOWN, (), f"all ranks wait in {here.place()}; the table shows all that is known", advice)
+
+
+def _unlike(facts: Sequence[RankFacts], difference: Difference) -> Verdict:
+    """All ranks are in a collective, but not in the same one."""
+    odd, entries = difference.odd, difference.entries
+    calls = [entry for entry in entries.values() if entry is not None]
+    places = _places({rank: rank.place(entries[rank.rank]) for rank in facts if rank.rank in entries})
+    if difference.skipped:
+        usual = next(entry for rank, entry in entries.items() if rank not in odd and entry is not None)
+        return Verdict(Kind.MISSING_CALL, odd, f"{name_ranks(odd)} did not call {usual}: {places}", SAME_CALLS)
+    is_same_operation = len(calls) == len(entries) and len({entry.operation for entry in calls}) == 1
+    kind = Kind.OTHER_SHAPE if is_same_operation else Kind.OTHER_OPERATION
+    return Verdict(kind, odd, f"{name_ranks(odd)}: {kind.value} than the other ranks: {places}", SAME_CALLS)
+
+
+def _places(places: Mapping[RankFacts, str]) -> str:
+    """rank 1 is in a broadcast at ...; ranks 0 and 2 are in ..."""
+    together: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        together.setdefault(place, []).append(rank.rank)
+    return "; ".join(f"{are(ranks)} in {place}" for place, ranks in together.items())
+
+
+def _activity(rank: RankFacts) -> str:
+    if rank.phase == "prepare":
+        return " (dataset.prepare)"
+    within = " of an evaluation" if rank.phase == "evaluation" else ""
+    if rank.stack.is_inside(LOADERS):
+        return f" (the data loader{within})"
+    if rank.stack.is_inside(("/torch/nn/modules/",)):
+        return f" (the model{within})"
+    return " (an evaluation)" if within else ""
+
+
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict with its evidence. silence: seconds since the last progress of any rank.
-
-    crashing: the ranks that do not hang: gloo is about to end them, as they receive more than they expect.
-    """
+    """A verdict with its evidence. silence: seconds since the last progress of any rank."""
 
     verdict: Verdict
     facts: tuple[RankFacts, ...]
     silence: float
-    crashing: tuple[int, ...] = ()
 
     @property
     def is_certain(self) -> bool:
         """Not where the cause may be a rank of another machine that is only slow, or a download that takes hours."""
         return self.verdict.kind is not Kind.ELSEWHERE and all(rank.phase != "prepare" for rank in self.facts)
 
-    def print(self, run_dir: str | None) -> None:
-        """Print the table and the verdict, and write them to hang.txt in the run folder."""
-        lines = [
-            f"lockstep: no rank has made progress for {self.silence:.0f} s; the run is not ended",
+    def lines(self) -> list[str]:
+        """What is printed if the run is not ended."""
+        return [
+            f"lockstep: no rank has made progress for {self.silence:.0f} s",
             *self.table(),
             f"verdict: {self.verdict.kind.value}",
             f"what it means: {self.verdict.meaning}",
             f"what to do: {self.verdict.advice}",
         ]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        if run_dir is not None:
-            with suppress(OSError):
-                Path(run_dir, "hang.txt").write_text("\n".join(lines) + "\n")
+
+    def stacks(self) -> dict[str, list[str]]:
+        """Of each rank: the lines of its main thread, the innermost first."""
+        return {
+            str(rank.rank): [f"{frame} in {frame.function}: {frame.source}" for frame in rank.stack.frames]
+            for rank in self.facts
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """As values of JSON, for the failure report."""
@@ -424,8 +563,8 @@ class Diagnosis:
             "meaning": self.verdict.meaning,
             "advice": self.verdict.advice,
             "table": self.table(),
+            "stacks": self.stacks(),
             "silent_seconds": round(self.silence, 1),
-            "ended_by_gloo": list(self.crashing),
         }
 
     def table(self) -> list[str]:
@@ -438,31 +577,21 @@ class Diagnosis:
 
 
 def _row(rank: RankFacts) -> tuple[str, ...]:
-    record = rank.record
+    record, frame = rank.record, rank.workers_frame or rank.stack.place
     calls = f"{record.completed}/{record.enqueued}" if record.enqueued else "-"
-    state = f"{rank.state} {STATES.get(rank.state, '')}".strip()
-    position = (str(rank.rank), str(rank.pid), state, rank.phase, str(rank.step))
-    return *position, f"{rank.seconds:.0f} s", calls, _call(rank), _shown_place(rank)
-
-
-def _call(rank: RankFacts) -> str:
-    if rank.shared_sum is not None:
-        peer = "" if rank.shared_sum.waits_for is None else f", for rank {rank.shared_sum.waits_for}"
-        return f"{rank.shared_sum}{peer}"
-    if not rank.is_waiting:
-        return "no collective"
-    text = ", ".join(rank.record.point_to_point) if rank.record.unfinished is None else str(rank.record.unfinished)
-    return text if len(text) <= WIDEST_CALL else f"{text[: WIDEST_CALL - 3]}..."
-
-
-def _shown_place(rank: RankFacts) -> str:
-    who, frame = "", rank.stack.place
-    if rank.busy_worker is not None:
-        pid, frame = rank.busy_worker
-        who = f"loader worker {pid}: "
-    elif rank.answers is False and frame is not None:
+    call = ", ".join(record.point_to_point) if record.point_to_point and not record.unfinished else rank.call()
+    if rank.sum_values and rank.sum_waits_for is not None:
+        call += f", for rank {rank.sum_waits_for}"
+    elif not rank.is_waiting:
+        call = "no collective"
+    elif len(call) > WIDEST_CALL:
+        call = f"{call[: WIDEST_CALL - 3]}..."
+    who = f"loader worker {rank.worker[0]}: " if rank.worker and rank.workers_frame else ""
+    if not who and rank.answers is False:
         who = "GIL held: "
-    return "not known" if frame is None else f"{who}{frame.short} in {frame.function}"
+    where = "not known" if frame is None else f"{who}{frame.short} in {frame.function}"
+    state = f"{rank.state} {STATES.get(rank.state, '')}".strip()
+    return str(rank.rank), str(rank.pid), state, rank.phase, str(rank.step), f"{rank.seconds:.0f} s", calls, call, where
 
 
 def at(frame: Frame | None) -> str:
@@ -478,208 +607,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-SAME_CALLS = (
-    "all ranks must make the same collective calls in the same order; look for a condition on the rank or its data"
-)
-CHECK_DISK = "check the disk or the network file system (dmesg, df)"
-YOUR_CODE = "see why that line does not end; type watch.timeout=<more seconds> if it is only slow"
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """The facts of all ranks of this machine. world_size: the ranks of all machines."""
-
-    facts: tuple[RankFacts, ...]
-    world_size: int
-
-    @property
-    def waiting(self) -> list[RankFacts]:
-        return [rank for rank in self.facts if rank.is_waiting]
-
-    @property
-    def free(self) -> list[RankFacts]:
-        return [rank for rank in self.facts if not rank.is_waiting]
-
-    @property
-    def difference(self) -> Difference | None:
-        return first_difference({rank.rank: rank.record for rank in self.facts})
-
-
-Rule = Callable[[MachineFacts], Verdict | None]
-
-
-def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
-    """The verdict of the first rule that fits: those that need no guess come first."""
-    machine = MachineFacts(tuple(facts), world_size)
-    return next(verdict for rule in RULES if (verdict := rule(machine)) is not None)
-
-
-def different_calls(facts: Sequence[RankFacts]) -> Verdict | None:
-    """The verdict on ranks whose n-th collectives are not alike, wherever the ranks are now. None if they are alike."""
-    machine = MachineFacts(tuple(facts), len(facts))
-    difference = machine.difference
-    return _unlike(machine, difference) if difference and all(difference.entries.values()) else None
-
-
-def by_state(machine: MachineFacts) -> Verdict | None:
-    """What the kernel tells of a process."""
-    for rank in sorted(machine.facts, key=lambda rank: rank.state not in ("", "Z", "X")):
-        who = f"rank {rank.rank} (pid {rank.pid})"
-        if rank.state in ("", "Z", "X"):
-            meaning = f"{who} has ended, and its sockets are still open in another process"
-            return Verdict(Kind.DEAD, (rank.rank,), meaning, f"see logs/rank{rank.rank}.log for how it ended")
-        if rank.state == "T":
-            advice = f"type kill -CONT {rank.pid}, with watch.on_hang=report or before watch.timeout"
-            return Verdict(Kind.STOPPED, (rank.rank,), f"{who} is stopped by SIGSTOP", advice)
-        if rank.state == "t":
-            return Verdict(Kind.SLOW, (rank.rank,), f"{who} is stopped by a debugger", "wait")
-        if rank.state == "D" and not rank.stack.is_compiling_or_debugged:  # a compiler reads many files
-            where = f" ({rank.kernel})" if rank.kernel else ""
-            meaning = f"{who} waits in the kernel{where}, as for a disk that does not answer"
-            return Verdict(Kind.DISK, (rank.rank,), meaning, CHECK_DISK)
-    return None
-
-
-def gil(machine: MachineFacts) -> Verdict | None:
-    for rank in machine.facts:
-        if rank.answers is False and rank.stack.frames:
-            meaning = f"rank {rank.rank} runs C code that holds the GIL, {at(rank.stack.place)}"
-            return Verdict(Kind.GIL_HELD, (rank.rank,), meaning, "release the GIL in that extension, or end that call")
-    return None
-
-
-def compiling_or_debugged(machine: MachineFacts) -> Verdict | None:
-    for rank in machine.free:
-        if rank.stack.is_compiling_or_debugged:
-            meaning = f"rank {rank.rank} compiles or is in a debugger, {at(rank.stack.top)}"
-            return Verdict(Kind.SLOW, (rank.rank,), meaning, "wait")
-    return None
-
-
-def store(machine: MachineFacts) -> Verdict | None:
-    asking = [rank for rank in machine.facts if rank.stack.waits_at_store]
-    if not asking or any(rank.stack.users for rank in machine.free):
-        return None
-    if any(rank.stack.makes_group for rank in asking) and len(asking) < machine.world_size:
-        return None  # the others did not come to the new group
-    ranks = tuple(rank.rank for rank in asking)
-    meaning = f"{_are(ranks)} waiting for an answer of the store, {at(asking[0].stack.users or asking[0].stack.top)}"
-    return Verdict(Kind.STORE, ranks, meaning, "check the network to MASTER_ADDR, and whether its process is alive")
-
-
-def other_call(machine: MachineFacts) -> Verdict | None:
-    """All ranks are in a collective, but not in the same one."""
-    difference = machine.difference
-    if difference is None or any(rank.stack.users and not rank.is_waiting for rank in machine.facts):
-        return None
-    is_certain = all(difference.entries.values()) or not machine.free
-    return _unlike(machine, difference) if is_certain else None
-
-
-def _unlike(machine: MachineFacts, difference: Difference) -> Verdict:
-    odd, entries = difference.odd, difference.entries
-    calls = [entry for entry in entries.values() if entry is not None]
-    places = _places({rank: _place(rank, entries.get(rank.rank)) for rank in machine.facts if rank.rank in entries})
-    if difference.skipped:
-        usual = next(entry for rank in difference.others if (entry := entries[rank]) is not None)
-        return Verdict(Kind.MISSING_CALL, odd, f"{name_ranks(odd)} did not call {usual}: {places}", SAME_CALLS)
-    is_same_operation = len(calls) == len(entries) and len({entry.operation for entry in calls}) == 1
-    kind = Kind.OTHER_SHAPE if is_same_operation else Kind.OTHER_OPERATION
-    return Verdict(kind, odd, f"{name_ranks(odd)}: {kind.value} than the other ranks: {places}", SAME_CALLS)
-
-
-def _places(places: Mapping[RankFacts, str]) -> str:
-    """rank 1 is in a broadcast at ...; ranks 0 and 2 are in ..."""
-    together: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        together.setdefault(place, []).append(rank.rank)
-    return "; ".join(f"{_are(ranks)} in {place}" for place, ranks in together.items())
-
-
-def _are(ranks: Sequence[int]) -> str:
+def are(ranks: Sequence[int]) -> str:
     return f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def _place(rank: RankFacts, entry: Collective | None = None) -> str:
-    otherwise = "a new process group" if rank.stack.makes_group else "no collective"
-    what = str(rank.shared_sum or entry or rank.record.unfinished or otherwise)
-    return f"{what}, {at(rank.stack.place)}"
-
-
-def user_code(machine: MachineFacts) -> Verdict | None:
-    for rank in machine.free:
-        if rank.busy_worker is not None:
-            pid, frame = rank.busy_worker
-            where = f"a data loader worker of rank {rank.rank} (pid {pid})"
-            return Verdict(Kind.USER_CODE, (rank.rank,), f"{where} is in user code, {at(frame)}", YOUR_CODE)
-    for rank in machine.free:
-        if rank.stack.users is not None:
-            meaning = f"rank {rank.rank} is in user code{_activity(rank)}, {at(rank.stack.users)}"
-            return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
-    return None
-
-
-def _activity(rank: RankFacts) -> str:
-    if rank.phase == "prepare":
-        return " (dataset.prepare)"
-    within = " of an evaluation" if rank.phase == "evaluation" else ""
-    if rank.stack.is_inside(LOADERS):
-        return f" (the data loader{within})"
-    if rank.stack.is_inside(("/torch/nn/modules/",)):
-        return f" (the model{within})"
-    return " (an evaluation)" if within else ""
-
-
-def other_sum(machine: MachineFacts) -> Verdict | None:
-    """Sums through shared memory, which the flight recorder does not record."""
-    sums = {rank: rank.shared_sum.values for rank in machine.waiting if rank.shared_sum is not None}
-    sizes = list(sums.values())
-    if len(set(sizes)) < 2:
-        return None
-    usual = max(sizes, key=sizes.count)
-    odd = tuple(rank.rank for rank, size in sums.items() if size != usual or len(set(sizes)) == len(sizes))
-    meaning = f"{name_ranks(odd)}: another shape than the other ranks: {_places({rank: _place(rank) for rank in sums})}"
-    return Verdict(Kind.OTHER_SHAPE, odd, meaning, SAME_CALLS)
-
-
-def slow_disk(machine: MachineFacts) -> Verdict | None:
-    """The others wait for a rank that reads or writes snapshots, or whose thread writes them."""
-    for rank in machine.free:
-        if rank.phase == "disk" and rank.state != "R" and machine.waiting:
-            meaning = f"rank {rank.rank} has not yet read or written its snapshots, {at(rank.stack.place)}"
-            return Verdict(Kind.DISK, (rank.rank,), meaning, CHECK_DISK)
-    return None
-
-
-def absent(machine: MachineFacts) -> Verdict | None:
-    """Some ranks wait, and others are neither in a collective nor in the user's code."""
-    if not machine.free:
-        return None
-    rank = machine.free[0]
-    where = f"in the phase {rank.phase}, {at(rank.stack.place)}" if rank.stack.frames else f"in the phase {rank.phase}"
-    if rank.state == "R" or not machine.waiting:
-        return Verdict(Kind.SLOW, (rank.rank,), f"rank {rank.rank} computes {where}", "wait")
-    other, ranks = machine.waiting[0], tuple(free.rank for free in machine.free)
-    meaning = f"{name_ranks(ranks)} did not come to {_place(other)}, where rank {other.rank} waits: it is {where}"
-    return Verdict(Kind.MISSING_CALL, ranks, meaning, SAME_CALLS)
-
-
-def elsewhere(machine: MachineFacts) -> Verdict | None:
-    if len(machine.facts) == machine.world_size:
-        return None
-    here = machine.facts[0]
-    peers = f" ({', '.join(here.record.point_to_point)})" if here.record.point_to_point else ""
-    meaning = f"all ranks of this machine wait in {_place(here)}{peers} for ranks of other machines"
-    return Verdict(Kind.ELSEWHERE, (), meaning, "read the report of the other machines, and check the network to them")
-
-
-def unknown(machine: MachineFacts) -> Verdict:
-    meaning = f"all ranks wait in {_place(machine.facts[0])}; the table shows all that is known"
-    advice = "check the network between the ranks; type backend.socket_ifname=<interface>"
-    return Verdict(Kind.UNKNOWN, (), meaning, advice)
-
-
-RULES: tuple[Rule, ...] = (
-    *(by_state, compiling_or_debugged, gil, store),
-    *(other_call, user_code, other_sum, slow_disk, absent, elsewhere, unknown),
-)

@@ -1,108 +1,31 @@
 """One rank as its monitor sees it, and what Linux shows of its process."""
 
 import os
-import select
+import re
 import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.failures.causes import crash_in_stack, oom_counters, oom_kills
 from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
 from lockstep.failures.rank import LEAVE
 from lockstep.failures.record import last_lines
 from lockstep.failures.verdict import parse_stack
 
-
-@dataclass
-class MonitorOptions:
-    """Values of JSON: the process that starts the monitor writes them to its stdin.
-
-    is_foreign: another program has started the ranks, so the monitor prints the report, and ends by itself.
-    is_printed_by_rank: a rank that was started alone prints the report. agent: torchrun's pid. command: the typed
-    words. temporary_folder: what the monitor removes if the launcher is killed. attempt: restarts so far.
-    """
-
-    is_foreign: bool = False
-    is_printed_by_rank: bool = False
-    agent: int | None = None
-    command: list[str] = field(default_factory=list)
-    temporary_folder: str | None = None
-    attempt: int = 0
-
-
-PIPE_SECONDS = 0.01  # until a thread that is about to wait does so
-
-
-def process_state(pid: int) -> str:
-    """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
-    return _stat(pid)[0]
-
-
-def parent(pid: int) -> int:
-    """The process that has started `pid`, or has taken it over; 0 if `pid` is gone."""
-    return int(_stat(pid)[1])
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the name of the program, "" and "0" for a process that is gone."""
-    try:
-        # The name of the program stands in parentheses and may contain spaces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or ["", "0"]
-    except OSError:
-        return ["", "0"]
-
-
-def handles_stack_signal(pid: int) -> bool:
-    """Whether a process has a handler for SIGUSR2, which ends processes that have none."""
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
-    return False
-
-
-def children(pid: int) -> list[int]:
-    """The processes that any thread of `pid` has started."""
-    with suppress(OSError):
-        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sorted(int(child) for text in lists for child in text.split())
-    return []
-
-
-def kill_children(pid: int) -> None:
-    """End what a rank that hangs has started, such as loader workers that hang with it."""
-    for child in children(pid):
-        if child != os.getpid():  # the first rank may have started the monitor
-            with suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-
-
-def request_stack(pid: int) -> None:
-    with suppress(OSError):
-        if handles_stack_signal(pid):
-            os.kill(pid, signal.SIGUSR2)
-
-
-def writes_to_pipe(pid: int) -> bool:
-    """Whether the main thread of a process waits in a pipe, a moment from now."""
-    time.sleep(PIPE_SECONDS)
-    return "pipe" in kernel_function(pid)
-
-
-def kernel_function(pid: int) -> str:
-    with suppress(OSError):
-        name = Path(f"/proc/{pid}/wchan").read_text().strip()
-        return "" if name == "0" else name
-    return ""
-
-
-CRASH_SECONDS = 0.2  # for the next words of a rank that crashes
 EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
+CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
+CRASHES = {  # faulthandler's names
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
 
 
 @dataclass(eq=False)
@@ -114,17 +37,13 @@ class WatchedRank:
     reader: Reader
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
-    pid_file: int | None  # becomes readable when the process ends
-    is_visible: bool = True  # False in a container of its own, where its process has another number
     asks: int | None = None  # the socket to ask it, see lockstep.failures.rank
-    crash_pipe: int | None = None  # what it writes if it crashes; it waits until that is read
-    waits_in_crash: bool = False  # in a thread beside the main one, see lockstep.failures.rank
-    crash: str = ""
+    is_visible: bool = True  # False in a container of its own, where its process has another number
     log: str | None = None
     clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
-    failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record
+    failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record; or of a hang
     ended: str | None = None  # "finished" or "stopped"
     connected: bool = True
     died_at: float | None = None
@@ -134,8 +53,9 @@ class WatchedRank:
     out_of_memory: bool = False  # whether the kernel has killed for want of memory in this rank's control group
 
     def __post_init__(self) -> None:
-        self.oom_counters = oom_counters(self.pid)  # the system forgets the group of a process that ends
-        self.oom_kills_at_start = oom_kills(self.oom_counters)
+        self.pid_file = open_pid_file(self.pid) if self.is_visible else None  # becomes readable when the process ends
+        self.oom_counters = _oom_counters(self.pid)  # the system forgets the group of a process that ends
+        self.oom_kills_at_start = _oom_kills(self.oom_counters)
 
     @property
     def rank(self) -> int:
@@ -157,7 +77,7 @@ class WatchedRank:
 
     @property
     def has_failed(self) -> bool:
-        """An exception, or an end without a word."""
+        """An exception, a hang, or an end without a word."""
         return self.failure is not None or (self.died_at is not None and self.ended is None)
 
     @property
@@ -197,42 +117,34 @@ class WatchedRank:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it."""
         if self.died_at is None:
             self.died_at, self.died_at_wall_time = time.monotonic(), time.time()
-            self.exit_code = zombie_exit_code(self.pid)
-            self.out_of_memory = oom_kills(self.oom_counters) > self.oom_kills_at_start
-            if self.exit_code is None:
-                self.exit_code = crash_in_stack(self.stack())
-
-    @property
-    def has_crash_text(self) -> bool:
-        """Whether it has written to its crash pipe. A rank that ends closes the pipe."""
-        assert self.crash_pipe is not None
-        poll = select.poll()
-        poll.register(self.crash_pipe, select.POLLIN)
-        return any(event & select.POLLIN for _, event in poll.poll(0))
+            self.exit_code = _zombie_exit_code(self.pid)
+            self.out_of_memory = _oom_kills(self.oom_counters) > self.oom_kills_at_start
+            if self.exit_code is None:  # mpirun takes it before; faulthandler has written how it crashed
+                crash = self._crash.partition("\n")[0]
+                self.exit_code = -CRASHES[crash] if crash in CRASHES else None
 
     def position(self) -> dict[str, Any]:
         return {"epoch": self.page.get(EPOCH), "step": self.page.get(STEP), "phase": self.page.phase}
 
-    def read_crash(self) -> None:
-        """Read what the rank writes as it crashes, until it ends."""
-        self.waits_in_crash = False
-        while self.crash_pipe is not None:
-            ends = [self.crash_pipe] if self.pid_file is None else [self.crash_pipe, self.pid_file]
-            ready = select.select(ends, [], [], CRASH_SECONDS)[0]
-            text = os.read(self.crash_pipe, 2**12).decode(errors="replace") if self.crash_pipe in ready else ""
-            self.crash += text
-            if not text:
-                os.close(self.crash_pipe)  # who writes to it from now on does not wait
-                self.crash_pipe = None
+    @property
+    def _crash(self) -> str:
+        """What faulthandler has written of a crash, "" for none: its name and the stacks."""
+        with suppress(OSError):
+            return os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)[2]
+        return ""
+
+    @property
+    def crashed_in_python(self) -> bool:
+        """Whether the thread that crashed runs Python, and is none of native code."""
+        return "Current thread" in self._crash
 
     def stack(self) -> list[str]:
-        """The Python stack that faulthandler has written, and the crash: of the thread that crashed if it has one."""
-        text = self.crash
-        with suppress(OSError):
-            text = text or os.pread(self.stacks, 2**16, 0).decode(errors="replace")
-        crash = [line for line in text.splitlines() if line.startswith("Fatal Python error")][:1]
-        frames = (crash and parse_stack(text).frames) or parse_stack(text, self.main_thread).frames
-        return crash + [f'File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
+        """The Python stack of a crash: of the thread that crashed if it has one, else of the main thread."""
+        crash = self._crash
+        frames = parse_stack(crash).frames or parse_stack(crash, self.main_thread).frames
+        name = crash.partition("\n")[0]
+        first = [CRASH + name] if name in CRASHES else []
+        return first + [f'File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames]
 
     def log_lines(self) -> list[str]:
         if self.failure is not None:
@@ -251,36 +163,33 @@ class WatchedRank:
                 os.write(self.asks, LEAVE)
 
     def kill(self) -> None:
-        if not self.is_visible:
-            return
-        self.killed_by_monitor = True
-        with suppress(ProcessLookupError, PermissionError):
-            if self.pid_file is None:
-                os.kill(self.pid, signal.SIGKILL)
-            else:  # never another process that has got the same number
-                signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
+        if self.is_visible and self.died_at is None:
+            self.killed_by_monitor = True
+            with suppress(ProcessLookupError, PermissionError):
+                if self.pid_file is None:
+                    os.kill(self.pid, signal.SIGKILL)
+                else:  # never another process that has got the same number
+                    signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
 
     def stop_watching(self, selector: selectors.BaseSelector) -> None:
-        """Another process has its number now."""
-        for file in (self.connection, self.pid_file, self.crash_pipe):
-            if file is not None and file in selector.get_map():
-                selector.unregister(file)
+        """The rank belongs to the attempt before."""
+        for file in (self.connection, self.pid_file):
+            if file is not None:
+                with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
+                    selector.unregister(file)
 
     def close(self) -> None:
         self.connection.close()
-        self.page.memory.close()
-        for file in (self.stacks, self.pid_file, self.asks, self.crash_pipe):
+        for file in (self.stacks, self.pid_file, self.asks):
             if file is not None:
                 os.close(file)
 
 
 def open_pid_file(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None where the system has none."""
-    if not hasattr(os, "pidfd_open"):
-        return None
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except (AttributeError, OSError):  # not Linux; or its parent knows already that it has ended
         return None
 
 
@@ -297,14 +206,74 @@ def is_gone(pid: int) -> bool:
 
 def process_has_ended(pid: int) -> bool:
     """Whether a process has ended, whether its parent knows it or not."""
-    return is_gone(pid) or zombie_exit_code(pid) is not None
+    return is_gone(pid) or _zombie_exit_code(pid) is not None
 
 
-def zombie_exit_code(pid: int) -> int | None:
+def _zombie_exit_code(pid: int) -> int | None:
     """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
+    fields = _stat(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        status = int(fields[EXIT_CODE_FIELD])
-    except (OSError, IndexError, ValueError):
+        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD])) if fields[0] in ("Z", "X") else None
+    except (IndexError, ValueError):
         return None
-    return os.waitstatus_to_exitcode(status) if fields[0] in "ZX" else None
+
+
+def process_state(pid: int) -> str:
+    """The state letter of a process: R runs, S sleeps, D waits for the disk, T is stopped, Z has ended; "" is gone."""
+    return _stat(pid)[0]
+
+
+def parent(pid: int) -> int:
+    """The process that has started `pid`, or has taken it over; 0 if `pid` is gone."""
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat after the name of the program, "" and "0" for a process that is gone."""
+    try:
+        # The name of the program stands in parentheses and may contain spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or ["", "0"]
+    except OSError:
+        return ["", "0"]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that any thread of `pid` has started."""
+    with suppress(OSError):
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sorted(int(child) for text in lists for child in text.split())
+    return []
+
+
+def request_stack(pid: int) -> bool:
+    """Ask for the stacks by a signal. False for a process without a handler, which the signal would end."""
+    with suppress(OSError, ValueError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        if caught and int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1:
+            os.kill(pid, signal.SIGUSR2)
+            return True
+    return False
+
+
+def _oom_kills(counters: Sequence[Path]) -> int:
+    """How often the kernel has killed for want of memory, by the first of `counters` that can be read."""
+    for path in counters:
+        with suppress(OSError):
+            count = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
+            if count:
+                return int(count[1])
+    return 0
+
+
+def _oom_counters(pid: int) -> list[Path]:
+    """Files with the counter of the control group of a process. Under Slurm each rank may have a group of its own."""
+    paths = []
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            folder = Path("/sys/fs/cgroup", group.lstrip("/"))
+            if not controllers:
+                paths += [folder / "memory.events", Path("/sys/fs/cgroup/memory.events")]
+            elif "memory" in controllers.split(","):
+                paths.append(Path("/sys/fs/cgroup/memory", group.lstrip("/"), "memory.oom_control"))
+    return paths

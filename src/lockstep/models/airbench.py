@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.shapes import image_shape
+from lockstep.models.base import image_shape
 
 WHITENED = 5000  # training images that the whitening layer is computed from
 AT_ONCE = 500  # images whose patches are in memory together

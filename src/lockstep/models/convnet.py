@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.shapes import image_shape
+from lockstep.models.base import image_shape
 
 
 def convnet(shape: Sequence[int], classes: int) -> nn.Sequential:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.models.shapes import image_shape
+from lockstep.models.base import image_shape
 
 SMALL_IMAGE = 64  # pixels; below, a ResNet keeps the image's size in its first layers
 RGB = 3

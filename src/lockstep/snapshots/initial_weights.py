@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
-from lockstep.models.patterns import matching_parameters, require_matches
+from lockstep.models.base import matching_parameters, require_matches
 from lockstep.snapshots.files import list_snapshots, load_plain, open_parts
 from lockstep.strategies.tensor_bytes import StoredTensor, whole
 

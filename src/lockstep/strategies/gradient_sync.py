@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.base import JobSpec
 
 SumInPlace = Callable[[Tensor, int, int], None]
 """(vector (n,), rank, world size) -> None: the vector becomes the sum over all ranks."""
@@ -32,6 +32,7 @@ class GradientSync:
     replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
+    sends_as_much_each_step: whether the first step tells what a later one sends.
     """
 
     name = "all_reduce"
@@ -39,14 +40,10 @@ class GradientSync:
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
+    sends_as_much_each_step = True
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+    def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""
-        if self.needs_hooks and not strategy.uses_communication_hooks:
-            raise ConfigError(
-                f"gradient_sync={self.name} is a communication hook of DDP; "
-                f"type strategy=ddp gradient_sync={self.name}, or gradient_sync=auto"
-            )
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
@@ -145,6 +142,7 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
+    sends_as_much_each_step = False  # the first steps are plain
 
     def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
         self.state_options: dict[str, Any] = {
@@ -154,8 +152,7 @@ class PowerSGD(GradientSync):
             "orthogonalization_epsilon": epsilon,
         }
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
-        super().validate(job, strategy)
+    def validate(self, job: JobSpec) -> None:
         if job.nan == "skip":
             raise ConfigError(
                 "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
@@ -182,13 +179,13 @@ class LocalSGD(GradientSync):
     is_exact = False
     needs_hooks = True
     ranks_agree = False
+    sends_as_much_each_step = False
 
     def __init__(self, sync_every: int) -> None:
         self.sync_every = sync_every
         self.steps_apart = 0  # steps since all ranks held the same weights
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
-        super().validate(job, strategy)
+    def validate(self, job: JobSpec) -> None:
         if job.precision == "fp16":
             raise ConfigError(
                 "gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16"

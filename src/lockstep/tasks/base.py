@@ -1,18 +1,31 @@
 """The contract of a task: what is minimised, and what is measured.
 
+Below it stands what tasks share: a loss and metrics of the user's own, and scores from counts for each class.
+
 To add one: a class in a file of its own here, and `conf/task/<name>.yaml` with its `_target_`, its metrics and the
 metric to monitor. A task that can show more than numbers returns a `Report`.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.data.dataset import count_samples
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+
+COUNTS = ("right", "predicted", "true")  # for each class: hits, predictions of it, and samples of it
+SCORES = ("precision", "recall", "f1", "iou")
+
+Function = Callable[[Tensor, Tensor], Tensor]
+"""(outputs, targets) -> a value for each sample (N,), or several (N, ...), whose mean counts."""
 
 ReadSample = Callable[[int], Tensor]
 """The test sample of a number, as the data set has it."""
@@ -51,9 +64,11 @@ class Task:
 
     metrics: {name: "min" or "max"}, which says for each metric whether lower or higher is better. "loss" is the first.
     monitor: the metric of the default objective, which decides which weights are the best ones. Raises ConfigError if
-    it is not in `metrics`.
-    sums: an attribute, {name: number of values} of what a call returns. By default one value for each metric. A task
-    whose metrics are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
+        it is not in `metrics`.
+
+    Attributes:
+    sums: {name: number of values} of what a call returns. By default one value for each metric. A task whose metrics
+        are no means, such as F1, returns counts instead, and makes metrics of their totals in `finish`.
     counts: what `count` counts, in the plural.
     """
 
@@ -105,3 +120,115 @@ class Task:
 def at_least_float32(outputs: Tensor) -> Tensor:
     """Half-precision outputs as float32: a loss is a sum of many small numbers."""
     return outputs.float() if outputs.dtype.itemsize < 4 else outputs
+
+
+class OwnParts:
+    """A loss in place of a task's, and metrics beside its metrics.
+
+    A class or function of torch that has `reduction` gets reduction="none": the ranks add up samples, and a mean over a
+    rank's samples could not be added.
+
+    loss: None for the task's own.
+    measures: {metric: function}.
+    """
+
+    def __init__(self, loss: Function | None, measures: Mapping[str, Function]) -> None:
+        self.loss = None if loss is None else _unreduced(loss)
+        self.measures = {name: _unreduced(function) for name, function in measures.items()}
+
+    def replace(
+        self, outputs: Tensor, targets: Tensor, loss: Tensor, sums: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a task returns, with the user's parts. loss, sums: the task's own."""
+        if self.loss is not None:
+            loss = _sum("task.loss", self.loss(outputs, targets), len(outputs))
+        measured = {
+            name: _sum(f"task.measures.{name}", function(outputs, targets), len(outputs))
+            for name, function in self.measures.items()
+        }
+        return loss, sums | {"loss": loss} | measured
+
+
+def _unreduced(function: Function) -> Function:
+    if hasattr(function, "reduction"):
+        function.reduction = "none"
+        return function
+    try:
+        has_reduction = "reduction" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return function
+    return partial(function, reduction="none") if has_reduction else function  # type: ignore[call-arg]
+
+
+def _sum(key: str, values: Any, count: int) -> Tensor:
+    if not isinstance(values, Tensor):
+        raise ConfigError(
+            f"{key} gives a {type(values).__name__}, and a tensor with a value for each sample is wanted; "
+            f"return the shape {[count]} there"
+        )
+    if not values.is_floating_point():
+        values = values.double()
+    if values.dim() == 0 or len(values) != count:
+        raise ConfigError(
+            f"{key} gives the shape {list(values.shape)} for {count} samples, and a value for each sample is wanted, "
+            f"since the ranks add them up; return {[count]}, or type +{key}.reduction=none"
+        )
+    summed: Tensor = values.flatten(1).mean(1).sum() if values.dim() > 1 else values.sum()
+    return summed
+
+
+def class_counts(predictions: Tensor, targets: Tensor, classes: int) -> dict[str, Tensor]:
+    """{count: (classes,) whole numbers} of class numbers of one shape. Targets that are no class are left out.
+
+    Counts add up over ranks and batches; scores do not.
+    """
+
+    def count(numbers: Tensor, where: Tensor) -> Tensor:
+        """How often each class is in `numbers`. bincount would wait for a GPU."""
+        places = torch.where(where & (numbers < classes), numbers, classes).flatten()
+        counts = torch.zeros(classes + 1, dtype=torch.int64, device=numbers.device)
+        return counts.scatter_add_(0, places, torch.ones_like(places))[:classes]
+
+    is_class = (targets >= 0) & (targets < classes)
+    is_right = is_class & (predictions == targets)
+    return {
+        "right": count(targets, is_right),
+        "predicted": count(predictions, is_class),
+        "true": count(targets, is_class),
+    }
+
+
+def class_scores(totals: dict[str, Tensor]) -> dict[str, float]:
+    """{"f1": mean over the classes, "f1_0": of class 0, ...} for each of SCORES, from the totals of COUNTS.
+
+    A class that is neither predicted nor true is left out of the mean, as in scikit-learn, and has the score 0 itself.
+    """
+    right, predicted, true = (totals[name].double() for name in COUNTS)
+    per_class = {
+        "precision": right / predicted.clamp(min=1),
+        "recall": right / true.clamp(min=1),
+        "f1": 2 * right / (predicted + true).clamp(min=1),
+        "iou": right / (predicted + true - right).clamp(min=1),
+    }
+    occurs = predicted + true > 0
+    scores = {}
+    for name, values in per_class.items():
+        scores[name] = values[occurs].mean().item() if occurs.any() else math.nan
+        scores |= {f"{name}_{number}": value for number, value in enumerate(values.tolist())}
+    return scores
+
+
+def require_known(metrics: dict[str, str], means: tuple[str, ...], classes: int | None) -> None:
+    """Raise ConfigError for a metric that is neither one of `means` nor a score, of all classes or of one.
+
+    classes: None if it is not known yet how many there are.
+    """
+    for name in metrics:
+        score = re.fullmatch(rf"({'|'.join(SCORES)})(?:_(\d+))?", name)
+        if name in means or (score and (classes is None or int(score[2] or 0) < classes)):
+            continue
+        known = ", ".join([*means, *SCORES])
+        numbers = "" if classes is None else f" with a class from 0 to {classes - 1}"
+        raise ConfigError(
+            f"task.metrics.{name} is not measured by this task; type one of {known}, or f1_<class>{numbers}"
+        )

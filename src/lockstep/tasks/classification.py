@@ -1,4 +1,4 @@
-"""Classification: cross entropy, accuracy and top-k accuracy."""
+"""Classification: cross entropy, accuracy and top-k accuracy; or also F1, precision and recall, class by class."""
 
 import re
 
@@ -6,18 +6,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import Report, Share, Task, at_least_float32
-from lockstep.tasks.class_report import ClassReport
-from lockstep.tasks.own_parts import Function, OwnParts
+from lockstep.tasks.base import (
+    COUNTS,
+    Function,
+    OwnParts,
+    Report,
+    Share,
+    Task,
+    at_least_float32,
+    class_counts,
+    class_scores,
+    require_known,
+)
 
 
 class Classification(Task):
     """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions.
 
     Targets may be probabilities (N, classes), as MixUp makes them; then the most probable class is the correct one. A
-    metric top<k>, such as top5, is the share of samples whose class is among the k best. label_smoothing: the share of
-    a target that is spread evenly over all classes, in training and evaluation (Szegedy et al. 2016). loss, measures:
-    see `OwnParts`.
+    metric top<k>, such as top5, is the share of samples whose class is among the k best.
+
+    label_smoothing: the share of a target that is spread evenly over all classes, in training and evaluation (Szegedy
+        et al. 2016).
+    loss, measures: see `OwnParts`.
     """
 
     def __init__(
@@ -41,7 +52,12 @@ class Classification(Task):
         try:
             loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
         except IndexError:  # on a CPU; a GPU's own assertion ends the process
-            raise ConfigError(_beyond(targets, outputs.shape[1])) from None
+            classes = outputs.shape[1]
+            label = int(targets.max() if targets.max() >= classes else targets.min())
+            raise ConfigError(
+                f"a target is {label}, and the model has the outputs 0 to {classes - 1}; "
+                f"type dataset.classes={classes}, which names the sample"
+            ) from None
         # On a CPU count_nonzero takes half the time of a sum of booleans.
         sums = {"loss": loss, "accuracy": (outputs.argmax(dim=1) == labels).count_nonzero()}
         for name, k in self.tops.items():
@@ -66,7 +82,38 @@ class Classification(Task):
         return {"prediction": logits.argmax(1), "probability": logits.softmax(1)}
 
     def report(self, share: Share, images: int) -> Report | None:
+        from lockstep.tasks.reports import ClassReport  # imports Pillow
+
         return ClassReport(share, images)
+
+
+class ClassificationF1(Classification):
+    """As Classification, with the metrics f1, precision, recall and iou: the mean over classes, or f1_<class> of one.
+
+    They are computed once, from counts over all ranks: a mean of the batches' F1 would be another number.
+
+    classes: None before the data is read, which tells how many they are.
+    """
+
+    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float, classes: int | None) -> None:
+        super().__init__(metrics, monitor, label_smoothing, None, {})
+        self.classes = classes or 0
+        self.means = ("loss", "accuracy", *self.tops)
+        require_known(metrics, self.means, classes)
+        self.sums = dict.fromkeys(self.means, 1) | dict.fromkeys(COUNTS, classes or 0)
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = super().__call__(outputs, targets)
+        return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
+
+    def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
+        found = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
+        return {name: found[name] for name in self.metrics}
+
+
+def class_numbers(targets: Tensor) -> Tensor:
+    """Class numbers (N, ...) as they are; of probabilities (N, classes) the most probable class (N,)."""
+    return targets.argmax(1) if targets.is_floating_point() else targets
 
 
 def _other_task(outputs: Tensor, targets: Tensor) -> str:
@@ -80,14 +127,3 @@ def _other_task(outputs: Tensor, targets: Tensor) -> str:
     if targets.dim() > 2:
         return "segmentation for a class number at each pixel"
     return "regression for targets that are numbers"
-
-
-def _beyond(targets: Tensor, outputs: int) -> str:
-    label = int(targets.max() if targets.max() >= outputs else targets.min())
-    known = f"dataset.classes={outputs}, which names the sample"
-    return f"a target is {label}, and the model has the outputs 0 to {outputs - 1}; type {known}"
-
-
-def class_numbers(targets: Tensor) -> Tensor:
-    """Class numbers (N, ...) as they are; of probabilities (N, classes) the most probable class (N,)."""
-    return targets.argmax(1) if targets.is_floating_point() else targets

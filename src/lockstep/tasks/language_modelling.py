@@ -5,10 +5,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.data.dataset import IGNORED
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task, at_least_float32
 
-IGNORED = -100  # a label that no loss and no mean counts
 LARGEST_EXPONENT = 700.0  # math.exp of more than 709 raises OverflowError
 
 

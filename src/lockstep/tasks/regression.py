@@ -4,9 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import Report, Share, Task, at_least_float32
-from lockstep.tasks.own_parts import Function, OwnParts
-from lockstep.tasks.value_report import ValueReport
+from lockstep.tasks.base import Function, OwnParts, Report, Share, Task, at_least_float32
 
 
 class Regression(Task):
@@ -29,9 +27,12 @@ class Regression(Task):
         if _is_one_value(outputs) and _is_one_value(targets):
             outputs, targets = outputs.reshape(-1, 1), targets.reshape(-1, 1)
         if outputs.shape != targets.shape:  # torch would broadcast them, and compare each with each
+            advice = "task=classification for targets that are classes"
+            if targets.is_floating_point():
+                advice = f"model._target_=<a net with outputs [{', '.join(map(str, ['N', *targets.shape[1:]]))}]>"
             raise ConfigError(
                 f"{type(self).__name__} compares outputs and targets of one shape, and these have "
-                f"{list(outputs.shape)} and {list(targets.shape)}; {_advice(targets)}"
+                f"{list(outputs.shape)} and {list(targets.shape)}; type {advice}"
             )
         values = at_least_float32(outputs)
         loss = F.mse_loss(values, targets, reduction="none").flatten(1).mean(1).sum()
@@ -41,15 +42,11 @@ class Regression(Task):
         return {"prediction": at_least_float32(outputs)}
 
     def report(self, share: Share, images: int) -> Report | None:
+        from lockstep.tasks.reports import ValueReport  # imports Pillow
+
         return ValueReport(share)
 
 
 def _is_one_value(values: Tensor) -> bool:
     """Whether these are one value a sample: (N,) or (N, 1)."""
     return values.dim() in (1, 2) and values.shape[1:].numel() == 1
-
-
-def _advice(targets: Tensor) -> str:
-    if targets.is_floating_point():
-        return f"type model._target_=<a net with outputs {['N', *targets.shape[1:]]}>".replace("'", "")
-    return "type task=classification for targets that are classes"

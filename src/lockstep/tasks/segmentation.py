@@ -4,8 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import Task, at_least_float32
-from lockstep.tasks.class_counts import COUNTS, class_counts, class_scores, require_known
+from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, class_scores, require_known
 
 
 class Segmentation(Task):

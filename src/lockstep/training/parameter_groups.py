@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.models.patterns import matching_parameters, require_matches
+from lockstep.models.base import matching_parameters, require_matches
 from lockstep.strategies.base import Strategy
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
@@ -19,7 +19,7 @@ class ParameterRules:
     """The rules of `optimizer.no_decay` and `optimizer.groups`.
 
     no_decay: patterns of parameters without weight decay. groups: [{"match": pattern or patterns, "lr": 0.01, ...}];
-    where several match a parameter, the last one wins. Patterns: see `lockstep.models.patterns`.
+    where several match a parameter, the last one wins. Patterns: see `lockstep.models.base`.
     """
 
     def __init__(self, no_decay: Sequence[object], groups: Sequence[Mapping[str, Any]]) -> None:

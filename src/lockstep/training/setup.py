@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.models.lazy_layers import has_lazy_layers
+from lockstep.models.base import has_lazy_layers
 from lockstep.strategies.base import JobSpec
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

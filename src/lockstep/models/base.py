@@ -1,16 +1,59 @@
-"""Parameters that a pattern names, such as `bias`, `norm`, `layer1` or `blocks.*.attn`."""
+"""What models have in common: names of parameters by pattern, shapes of inputs, and weights that the data decides."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.errors import ConfigError
 
 
+@runtime_checkable
+class WeightsFromData(Protocol):
+    """The contract of a model whose first weights depend on the training data.
+
+    `set_weights_from` is called once, before the strategy takes the model, on every rank with the same inputs.
+    """
+
+    samples_wanted: int  # the first training samples, as many as there are of these
+
+    def set_weights_from(self, inputs: Tensor) -> None:
+        """inputs (N, ...): training samples as the model gets them, on its device, not augmented."""
+
+
+def image_shape(shape: Sequence[int], model: str) -> tuple[int, int, int]:
+    """(channels, height, width). Raises ConfigError if the samples are not images."""
+    if len(shape) != 3:
+        raise ConfigError(
+            f"model={model} needs images, and the samples of this data set have shape {list(shape)}; "
+            f"type model=mlp or model=linear"
+        )
+    channels, height, width = shape
+    return channels, height, width
+
+
+def has_lazy_layers(model: nn.Module) -> bool:
+    """Whether weights of `model` have no shape yet, as those of torch.nn.LazyLinear."""
+    return any(is_lazy(weight) for weight in [*model.parameters(), *model.buffers()])
+
+
+def give_shapes(model: nn.Module, inputs: Any) -> None:
+    """Let lazy layers make their weights, by a pass of `inputs`, which are as in training.
+
+    DistributedDataParallel, the optimizer and the checks of a model need weights with shapes. The pass changes no
+    statistics of batch norm. Every rank draws the same weights, as the seed says.
+    """
+    with torch.no_grad():
+        model.eval()(inputs)
+    model.train()
+
+
 def matching_parameters(model: nn.Module, pattern: str) -> set[str]:
-    """The names of the parameters that `pattern` names.
+    """The names of the parameters that `pattern` names, such as `bias`, `norm`, `layer1` or `blocks.*.attn`.
 
     bias: those whose last name is bias. norm: those of a normalisation layer (its class has Norm in its name). Any
     other pattern is compared with the parameter's name and with the names of the modules that hold it, by the rules of

@@ -1,0 +1,284 @@
+"""What an evaluation shows beside its means, drawn with Pillow, which torchvision and TensorBoard bring along.
+
+Of a classifier: the worst mistakes, the confusion matrix, the accuracy of each class. Of a regression: predicted
+against true values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from lockstep.distributed.world import World
+from lockstep.tasks.base import ReadSample, Report, Share, at_least_float32
+
+MOST_CLASSES = 200  # for a confusion matrix
+ROW = 5  # numbers of a row of the table of shown samples: score, number, prediction, truth, confidence
+MOST_POINTS = 1000  # of a regression
+
+WHITE, BLACK, GREY = (255, 255, 255), (0, 0, 0), (120, 120, 120)
+RIGHT, WRONG = (27, 120, 55), (178, 24, 43)  # told apart by people who do not tell green from red, too
+WIDTH = 350  # pixels of TensorBoard's cards, which leave out rows and columns of larger images: text would be illegible
+TILE, LINE, GAP, COLUMNS = 80, 15, 6, 4  # side by side they have this width
+MARGIN = 60
+LARGEST = 640  # pixels of the bars of many classes
+FEWEST_CELLS = 8  # in the width of a matrix
+
+Colour = tuple[int, int, int]
+
+Image.preinit()  # otherwise the first image that is written imports its format: in a sweep, again in each job
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A test sample in the grid. number: in the data set. confidence: the probability of the prediction."""
+
+    number: int
+    prediction: int
+    truth: int
+    confidence: float
+
+
+class ClassReport(Report):
+    """Counts (truth, prediction) pairs, and keeps the samples that the model is most wrong about.
+
+    First come mistakes, those of the highest confidence first, then correct predictions, the lowest confidence first.
+    confusion: (classes, classes), how often a class (row) was taken for a class (column); None if there are too many.
+    """
+
+    def __init__(self, share: Share, images: int) -> None:
+        self.share, self.images = share, images
+        self.seen = 0
+        self.confusion: Tensor | None = None
+        self.worst: Tensor | None = None  # (at most `images`, ROW) float64
+        self.shown: list[Shown] = []
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.shape[:1] + outputs.shape[2:] != targets.shape or targets.is_floating_point():
+            return  # a task of the user's that is derived from Classification may have other targets
+        confidence, prediction = at_least_float32(outputs).softmax(dim=1).max(dim=1)
+        if outputs.shape[1] <= MOST_CLASSES:
+            counts = _confusion(prediction.flatten(), targets.flatten(), outputs.shape[1])
+            self.confusion = counts if self.confusion is None else self.confusion + counts
+        if targets.dim() == 1:
+            self._keep_worst(confidence, prediction, targets)
+        self.seen += len(targets)
+
+    def _keep_worst(self, confidence: Tensor, prediction: Tensor, targets: Tensor) -> None:
+        positions = torch.arange(self.seen, self.seen + len(targets), device=targets.device)
+        numbers = self.share.rank + self.share.size * positions
+        score = torch.where(prediction == targets, 1 - confidence, 1 + confidence)
+        is_class = targets >= 0  # others, such as -100, become empty rows: to drop them would wait for a GPU
+        score, confidence = score * is_class, confidence * is_class
+        rows = torch.stack([column.double() for column in (score, numbers, prediction, targets, confidence)], dim=1)
+        if self.worst is not None:
+            rows = torch.cat([self.worst, rows])
+        self.worst = rows[rows[:, 0].topk(min(self.images, len(rows))).indices]
+
+    def reduce(self, world: World) -> None:
+        """One all-reduce: each rank's worst samples in a row of their own, and the sum of the counts."""
+        classes = max(world.all_gather_json(0 if self.confusion is None else len(self.confusion)))
+        table = torch.zeros(world.size, self.images, ROW, dtype=torch.float64, device=world.device)
+        if self.worst is not None:
+            table[world.rank, : len(self.worst)] = self.worst
+        counts = torch.zeros(classes, classes, dtype=torch.float64, device=world.device)
+        if self.confusion is not None:
+            counts += self.confusion
+        both = world.all_reduce_sum(torch.cat([table.flatten(), counts.flatten()])).cpu()
+        rows = both[: table.numel()].view(-1, ROW).tolist()
+        # A row of zeros is empty. Equal scores are in the order of the samples, at any number of ranks.
+        found = sorted((row for row in rows if row[-1] > 0), key=lambda row: (-row[0], row[1]))
+        self.shown = [Shown(int(row[1]), int(row[2]), int(row[3]), row[4]) for row in found[: self.images]]
+        self.confusion = both[table.numel() :].view(classes, classes) if classes else None
+
+    def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
+        figures = {}
+        if self.shown and is_image(sample(self.shown[0].number)):
+            tiles = [
+                Tile(
+                    sample(shown.number),
+                    f"{_name(classes, shown.prediction)[:8]} ({shown.confidence:.0%})",
+                    f"is {_name(classes, shown.truth)}",
+                    shown.prediction == shown.truth,
+                )
+                for shown in self.shown
+            ]
+            figures["test/worst_first"] = draw_tiles(tiles)
+        if self.confusion is not None and self.confusion.sum() > 0:
+            names = [_name(classes, number) for number in range(len(self.confusion))]
+            figures["test/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
+            correct, counts = self.confusion.diagonal(), self.confusion.sum(1)
+            accuracies = [
+                one / count if count else None for one, count in zip(correct.tolist(), counts.tolist(), strict=True)
+            ]
+            figures["test/accuracy_of_classes"] = draw_accuracies(accuracies, names)
+        return figures
+
+
+def _confusion(predictions: Tensor, targets: Tensor, classes: int) -> Tensor:
+    """(classes, classes) counts. Targets that are no class, such as -100, are left out.
+
+    A product of matrices: bincount would wait for a GPU. Counts below 2**24 are exact in float32.
+    """
+    numbers = torch.arange(classes, device=targets.device)
+    truths, guesses = (targets[:, None] == numbers).float(), (predictions[:, None] == numbers).float()
+    return (truths.T @ guesses).double()
+
+
+def _name(classes: Sequence[str], number: int) -> str:
+    return classes[number] if 0 <= number < len(classes) else str(number)
+
+
+class ValueReport(Report):
+    """Keeps the first value of every n-th test sample, so that there are at most MOST_POINTS.
+
+    points: (points, 2), predicted and true. They are the same samples at any number of ranks.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self.share, self.seen = share, 0
+        self.every = max(1, -(-share.samples // MOST_POINTS))
+        self.points = torch.zeros(-(-share.samples // self.every), 2, dtype=torch.float64)
+
+    def add(self, outputs: Tensor, targets: Tensor) -> None:
+        self.points = self.points.to(outputs.device)
+        first = self.share.rank + self.share.size * self.seen
+        numbers = range(first, first + self.share.size * len(targets), self.share.size)
+        rows = [row for row, number in enumerate(numbers) if number % self.every == 0]
+        slots = [numbers[row] // self.every for row in rows]
+        values = torch.stack([_first_values(outputs[rows]), _first_values(targets[rows])], dim=1)
+        self.points[slots] = values.double()
+        self.seen += len(targets)
+
+    def reduce(self, world: World) -> None:
+        self.points = world.all_reduce_sum(self.points.to(world.device)).cpu()
+
+    def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
+        points = [(predicted, true) for predicted, true in self.points[self.points.isfinite().all(1)].tolist()]
+        return {"test/predicted_against_true": draw_points(points)} if points else {}
+
+
+def _first_values(values: Tensor) -> Tensor:
+    """(N, ...) -> (N,)."""
+    return values.flatten(1)[:, 0] if values.dim() > 1 else values
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A test sample, what the model says, and what is true."""
+
+    sample: Tensor
+    prediction: str
+    truth: str
+    is_right: bool
+
+
+def is_image(sample: Tensor) -> bool:
+    return sample.dim() == 3 and sample.shape[0] in (1, 3)
+
+
+def draw_tiles(tiles: Sequence[Tile]) -> Tensor:
+    """A grid, row by row. Under each image stand the prediction and the truth."""
+    rows = -(-len(tiles) // COLUMNS)
+    height = TILE + 2 * LINE + GAP
+    canvas, draw = _canvas(WIDTH, rows * height + GAP)
+    for number, tile in enumerate(tiles):
+        left, top = GAP + number % COLUMNS * (TILE + GAP), GAP + number // COLUMNS * height
+        canvas.paste(_picture(tile.sample), (left, top))
+        _text(draw, left, top + TILE, tile.prediction, RIGHT if tile.is_right else WRONG)
+        _text(draw, left, top + TILE + LINE, tile.truth, BLACK)
+    return _tensor(canvas)
+
+
+def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> Tensor:
+    """A row for each true class, a column for each predicted one. A colour is a share of its row."""
+    cell = max(3, (WIDTH - MARGIN - GAP) // max(len(names), FEWEST_CELLS))
+    side = cell * len(names)
+    canvas, draw = _canvas(max(WIDTH, MARGIN + side + GAP), MARGIN + side + GAP)
+    _text(draw, GAP, GAP, "row: truth   column: prediction", GREY)
+    for row, (name, line) in enumerate(zip(names, counts, strict=True)):
+        top, total = MARGIN + row * cell, sum(line) or 1.0
+        if cell >= LINE:
+            _text(draw, GAP, top + (cell - LINE) // 2, name[:8], BLACK)
+            _text(draw, MARGIN + row * cell + 4, MARGIN - LINE - 2, name[: cell // 7], BLACK)
+        for column, count in enumerate(line):
+            left = MARGIN + column * cell
+            colour = _shade(RIGHT if row == column else WRONG, count / total)
+            draw.rectangle((left, top, left + cell - 1, top + cell - 1), colour, GREY if cell >= LINE else None)
+            if count and cell >= 24:
+                _text(draw, left + 2, top + (cell - LINE) // 2, f"{count:.0f}", WHITE if count > total / 2 else BLACK)
+    return _tensor(canvas)
+
+
+def draw_accuracies(accuracies: Sequence[float | None], names: Sequence[str]) -> Tensor:
+    """A bar for each class, from 0 to 1. None: no test sample of this class."""
+    height = max(3, min(20, LARGEST // len(names)))
+    length = WIDTH - 2 * MARGIN
+    canvas, draw = _canvas(MARGIN + length + MARGIN, height * len(names) + 2 * GAP)
+    for number, (name, accuracy) in enumerate(zip(names, accuracies, strict=True)):
+        top, share = GAP + number * height, accuracy or 0.0
+        draw.rectangle((MARGIN, top, MARGIN + length, top + height - 2), _shade(GREY, 0.15))
+        if share > 0:
+            draw.rectangle((MARGIN, top, MARGIN + length * share, top + height - 2), RIGHT)
+        if height >= LINE:
+            _text(draw, GAP, top, name[:8], BLACK)
+            _text(draw, MARGIN + length + 4, top, "-" if accuracy is None else f"{accuracy:.1%}", BLACK)
+    return _tensor(canvas)
+
+
+def draw_points(points: Sequence[tuple[float, float]]) -> Tensor:
+    """A point for each (predicted, true), and the line on which both are equal."""
+    side = WIDTH - MARGIN - GAP
+    canvas, draw = _canvas(MARGIN + side + GAP, side + MARGIN)
+    low, high = min(map(min, points)), max(map(max, points))
+    scale = side / ((high - low) or 1.0)
+    draw.rectangle((MARGIN, 0, MARGIN + side, side), None, GREY)
+    draw.line((MARGIN, side, MARGIN + side, 0), RIGHT)
+    for predicted, true in points:
+        x, y = MARGIN + (true - low) * scale, side - (predicted - low) * scale
+        draw.ellipse((x - 2, y - 2, x + 2, y + 2), WRONG)
+    _text(draw, MARGIN, side + 4, f"true, {low:.4g} to {high:.4g}", BLACK)
+    _text(draw, GAP, GAP, "predicted", BLACK)
+    return _tensor(canvas)
+
+
+def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    canvas = Image.new("RGB", (int(width), int(height)), WHITE)
+    return canvas, ImageDraw.Draw(canvas)
+
+
+def _text(draw: ImageDraw.ImageDraw, left: float, top: float, words: str, colour: Colour) -> None:
+    draw.text((left, top), words, fill=colour, font=_font())
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Read once: unpacking it takes as long as writing with it."""
+    return ImageFont.load_default(12)
+
+
+def _shade(colour: Colour, share: float) -> Colour:
+    """From white at 0 to `colour` at 1. Small shares can be seen, too."""
+    strength = share**0.5
+    red, green, blue = (round(255 + (part - 255) * strength) for part in colour)
+    return red, green, blue
+
+
+def _picture(sample: Tensor) -> Image.Image:
+    """TILE x TILE pixels. Floats are stretched to the whole range: they may be normalised."""
+    values = sample.detach().cpu()
+    if values.dtype != torch.uint8:
+        values = values.double()
+        low, high = values.min(), values.max()
+        values = ((values - low) / (high - low).clamp(min=1e-12) * 255).to(torch.uint8)
+    rows = values.expand(3, -1, -1).permute(1, 2, 0).contiguous()
+    picture = Image.frombytes("RGB", (rows.shape[1], rows.shape[0]), rows.numpy().tobytes())
+    return picture.resize((TILE, TILE), Image.Resampling.NEAREST)
+
+
+def _tensor(canvas: Image.Image) -> Tensor:
+    values = torch.frombuffer(bytearray(canvas.tobytes()), dtype=torch.uint8)
+    return values.view(canvas.height, canvas.width, 3).permute(2, 0, 1).float() / 255
