@@ -129,9 +129,8 @@ class WatchedRank:
     @property
     def _crash(self) -> str:
         """What faulthandler has written of a crash, "" for none: its name and the stacks."""
-        with suppress(OSError):
-            return os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)[2]
-        return ""
+        _, is_crash, text = os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)
+        return text if is_crash else ""
 
     @property
     def crashed_in_python(self) -> bool:
