@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep.compat import BACKWARD, GROUP_MAKERS
+from lockstep.compat import BACKWARD, COMPILERS, GROUP_MAKERS
 from lockstep.source_code import is_project, is_users
 from lockstep.text import aligned
 
@@ -24,7 +24,6 @@ LONGEST_PATH, SHOWN_PARTS = 30, 2
 LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 
-COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")
 DEBUGGERS = ("/bdb.py", "/pdb.py", "/code.py", "/pydevd")
 COLLECTIVES = ("/torch/distributed/", "/lockstep/distributed/", "/torch/nn/parallel/")
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
