@@ -514,8 +514,12 @@ class Diagnosis:
 
     @property
     def is_certain(self) -> bool:
-        """Not where the cause may be a rank of another machine that is only slow, or a download that takes hours."""
-        return self.verdict.kind is not Kind.ELSEWHERE and all(rank.phase != "prepare" for rank in self.facts)
+        """Not where the cause may be a rank of another machine that is only slow.
+
+        Nor in a download, which may take hours, or in a mode that only works with a trained net.
+        """
+        may_take_hours = any(rank.phase in ("prepare", "mode") for rank in self.facts)
+        return self.verdict.kind is not Kind.ELSEWHERE and not may_take_hours
 
     def lines(self) -> list[str]:
         """What is printed if the run is not ended."""
