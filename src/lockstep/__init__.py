@@ -22,6 +22,6 @@ def load(
     run was trained with a class that is not this project's, torch's or torchvision's. Raises ConfigError if there is no
     such run.
     """
-    from lockstep.build_trained import load as load_run
+    from lockstep.modes.trained_net import load as load_run
 
     return load_run(run, which, device, model)

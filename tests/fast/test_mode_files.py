@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.modes.output import require_place
+from lockstep.modes.base import require_place
 from lockstep.modes.plan import Job, _last_batch
 from lockstep.modes.predict import table
 from support.made_runs import make_run
@@ -17,12 +17,12 @@ def test_a_mode_replaces_no_file_of_a_run_and_nothing_that_is_no_file(tmp_path: 
     (folder / "snapshots").mkdir()
     for name in ("run.json", "model.pt", "model_best.pt", "snapshots/step_00000001.pt", "snapshots/new.csv"):
         with pytest.raises(ConfigError, match=f"a/{name} is part of a run, .*; type mode.file=<another file>"):
-            require_place(str(folder / name), "mode.file")
+            require_place(str(folder / name))
     for place in ("/dev/null", str(folder)):
         with pytest.raises(ConfigError, match="is no file that can be replaced; type mode.file=<a file that you can"):
-            require_place(place, "mode.file")
+            require_place(place)
     for allowed in (None, str(folder / "rows.csv"), str(tmp_path / "model.pt")):
-        require_place(allowed, "mode.file")
+        require_place(allowed)
 
 
 def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import lockstep
-from lockstep.build_trained import build_model
 from lockstep.data.builtin import digits
 from lockstep.errors import ConfigError
+from lockstep.modes.trained_net import build_model
 from support.commands import PYTHON_TRAIN, ROOT, Command
 
 Start = Callable[..., Command]

@@ -5,8 +5,10 @@ its keys in `src/lockstep/config/options.py`. docs/modes.md tells what users see
 this.
 """
 
+import errno
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,8 @@ from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures import rank as monitor
-from lockstep.runs.record import read_run
+from lockstep.files import write_whole
+from lockstep.runs.record import NAME, read_run
 
 if TYPE_CHECKING:
     from lockstep.cli_record import ConfigRecord
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
+
+FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
+FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "digests.bin", "train.log"})
+FILES_OF_A_RUN |= {"failure.json", "failure.txt", "uncommitted.diff"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Mode:
 
         Here: bring the trained net back, and `run`.
         """
-        from lockstep import build, build_trained
+        from lockstep import build
         from lockstep.snapshots.resume import restore_trained, snapshots_to_try
 
         with join(cfg) as (world, strategy, logs):
@@ -120,7 +127,7 @@ class Mode:
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
             trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
-            build_trained.warn_of_changed_data(trained, record.shown)
+            _warn_of_changed_data(trained, record.shown)
             monitor.enter("mode")
             return self.run(trained)
 
@@ -159,3 +166,67 @@ def begin(cfg: DictConfig, record: "ConfigRecord", world: "World", logs: "RankLo
         log.warning("%s", record.notice)
     join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
     build.check_same_config(record, world)
+
+
+def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:
+    """Warn if the data has changed since the training, although `config`, a flat one, names the same data."""
+    from lockstep.snapshots.data_fingerprint import data_fingerprint
+
+    before, now = (
+        {key: value for key, value in each.items() if key.startswith("dataset.")}
+        for each in (trained.saved["config"], config)
+    )
+    recorded: dict[str, Any] = {}
+    with suppress(ConfigError):
+        recorded = read_run(trained.folder)["data"]
+    if before != now:
+        return
+    for name, loader in (("training_data", trained.train_loader), ("test_data", trained.eval_loader)):
+        fingerprint = data_fingerprint(loader.dataset)
+        if recorded.get(name, fingerprint) != fingerprint:
+            what = name.replace("_", " ")
+            log.warning("the %s is not that of the training: it was %s, and is %s", what, recorded[name], fingerprint)
+
+
+# The file that a mode writes, which `mode.file` names.
+
+
+def require_place(file: str | None) -> None:
+    """Raise ConfigError for a `file` that cannot be one of a mode's.
+
+    Its folder must exist, and what it replaces may be no folder, no device, and no file that a training has written.
+    """
+    if file is None:
+        return
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise cannot_write(path, FileNotFoundError(errno.ENOENT, file))
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file that can be replaced; type mode.file=<a file that you can write>")
+    folder = path.parent.resolve()
+    of_run = folder.name in FOLDERS_OF_A_RUN and (folder.parent / NAME).exists()
+    if of_run or (path.name in FILES_OF_A_RUN and (folder / NAME).exists()):
+        raise ConfigError(f"{path} is part of a run, which a mode leaves as it is; type mode.file=<another file>")
+
+
+def write_output(world: "World", path: Path, lines: Iterable[str]) -> None:
+    """Rank 0 writes `lines` to `path`, whole or not at all. A collective.
+
+    Raises ConfigError on all ranks if it cannot.
+    """
+    problem = None
+    if world.is_rank_zero:
+        try:  # another command may write the same file
+            write_whole(path, lambda file: file.writelines(line.encode() for line in lines), shared=True)
+        except OSError as error:
+            problem = str(cannot_write(path, error))
+    problem = world.broadcast_json(problem)
+    if problem is not None:
+        raise ConfigError(problem)
+    log.info("written to: %s", path)
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """The error for a file that cannot be written."""
+    reason = os.strerror(error.errno or 0)
+    return ConfigError(f"{path} cannot be written ({reason}); type mode.file=<a file that you can write>")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import TrainingDiverged
-from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import require_place, write_output
+from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 
 if TYPE_CHECKING:
     from lockstep.strategies.base import JobSpec
@@ -29,7 +28,7 @@ class Evaluate(Mode):
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_place(self.file, "mode.file")
+        require_place(self.file)
 
     def run(self, trained: TrainedRun) -> dict[str, float]:
         """Returns {metric: mean over all samples}, the same on every rank.
@@ -53,10 +52,9 @@ class Evaluate(Mode):
             "ranks": trained.world.size,
         }
         path = Path(self.file) if self.file is not None else trained.folder / "evaluation.json"
-        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"], "mode.file")
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, count.samples, trained.step)
-        log.info("written to: %s", path)
+        write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
         return metrics
 
     def _diverged(self, trained: TrainedRun, loss: float) -> TrainingDiverged:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import cannot_write, require_place
+from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +45,7 @@ class Export(Mode):
         self.snapshot, self.format, self.file = snapshot, format, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_place(self.file, "mode.file")
+        require_place(self.file)
         if self.format == "torch_export" and self.file is not None and Path(self.file).suffix != ".pt2":
             raise ConfigError(f"torch.export.load reads files that end in .pt2; type mode.file={self.file}.pt2")
         missing = [name for name in NEEDS.get(self.format, ()) if importlib.util.find_spec(name) is None]
@@ -72,7 +71,7 @@ class Export(Mode):
             cause = error if isinstance(error, OSError) else error.__context__
             if not isinstance(cause, OSError):
                 raise
-            raise ConfigError(cannot_write(path, cause, "mode.file")) from error
+            raise cannot_write(path, cause) from error
         finally:
             temporary.unlink(missing_ok=True)
         log.info("exported: the weights of step %d, as %s", trained.step, self.format)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
-from lockstep.modes.base import Mode, TrainedRun
-from lockstep.modes.output import require_place, write_output
+from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,7 @@ class Predict(Mode):
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:
-        require_place(self.file, "mode.file")
+        require_place(self.file)
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
@@ -52,9 +51,8 @@ class Predict(Mode):
         shares = world.gather_state({"share": loader.rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
         lines = table(in_order(shares, loader.size, len(loader)), trained.classes) if world.is_rank_zero else iter(())
-        write_output(world, path, lines, "mode.file")
         log.info("predicted: %d samples of %s at step %d", len(loader), self.split, trained.step)
-        log.info("written to: %s", path)
+        write_output(world, path, lines)
 
 
 def predict(trained: TrainedRun, split: str) -> Columns:

@@ -1,32 +1,48 @@
-"""A trained net together with its preprocessing."""
+"""A trained net together with its preprocessing, and `lockstep.load`: without a command line or a process group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
+from lockstep.config.schema import nodes_with_target
+from lockstep.config.targets import instantiate_as, is_open, locate
 from lockstep.data.dataset import map_tensors
 from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
-from lockstep.training.setup import AUTOCAST_TYPES, autocast
+from lockstep.modes.base import folder_of, recorded_classes
+from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
+from lockstep.snapshots.state import trained_weights
+from lockstep.training.setup import AUTOCAST_TYPES, autocast, model_dtype, model_memory_format
 
 
 class TrainedNet(nn.Module):
     """Raw samples (N, ...) -> the outputs that an evaluation computes: uint8 images, or floats, not normalised yet.
 
-    net: the net itself. classes: their names, empty if they have none. precision: as trainer.precision.
-    mean, std: attributes, by which samples are normalised; None where they are not. task: an attribute, the name of the
-    class of the task that it was trained for.
+    net: the net itself.
+    precision: as trainer.precision.
+    classes: their names, empty if they have none.
+    mean, std: by which samples are normalised; None where they are not.
+    task: the name of the class of the task that it was trained for.
     """
 
-    def __init__(self, net: nn.Module, converter: Converter, precision: str, classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        converter: Converter,
+        precision: str,
+        classes: Sequence[str],
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        task: str = "",
+    ) -> None:
         super().__init__()
         self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
-        self.mean: list[float] | None = None
-        self.std: list[float] | None = None
-        self.task = ""
+        self.mean, self.std, self.task = mean, std, task
         self.eval()
 
     def forward(self, samples: Any) -> Any:
@@ -46,3 +62,42 @@ class TrainedNet(nn.Module):
         with torch.no_grad():
             numbers = self(samples).argmax(1).tolist()
         return [self.classes[number] if self.classes else number for number in numbers]
+
+
+def load(run: str | Path, which: str, device: str | torch.device, model: nn.Module | None) -> TrainedNet:
+    """See `lockstep.load`."""
+    found = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), PYTHON)
+    assert found is not None  # `snapshots_to_try` gave one at least
+    saved, path = found
+    config = saved["config"]
+    net = build_model(config) if model is None else model
+    precision, memory_format = config["trainer.precision"], model_memory_format(net, config["trainer.channels_last"])
+    net = net.to(device, model_dtype(precision))  # before the weights come: float64 would lose digits
+    if memory_format == torch.channels_last:
+        net = net.to(memory_format=torch.channels_last)
+    weights = trained_weights(saved, averaged=config["trainer.ema"] is not None)
+    try:
+        net.load_state_dict(weights)
+    except RuntimeError as error:  # of a model of the user's
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} does not fit this model ({reason}); type model=<the net that was trained>") from None
+    mean, std = config.get("dataset.mean"), config.get("dataset.std")
+    converter = Converter(torch.device(device), model_dtype(precision), memory_format, mean, std)
+    classes, task = recorded_classes(folder_of(path)), str(config.get("task._target_"))
+    return TrainedNet(net, converter, precision, classes, mean, std, task)
+
+
+def build_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a flat config. Raises ConfigError for a class that a run's record may not name."""
+    nested = OmegaConf.create({})
+    for key, value in config.items():
+        if key.startswith("model."):
+            OmegaConf.update(nested, key, value)
+    for key, node in nodes_with_target(OmegaConf.to_container(nested.model), "model"):
+        if not is_open(node["_target_"]):
+            raise ConfigError(
+                f"{key}._target_={node['_target_']} may run anything, and the record of a run may be a stranger's; "
+                f"if you trust it, type lockstep.load(..., model=<your net, built by yourself>)"
+            )
+        locate(f"{key}._target_", node["_target_"], "model")
+    return instantiate_as(nn.Module, nested.model, "model")
