@@ -8,8 +8,9 @@ python src/train.py strategy._target_=measured.MeasuredDDP +logger.measured._tar
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from record import Record
@@ -17,21 +18,35 @@ from record import Record
 from lockstep.data.builtin import mnist
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.strategies.base import Advance, StepRunner, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
+from lockstep.training.loop import train_epoch
+from lockstep.training.timing import Watcher
 
 RECORD = Record()
+
+
+class RecordedSteps(Watcher):
+    def after_step(self, samples: int) -> None:
+        RECORD.stepped()
 
 
 class MeasuredSteps(Strategy):
     """Put before a strategy's class. A lap of training reaches to the epoch's means over all ranks."""
 
-    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
-        self.samples = runner.samples_left
-        RECORD.start()
-        for advance in super().train_steps(runner):
-            RECORD.stepped()
-            yield advance
+    def own_epoch(self) -> Callable[..., int]:
+        train = super().own_epoch() or train_epoch
+
+        def measured(state: Any, loader: Any, timer: Any, watchers: Sequence[Watcher]) -> int:
+            self.samples = len(loader) - state.progress.samples
+            RECORD.start()
+            return train(state, loader, timer, [*self.step_watchers(), *watchers])
+
+        return measured
+
+    def step_watchers(self) -> list[Watcher]:
+        """What is called first after each step."""
+        return [RecordedSteps()]
 
     def epoch_metrics(self) -> dict[str, float]:
         RECORD.lap("training", self.samples)
@@ -46,30 +61,47 @@ class MeasuredDDP(MeasuredSteps, DDP):
 
 
 class SyncCountingDDP(MeasuredDDP):
-    """Counts where the host waits for the GPU, in all steps after the first `WARM_UP`."""
+    """Counts where the host waits for the GPU, in all steps after the first `SyncCounts.WARM_UP`."""
 
-    WARM_UP = 5
+    def own_epoch(self) -> Callable[..., int]:
+        measured = super().own_epoch()
 
-    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
-        places: dict[str, int] = {}
-        RECORD.extra = {"places": places, "steps": 0}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for number, advance in enumerate(super().train_steps(runner), start=1 - self.WARM_UP):
-                if number == 0 and torch.cuda.is_available():
-                    torch.cuda.set_sync_debug_mode("warn")
-                yield advance
-                RECORD.extra["steps"] = number
-                places.clear()
-                for warning in caught:
-                    if "called a synchronizing" in str(warning.message):
-                        place = f"{Path(warning.filename).name}:{warning.lineno}"
-                        places[place] = places.get(place, 0) + 1
+        def counted(*arguments: Any) -> int:
+            with warnings.catch_warnings(record=True) as self.caught:
+                warnings.simplefilter("always")
+                return measured(*arguments)
+
+        return counted
+
+    def step_watchers(self) -> list[Watcher]:
+        return [*super().step_watchers(), SyncCounts(self)]
 
     def epoch_metrics(self) -> dict[str, float]:
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
         return super().epoch_metrics()
+
+
+class SyncCounts(Watcher):
+    """After each step: the places where the host has waited since the warm-up."""
+
+    WARM_UP = 5
+
+    def __init__(self, strategy: SyncCountingDDP) -> None:
+        self.strategy, self.number = strategy, -self.WARM_UP
+        self.places: dict[str, int] = {}
+        RECORD.extra = {"places": self.places, "steps": 0}
+
+    def after_step(self, samples: int) -> None:
+        self.number += 1
+        if self.number == 0 and torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        RECORD.extra["steps"] = self.number
+        self.places.clear()
+        for warning in self.strategy.caught:
+            if "called a synchronizing" in str(warning.message):
+                place = f"{Path(warning.filename).name}:{warning.lineno}"
+                self.places[place] = self.places.get(place, 0) + 1
 
 
 class EpochRecorder(Logger):

@@ -59,22 +59,23 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     from lockstep.cli_record import ConfigRecord
     from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
+    from lockstep.loggers.base import LoggerList
     from lockstep.training.loop import train_epoch
-    from lockstep.training.timing import StepTimer
 
     pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
         loader, _ = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, len(loader))
-        train_epoch(state, loader, StepTimer(), [])
+        state = build.train_state(cfg, strategy, loader)
+        train_epoch(state, loader)
         copying, writing = [], []
-        with build.snapshots(cfg, ConfigRecord({}, {}, {}, {}, {}), state, loader) as snapshots:
+        record = ConfigRecord({}, {}, {}, {}, {})
+        with build.snapshots(cfg, record, state, loader, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
             for _ in range(4):
                 began, busy = time.perf_counter(), time.thread_time()
                 snapshots.save()
                 copying.append(time.thread_time() - busy)
-                snapshots.writer.drain()
+                snapshots.saver.drain()
                 writing.append(time.perf_counter() - began)
     size = max(path.stat().st_size for path in Path(cfg.run_dir).glob("snapshots/*.pt"))
     # Not the first one: what new memory costs, which no process has used before, depends on the machine.

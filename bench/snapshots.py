@@ -16,6 +16,8 @@ from typing import Any
 
 import harness
 
+from lockstep.training.timing import Watcher
+
 CYCLE, WARM_UP, SAVES = 4, 2, 4
 RUN = [
     "strategy=fsdp", "snapshot.format=sharded", "snapshot.keep_last=1", "model=mlp", "model.depth=6", "optimizer=adamw",
@@ -29,7 +31,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Watch:
+class Watch(Watcher):
     """Called after every step: reads clocks and memory, and saves when it is time."""
 
     def __init__(self, snapshots: Any) -> None:
@@ -55,7 +57,7 @@ class Watch:
         if self.count == WARM_UP:
             reset_peak()
         elif self.count > WARM_UP and place == 0:
-            self.snapshots.writer.drain()
+            self.snapshots.saver.drain()
             self.found["peak"].append(memory()["rss"])
             reset_peak()
             self.snapshots.world.barrier()
@@ -71,16 +73,18 @@ def costs(cfg: Any) -> dict[str, Any]:
     from lockstep.cli_record import ConfigRecord
     from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
+    from lockstep.loggers.base import LoggerList
     from lockstep.training.loop import train_epoch
 
     harness.pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
         loader, _ = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, len(loader))
-        with build.snapshots(cfg, ConfigRecord({}, {}, {}, {}, {}), state, loader) as snapshots:
+        state = build.train_state(cfg, strategy, loader)
+        record = ConfigRecord({}, {}, {}, {}, {})
+        with build.snapshots(cfg, record, state, loader, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
             watch = Watch(snapshots)
-            train_epoch(state, loader, after_step=[watch.after_step])
+            train_epoch(state, loader, watchers=[watch])
         own = Path(cfg.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 

@@ -36,31 +36,26 @@ from lockstep.sweeps.job_process import wait_for_turn
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     with cli.errors_are_shown_once(), exits_are_failures("the command left before the training"):
-        return run(cfg)
+        composed, cfg = cfg, cli.check_input(cfg)
+        record = record_config(composed, cfg, HydraConfig.get())
+        signals.set_run_folder(cfg.run_dir)
+        check_arguments(cfg, ("launch", "mode"))
+        launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
+        if mode.starts_ranks:
+            return mode.work(cfg, record)
+        if launcher.plans:
+            from lockstep.dry_run import dry_run
 
+            return dry_run(cfg, launcher, record.options)
+        launcher.prepare("lockstep.rank_imports")
+        from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-def run(cfg: DictConfig) -> Any:
-    """As `main`, which a module of the user's may not end with sys.exit."""
-    composed, cfg = cfg, cli.check_input(cfg)
-    record = record_config(composed, cfg, HydraConfig.get())
-    signals.set_run_folder(cfg.run_dir)
-    check_arguments(cfg, ("launch", "mode"))
-    launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
-    if mode.starts_ranks:
-        return mode.work(cfg, record)
-    if launcher.plans:
-        from lockstep.dry_run import dry_run
-
-        return dry_run(cfg, launcher, record.options)
-    launcher.prepare("lockstep.rank_imports")
-    from lockstep.preflight import preflight  # imports torch, while the fork server does the same
-
-    if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
+        if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
+            wait_for_turn()
+        preflight(cfg, launcher)
+        cli.collect_garbage()
         wait_for_turn()
-    preflight(cfg, launcher)
-    cli.collect_garbage()
-    wait_for_turn()
-    return launcher.launch(mode.work, cfg, record)
+        return launcher.launch(mode.work, cfg, record)
 
 
 if __name__ == "__main__":

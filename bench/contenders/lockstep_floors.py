@@ -10,7 +10,7 @@ turn from Lockstep's current weights: a model that has learned its one batch tak
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from record import Record
 from torch.nn.functional import cross_entropy
 
 from lockstep.distributed.world import World
-from lockstep.strategies.base import Advance, StepRunner, Strategy
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.training.loop import batches, train_epoch
 from lockstep.training.setup import autocast
+from lockstep.training.timing import Watcher
 
 TURN = 20  # steps
 
@@ -56,6 +58,18 @@ class Floor:
             self.optimizer.zero_grad(set_to_none=True)
 
 
+class Turns(Watcher):
+    """The last of the watchers: Lockstep's turn ends when all that belongs to a step is done."""
+
+    def __init__(self, strategy: "DDPAndFloors") -> None:
+        self.strategy = strategy
+
+    def after_step(self, samples: int) -> None:
+        self.strategy.turn_steps += 1
+        if self.strategy.turn_steps == TURN:
+            self.strategy.end_turn()
+
+
 class DDPAndFloors(MeasuredDDP):
     """optimizer, precision: the run's own, which a strategy does not know: they come by interpolation in the config."""
 
@@ -64,24 +78,22 @@ class DDPAndFloors(MeasuredDDP):
         self.optimizer, self.precision = optimizer, precision
         self.floors: dict[str, Floor] = {}
 
-    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
-        part = next(iter(runner.batches())).parts[0]
-        self.batch, self.batch_size = (part.inputs, part.targets), runner.batch_size
-        if not self.floors:
-            self.build_floors()
-            self.run_floors(Record(), TURN)  # warms up
-        self.turns, self.turn_steps = Record(), 0
-        self.turns.start()
-        for advance in DDP.train_steps(self, runner):
-            RECORD.stepped()
-            yield advance
-            self.turn_steps += 1
-            if self.turn_steps == TURN:
-                self.end_turn()
+    def own_epoch(self) -> Callable[..., int]:
+        def in_turns(state: Any, loader: Any, timer: Any, watchers: Sequence[Watcher]) -> int:
+            part = next(batches(state, loader)).parts[0]
+            self.batch, self.batch_size = (part.inputs, part.targets), state.settings.batch_size
+            if not self.floors:
+                self.build_floors()
+                self.run_floors(Record(), TURN)  # warms up
+            self.turns, self.turn_steps = Record(), 0
+            self.turns.start()
+            return train_epoch(state, loader, timer, [*self.step_watchers(), *watchers, Turns(self)])
+
+        return in_turns
 
     def epoch_metrics(self) -> dict[str, float]:
-        self.turn_steps += 1  # after the epoch's last step the loop does not return into `train_steps`
-        self.end_turn()
+        if self.turn_steps:
+            self.end_turn()
         for what, laps in self.turns.laps.items():
             if laps:
                 RECORD.laps.setdefault(what, []).append({key: sum(lap[key] for lap in laps) for key in laps[0]})

@@ -25,12 +25,11 @@ from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy
-from lockstep.training.epochs import EpochTrainer
-from lockstep.training.evaluation import Evaluator, wanted_by
+from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.meter import RunningMetrics
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState, fresh_state
+from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
 
@@ -96,9 +95,9 @@ def import_targets(cfg: DictConfig) -> None:
                 get_object(node["_target_"])
 
 
-def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState:
-    """The run that trains the strategy's model on `samples` samples an epoch."""
-    world, trainer, task = strategy.world, cfg.trainer, instantiate(cfg.task)
+def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader) -> TrainState:
+    """The run that trains the strategy's model on the samples of `loader`."""
+    world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
@@ -123,13 +122,27 @@ def train_state(cfg: DictConfig, strategy: Strategy, samples: int) -> TrainState
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
-    state = fresh_state(settings, task, strategy, optimizer, with_facts, trainer.ema, cfg.watch.nan)
-    state.objective = cfg.objective, task.mode(cfg.objective)
-    return state
+    return TrainState(
+        settings=settings,
+        task=task,
+        strategy=strategy,
+        optimizer=optimizer,
+        schedule=with_facts,
+        ema=trainer.ema,
+        nan=cfg.watch.nan,
+        read=loader.read,
+        objective=cfg.objective,
+        keeps_gradients=_wanted(cfg).histograms,
+    )
 
 
 def snapshots(
-    cfg: DictConfig, record: ConfigRecord, state: TrainState, train_loader: BatchLoader, loggers: LoggerList
+    cfg: DictConfig,
+    record: ConfigRecord,
+    state: TrainState,
+    train_loader: BatchLoader,
+    loggers: LoggerList,
+    weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
     samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
@@ -150,6 +163,7 @@ def snapshots(
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,
         before_save=loggers.flush,  # the curves of a killed run reach as far as its snapshots
+        compare_weights=weights.check_now,
     )
 
 
@@ -158,31 +172,31 @@ def model_config(record: ConfigRecord) -> dict[str, Any]:
     return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
-def epoch_trainer(
-    cfg: DictConfig,
-    state: TrainState,
-    train_loader: BatchLoader,
-    snapshots: SnapshotManager,
-    loggers: LoggerList,
-    running: RunningMetrics,
-) -> EpochTrainer:
-    """What trains the epochs. After every step it logs, compares the ranks' weights, and saves."""
-    state.nan.newest_snapshot = snapshots.newest
-    weights = WeightCheck(state, cfg.watch.every, cfg.watch.weights, snapshots.newest)
-    state.compare_weights = weights.check_now
-    after_step = [running.after_step, weights.after_step, snapshots.after_step]
-    measures = timer(cfg, state, train_loader, loggers)
+def weight_check(cfg: DictConfig, state: TrainState) -> WeightCheck:
+    """What compares the ranks' weights."""
+    return WeightCheck(state, cfg.watch.every, cfg.watch.weights)
+
+
+def running_metrics(
+    cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList
+) -> tuple[RunningMetrics, StepTimer]:
+    """What is logged while the run trains, and what measures its steps."""
     world, strategy = state.strategy.world, state.strategy
-    if cfg.watch.straggler is not None and world.size > 1 and not strategy.communicates_in_forward:
-        parameters = list(strategy.model.parameters())
-        measures = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
-        running.stragglers = measures
-    return EpochTrainer(state, train_loader, measures, after_step, running, loggers, snapshots.roll_back)
+    measures = timer(cfg, state, train_loader, loggers)
+    if cfg.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
+        return RunningMetrics(state, loggers), measures
+    parameters = list(strategy.model.parameters())
+    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
+    return RunningMetrics(state, loggers, stragglers), stragglers
 
 
 def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: LoggerList) -> Evaluator:
     """The evaluation. All ranks prepare what the keys of rank 0's loggers ask for."""
-    return Evaluator(state, loader, loggers, wanted_by(cfg.get("logger", {}).values()))
+    return Evaluator(state, loader, loggers, _wanted(cfg))
+
+
+def _wanted(cfg: DictConfig) -> Wanted:
+    return wanted_by(cfg.get("logger", {}).values())  # logger=[] leaves no section
 
 
 def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList) -> StepTimer:

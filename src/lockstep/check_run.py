@@ -160,7 +160,7 @@ def check_worker(cfg: DictConfig, folder: Path, timed: bool) -> tuple[Facts, Dra
     strategy = instantiate(cfg.strategy)
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), monitor.failures():
         logging.getLogger().handlers = logs.files  # warnings are shown below the table, once
-        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world:
+        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
             monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
@@ -184,7 +184,7 @@ def take_steps(
     loader, _ = build.model_and_data(cfg, world, strategy)
     fingerprint = data_fingerprint(loader.dataset)
     require_same_data(world, "training data", len(loader), fingerprint)
-    state = build.train_state(cfg, strategy, len(loader))
+    state = build.train_state(cfg, strategy, loader)
     steps, draws, lines = FirstSteps(state, timed), Draws(), list[str]()
     read = first_samples(loader)
     if timed and world.size == 1:

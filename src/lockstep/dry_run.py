@@ -12,7 +12,7 @@ from lockstep.distributed.dry_world import Traffic, dry_world
 from lockstep.errors import TrainingDiverged
 from lockstep.launchers.base import Launcher
 from lockstep.loggers.rank_logs import rank_logs
-from lockstep.modes.plan import Job, PlannedRank, lines, take_first_step
+from lockstep.modes.plan import FirstStep, Job, PlannedRank, lines
 from lockstep.preflight import check_options, prepare_data
 from lockstep.training.setup import set_determinism
 
@@ -47,11 +47,11 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
     with dry_world(rank, ranks, traffic) as world:
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         loader, _ = build.model_and_data(cfg, world, strategy, data)
-        state = build.train_state(cfg, strategy, len(loader))
+        state = build.train_state(cfg, strategy, loader)
         planned = PlannedRank(rank, traffic)
         traffic.clear()  # what was sent until now is no part of a step
         try:
-            take_first_step(planned, state, loader)
+            FirstStep(planned, state).take(loader)
         except TrainingDiverged:  # its sentence names other ranks, of which this one knows nothing
             raise TrainingDiverged(
                 f"the loss or the gradient of rank {rank} is not finite in its first step; "

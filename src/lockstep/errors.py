@@ -41,14 +41,38 @@ class RankMissing(CannotStartNow, TimeoutError):
 class TrainingDiverged(Exception):
     """The loss is not finite, so training cannot continue. The message says at which step and what to type.
 
+    what: the first words, with the step.
+    advice: what to type; empty if `what` says it.
     step: the step whose batch broke it, if that is known.
     """
 
-    step: int | None = None
+    def __init__(self, what: str, advice: str = "", step: int | None = None) -> None:
+        super().__init__(f"{what}; no snapshot was saved before; {advice}" if advice else what)
+        self.what, self.advice, self.step = what, advice, step
+
+    def name_snapshot(self, path: Path) -> None:
+        """Say in the message that `path` is the last good snapshot."""
+        if self.advice:
+            self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
 
 
 class RanksDiffer(Exception):
-    """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type."""
+    """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type.
+
+    what: the first words.
+    """
+
+    ADVICE = "watch.weights=off if ranks compute on different hardware"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; no snapshot was saved before; type {self.ADVICE}")
+        self.what = what
+
+    def name_snapshot(self, path: Path) -> None:
+        """Say in the message that `path` is the last good snapshot."""
+        word = path_word("hydra.run.dir", path.parent.parent)
+        advice = f"to go on from it type the command again with {word}, and {self.ADVICE}"
+        self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
 
 
 class LeftEarly(Exception):

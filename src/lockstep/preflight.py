@@ -92,12 +92,12 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     mode = check_mode(cfg, launcher, job)
     validate_training(job)
     strategy.validate(job)
-    gradient_sync.validate(job, strategy)
+    strategy.validate_gradient_sync(gradient_sync, job)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
-    if launcher.plans and strategy.needs_other_ranks:
+    if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"

@@ -85,13 +85,13 @@ def test_every_layer_of_a_cpu_rank_is_on_the_cpu() -> None:
 
 def steps_between_synchronisations(cfg: Any) -> list[int]:
     """A training in this rank -> on the server: after how many steps each the ranks synchronised."""
-    from lockstep.strategies.async_parameter_server import AsyncParameterServer
+    from lockstep.training.async_parameter_server import AsyncParameterServer
 
     serve, found = AsyncParameterServer._serve, []
 
-    def noted(strategy: AsyncParameterServer, runner: Any, steps: int) -> list[int]:
+    def noted(strategy: AsyncParameterServer, state: Any, steps: int, is_last: bool) -> None:
         found.append(steps)
-        return serve(strategy, runner, steps)
+        serve(strategy, state, steps, is_last)
 
     AsyncParameterServer._serve = noted  # type: ignore[method-assign]
     train(cfg)

@@ -12,7 +12,7 @@ from lockstep.snapshots.state import collect_state, model_state, plain_copy, res
 from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.regression import Regression
-from lockstep.training.state import TrainSettings, TrainState, fresh_state
+from lockstep.training.state import TrainSettings, TrainState
 from support.worlds import in_world
 
 OPTIMIZERS = ["Adadelta", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop"]
@@ -28,7 +28,7 @@ def fresh(name: str, world: World) -> TrainState:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     strategy.setup(model, world, GradientSync())
     optimizer = getattr(torch.optim, name)(strategy.module.parameters(), lr=0.05, **OPTIONS.get(name, {}))
-    return fresh_state(TrainSettings(epochs=1), Regression({"loss": "min"}, "loss", None, {}), strategy, optimizer)
+    return TrainState(TrainSettings(epochs=1), Regression({"loss": "min"}, "loss", None, {}), strategy, optimizer)
 
 
 def take(state: TrainState, steps: range) -> None:

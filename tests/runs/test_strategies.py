@@ -50,18 +50,18 @@ def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> 
 def stop_after_two_steps(cfg: Any) -> str:
     """Train about three steps, in mid-epoch, and be asked to stop."""
     from lockstep.distributed.signals import StopVote
-    from lockstep.training.step import TrainStepRunner
+    from lockstep.training import loop
 
     StopVote.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]  # no pause: a vote in every step
-    apply, steps = TrainStepRunner.apply_gradients, []
+    update, steps = loop.update, []
 
-    def apply_and_ask(runner: TrainStepRunner) -> None:
-        apply(runner)
-        steps.append(runner.state.progress.step)
+    def update_and_ask(state: Any, is_last: bool) -> None:
+        update(state, is_last)
+        steps.append(state.progress.step)
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    TrainStepRunner.apply_gradients = apply_and_ask  # type: ignore[method-assign]
+    loop.update = update_and_ask
     with pytest.raises(StoppedEarly):
         train(cfg)
     assert 2 <= len(steps) <= 7  # the vote takes a step or two, and a busy machine delivers a signal late

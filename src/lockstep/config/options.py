@@ -294,7 +294,7 @@ class VirtualRanks:
     count: int = number("Parts of a global batch, a multiple of the number of ranks.", min=1, example=4)
 
 
-@describes("lockstep.strategies.async_parameter_server.AsyncParameterServer", "strategy/async_parameter_server")
+@describes("lockstep.training.async_parameter_server.AsyncParameterServer", "strategy/async_parameter_server")
 @dataclass
 class AsyncParameterServer:
     sync_every: int = number("Optimizer steps after which all ranks synchronise.", min=1, example=100)

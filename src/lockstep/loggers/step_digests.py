@@ -25,7 +25,6 @@ class StepDigests(Logger):
     """
 
     def __init__(self, state: TrainState, every: int) -> None:
-        """Makes `state` call `before_update` in each step."""
         self.state, self.every = state, every
         model = state.strategy.model
         self.parameters = dict(model.named_parameters())
@@ -35,7 +34,6 @@ class StepDigests(Logger):
         self.before: list[Tensor] = []  # digests of the loss and the gradients of a step whose update is to come
         self.rows: list[tuple[int, Tensor]] = []  # (step, digests), not in the file yet
         self.last_step = 0  # in the file
-        state.before_update = self.before_update
 
     def on_fit_start(self, run: RunInfo) -> None:
         self.path = run.run_dir / DIGESTS
@@ -44,8 +42,7 @@ class StepDigests(Logger):
             self.path.write_bytes(self.header)
         self._drop_after(start)
 
-    def before_update(self) -> None:
-        """The gradients of a step are complete."""
+    def on_gradients_ready(self) -> None:
         step = self.state.progress.step + 1
         self.before = []
         if step % self.every == 0:

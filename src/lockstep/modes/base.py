@@ -122,7 +122,7 @@ class Mode:
         with join(cfg) as (world, strategy, logs):
             begin(cfg, record, world, logs)
             train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-            state = build.train_state(cfg, strategy, len(train_loader))
+            state = build.train_state(cfg, strategy, train_loader)
             record = record.completed(cfg)
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
@@ -150,7 +150,7 @@ def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         monitor.failures(),
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device) as world,
+        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
     ):
         set_determinism(cfg.seed, cfg.trainer.deterministic)
         yield world, strategy, logs

@@ -11,10 +11,9 @@ from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import LoadedPart
 from lockstep.data.samples import Samples
 from lockstep.errors import ConfigError
-from lockstep.training.loop import UNTIMED
+from lockstep.training.loop import batches, set_seed
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.step import TrainStepRunner, set_seed
 from lockstep.training.weight_check import digest
 
 SAMPLES_READ = 8  # twice
@@ -38,7 +37,7 @@ def what_is_drawn(state: TrainState, loader: BatchLoader) -> Draws:
     """Read some samples twice, and compute the first batch three times. For a world of one rank."""
     model = state.strategy.model.train()
     dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd) and part.p > 0]
-    part = next(TrainStepRunner(state, loader, UNTIMED).batches(slice(0, 1))).parts[0]
+    part = next(batches(state, loader, slice(0, 1))).parts[0]
     saved = model.state_dict().keys()  # what a snapshot keeps: other state has to be found
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in saved}
     outputs = []

@@ -17,6 +17,7 @@ from lockstep.errors import TrainingDiverged
 from lockstep.training.loop import train_epoch
 from lockstep.training.meter import peak_memory
 from lockstep.training.state import TrainState
+from lockstep.training.timing import Watcher
 from lockstep.training.weight_check import digest, local_part
 
 TIMED_STEPS = 5  # after the first one, which takes longer
@@ -61,7 +62,7 @@ class _Enough(Exception):
     """The steps that were wanted are taken."""
 
 
-class FirstSteps:
+class FirstSteps(Watcher):
     """Takes the first steps of a run. The first one is kept: `gradients`, before clipping, and `weights` after it.
 
     timed: take more steps, for their time.
@@ -76,12 +77,11 @@ class FirstSteps:
             unsynced=unsynced_batch_norms(model),
             digests={name: int(digest(value)) for name, value in self._whole(dict(model.named_parameters())).items()},
         )
-        state.before_update = self._keep_gradients
 
     def take(self, loader: BatchLoader, folder: Path) -> Facts:
         """Take the steps. Rank 0 writes what it kept to <number of ranks>.pt in `folder`. A collective."""
         try:
-            train_epoch(self.state, loader, after_step=[self._after_step])
+            train_epoch(self.state, loader, watchers=[self])
         except _Enough:
             pass
         except TrainingDiverged as error:
@@ -96,7 +96,7 @@ class FirstSteps:
         self.facts.peak = peak_memory(self.state.strategy.world.device)
         return self.facts
 
-    def _keep_gradients(self) -> None:
+    def on_gradients_ready(self) -> None:
         if self.gradients:
             return
         named, facts = list(self.state.strategy.model.named_parameters()), self.facts
@@ -108,7 +108,7 @@ class FirstSteps:
         facts.trained = sum(value.numel() for value in self.gradients.values())
         facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
 
-    def _after_step(self, samples: int) -> None:
+    def after_step(self, samples: int) -> None:
         state, facts = self.state, self.facts
         if not self.ends:
             facts.has_step, facts.loss = True, state.meter.means()["loss"]

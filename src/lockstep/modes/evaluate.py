@@ -35,8 +35,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
-        from lockstep.training.evaluation import SampleCount
-        from lockstep.training.loop import evaluate
+        from lockstep.training.evaluation import SampleCount, evaluate
 
         loader, count = trained.loader(self.split), SampleCount()
         metrics = evaluate(trained.state, loader, report=count)

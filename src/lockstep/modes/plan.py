@@ -14,6 +14,7 @@ from lockstep.modes.check import bytes_shown, held
 from lockstep.modes.check_steps import nbytes
 from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainState
+from lockstep.training.timing import Watcher
 
 
 class _Taken(Exception):
@@ -60,22 +61,24 @@ def largest_part(tensor: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * tensor.numel() // max(rows, 1) * tensor.element_size()
 
 
-def take_first_step(planned: PlannedRank, state: TrainState, loader: BatchLoader) -> None:
-    """Take the first step of a run, and note what this rank holds in it and sends."""
-    ranks, model = state.strategy.world.size, state.strategy.model
+class FirstStep(Watcher):
+    """Takes the first step of a run, and notes what this rank holds in it and sends."""
 
-    def before_update() -> None:
-        parameters = list(model.parameters())
-        planned.note("parameters", parameters, ranks)
-        planned.note("gradients", [p.grad for p in parameters if p.grad is not None], ranks)
+    def __init__(self, planned: PlannedRank, state: TrainState) -> None:
+        self.planned, self.state, self.ranks = planned, state, state.strategy.world.size
 
-    def after_step(samples: int) -> None:
-        planned.note("optimizer state", tensors_in(dict(state.optimizer.state)), ranks)
+    def take(self, loader: BatchLoader) -> None:
+        with suppress(_Taken):
+            train_epoch(self.state, loader, watchers=[self])
+
+    def on_gradients_ready(self) -> None:
+        parameters = list(self.state.strategy.model.parameters())
+        self.planned.note("parameters", parameters, self.ranks)
+        self.planned.note("gradients", [p.grad for p in parameters if p.grad is not None], self.ranks)
+
+    def after_step(self, samples: int) -> None:
+        self.planned.note("optimizer state", tensors_in(dict(self.state.optimizer.state)), self.ranks)
         raise _Taken
-
-    state.before_update = before_update
-    with suppress(_Taken):
-        train_epoch(state, loader, after_step=[after_step])
 
 
 def lines(job: Job, planned: Sequence[PlannedRank]) -> list[str]:

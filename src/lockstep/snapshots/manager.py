@@ -8,8 +8,9 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -23,7 +24,14 @@ from lockstep.distributed.environment import slurm_reason
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import DISK_TIMEOUT, World
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly, TrainingDiverged, path_word
+from lockstep.errors import (
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    ConfigError,
+    RanksDiffer,
+    StoppedEarly,
+    TrainingDiverged,
+    path_word,
+)
 from lockstep.failures import rank as monitor
 from lockstep.files import explain_disk_error, write_whole
 from lockstep.snapshots.files import (
@@ -54,8 +62,9 @@ from lockstep.snapshots.state import (
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
-from lockstep.training.nan import diverged
+from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
+from lockstep.training.timing import Watcher
 from lockstep.training.weight_check import local_part
 
 log = logging.getLogger(__name__)
@@ -66,7 +75,7 @@ ROLLBACKS_IN_A_ROW = 3  # at steps that follow each other; more of them mean tha
 LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its end; BEST if the best are others
 
 
-class SnapshotManager:
+class SnapshotManager(Watcher):
     """Saves and restores `state`. Every rank calls every method. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
@@ -83,6 +92,7 @@ class SnapshotManager:
         keep_last: int,
         form: str,
         before_save: Callable[[], None] = lambda: None,
+        compare_weights: Callable[[], None] = lambda: None,
     ) -> None:
         """
         fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
@@ -91,13 +101,14 @@ class SnapshotManager:
         every: see SaveInterval.
         keep_last, form: see Saver.
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
+        compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
         """
         self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
         self.epoch_samples = epoch_samples
         self.interval = SaveInterval(every)
-        self.before_save = before_save
+        self.before_save, self.compare_weights = before_save, compare_weights
         self.vote = StopVote(self.world, flags=2)
         self.writer = BackgroundWriter(MAX_PENDING)
         self.saver = Saver(state, self.folder, self.writer, keep_last, form)
@@ -172,6 +183,7 @@ class SnapshotManager:
         Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
         """
         nan = self.state.nan
+        self._name_newest(error)
         if nan.action != "rollback" or error.step is None:
             raise error
         self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
@@ -185,6 +197,21 @@ class SnapshotManager:
         nan.leave_out(error.step)
         step = self.state.progress.step
         log.warning("%s; back to step %d, and step %d will leave out its batch", error, step, error.step)
+
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot."""
+        try:
+            yield
+        except (TrainingDiverged, RanksDiffer) as error:
+            self._name_newest(error)
+            raise
+
+    def _name_newest(self, error: TrainingDiverged | RanksDiffer) -> None:
+        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
+        newest = self.world.broadcast_json(str(self.newest() or ""))
+        if newest:
+            error.name_snapshot(Path(newest))
 
     # When to save, and when to stop.
 
@@ -255,8 +282,8 @@ class SnapshotManager:
         # An update can break the weights one step before a loss shows it.
         broken = sum(not is_finite(local_part(value.detach())) for value in state.strategy.model.parameters())
         if self.world.all_reduce_sum(torch.tensor(float(broken), device=self.world.device)).item():
-            raise diverged(f"the weights are not finite at step {state.progress.step}", self.newest)
-        state.compare_weights()
+            raise TrainingDiverged(f"the weights are not finite at step {state.progress.step}", SMALLER_STEPS)
+        self.compare_weights()
         contents = self.saver.collect(totals, self.scheduler_as_built)
         if name is None:
             self.is_due = False

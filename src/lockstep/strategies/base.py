@@ -4,10 +4,10 @@ The base class serves a plain module, whole on every rank. A strategy overrides 
 To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` with its `_target_`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lockstep.data.dataset import map_tensors, tensors_in
-from lockstep.data.partition import Batch, Part, micro_batch_parts
+from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -45,70 +46,49 @@ class JobSpec:
     fused_optimizer: bool
 
 
-@dataclass(frozen=True)
-class Advance:
-    """How far all ranks are since the last time they agreed: `steps` optimizer steps over `samples` global samples."""
-
-    samples: int
-    steps: int
-
-
-class StepRunner(Protocol):
-    """What the training loop offers to a strategy: the batches of an epoch, and an optimizer step in two halves."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch."""
-
-    @property
-    def samples_left(self) -> int:
-        """Samples of this epoch that are not trained on yet."""
-
-    @property
-    def steps_left(self) -> int:
-        """Optimizer steps to the end of this epoch, or to `trainer.max_steps` if that comes first."""
-
-    @property
-    def ema_tensors(self) -> list[Tensor]:
-        """The moving average of the weights, empty without one. Creates it if no step has been taken yet."""
-
-    def batches(self, turns: slice = slice(None)) -> Iterator[Batch]:
-        """This rank's parts of the epoch's remaining batches. `turns` selects some of these batches."""
-
-    def compute_gradients(self, batch: Batch, steps_ahead: int = 0) -> None:
-        """Leave this rank's gradient of `batch` in `.grad`. `steps_ahead`: its step number beyond the current one."""
-
-    def apply_gradients(self) -> None:
-        """Take one optimizer step, with clipping, loss scaling, schedule and moving average."""
-
-
 class Strategy:
     """A plain module, the same on every rank.
 
     `module` is what a forward pass calls; `model` is the net inside it, whose parameters carry the names that the
-    model gave them. Both are set by `setup`.
+    model gave them. `ranks_per_model` is how many ranks hold a model together, each a part of it: ranks this far apart
+    hold the same. `setup` sets them.
     """
 
     module: nn.Module
     model: nn.Module
     world: World
+    ranks_per_model: int
 
-    uses_communication_hooks = False  # whether gradients are averaged by DistributedDataParallel
-    supports_sync_bn = True  # whether ranks run forward passes of one batch at the same time
-    ranks_agree = True  # whether all ranks have the same gradient, and so the same weights, after every step
-    replicas_bitwise_equal = True  # whether these have the same bits, too
-    ranks_per_model = 1  # ranks that hold a model together, each a part. Ranks this far apart hold the same
-    counts_samples = True  # whether this rank's sums are added up; False if another rank computes the same samples
-    communicates_in_forward = False  # whether a rank waits for others in its forward and backward pass
-    needs_other_ranks = False  # whether a rank acts on messages of others, so that it cannot be planned alone
-    shards_state = False  # whether the ranks can save the state in parts: see `own_blocks`
-    binds_one_device = True  # False if a rank computes on several GPUs
+    supports_sync_bn = True
+    """Whether ranks run forward passes of one batch at the same time."""
+    ranks_agree = True
+    """Whether all ranks have the same gradient, and so the same weights, after every step."""
+    communicates_in_forward = False
+    """Whether a rank waits for others in its forward and backward pass."""
+    shards_state = False
+    """Whether the ranks can save the state in parts: see `own_blocks`."""
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what this strategy cannot do or would do wrong. Called before any process starts."""
 
+    def validate_gradient_sync(self, gradient_sync: "GradientSync", job: JobSpec) -> None:
+        """Raise ConfigError for a gradient sync that cannot work here. Called before any process starts."""
+        if gradient_sync.needs_hooks:
+            raise ConfigError(
+                f"gradient_sync={gradient_sync.name} is a communication hook of DDP; "
+                f"type strategy=ddp gradient_sync={gradient_sync.name}, or gradient_sync=auto"
+            )
+
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         """Raise ConfigError for a model that this strategy cannot spread over `world_size` ranks."""
+
+    def needs_other_ranks(self) -> bool:
+        """Whether a rank acts on messages of others, so that it cannot be planned alone."""
+        return False
+
+    def binds_one_device(self) -> bool:
+        """Whether a rank computes on one device only."""
+        return True
 
     def building(self, world_size: int) -> AbstractContextManager[None]:
         """Inside the block the model of a run of `world_size` ranks is built, which `setup` takes over later."""
@@ -121,6 +101,7 @@ class Strategy:
         """
         self.world = world
         self.module = self.model = model
+        self.ranks_per_model = 1
 
     def syncs_batch_norm(self, mode: str, world_size: int) -> bool:
         """Whether batch norm covers the whole global batch. mode: conf/sync_bn's "on", "off" or "auto"."""
@@ -149,12 +130,12 @@ class Strategy:
 
     # One step.
 
-    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
-        """Train on the rest of the epoch. Yields whenever all ranks hold the same weights again."""
-        for batch in runner.batches():
-            runner.compute_gradients(batch)
-            runner.apply_gradients()
-            yield Advance(samples=batch.count, steps=1)
+    def own_epoch(self) -> Callable[..., int] | None:
+        """What trains an epoch in place of `lockstep.training.loop.train_epoch`, with its arguments and its result.
+
+        For steps that are not one forward, backward and update on all ranks together. None: they are.
+        """
+        return None
 
     def forward_backward(
         self,
@@ -168,6 +149,10 @@ class Strategy:
         with autocast:
             outputs = forward(self.module, inputs)
         loss_function(outputs, targets).backward()
+
+    def counts_samples(self) -> bool:
+        """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""
+        return True
 
     def sum_counts(self, count: Tensor) -> Tensor:
         """`count`, 0-d, of this rank's parts of a global batch -> that of the whole batch. A collective."""
@@ -195,7 +180,7 @@ class Strategy:
         """One forward pass without gradients; `count(outputs, targets)` takes its outputs."""
         with autocast:
             outputs = forward(self.model, inputs)
-        if self.counts_samples:
+        if self.counts_samples():
             count(outputs, targets)
 
     def epoch_metrics(self) -> dict[str, float]:
@@ -216,11 +201,10 @@ class Strategy:
     def replicated_tensors(self) -> dict[str, Tensor]:
         """{name: parameter or buffer} that has the same bits on several ranks after every step. A damaged one is found.
 
-        These are all ranks, or those `ranks_per_model` apart; none without `replicas_bitwise_equal`.
-        Buffers: those of synchronised batch norms.
+        These are all ranks, or those `ranks_per_model` apart. Buffers: those of synchronised batch norms.
         """
         has_replicas = 1 < self.ranks_per_model < self.world.size
-        if not (self.replicas_bitwise_equal and (self.ranks_agree or has_replicas)):
+        if not (self.ranks_agree or has_replicas):
             return {}
         tensors: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, module in self.model.named_modules():

@@ -22,10 +22,12 @@ class DataParallel(Strategy):
     """
 
     supports_sync_bn = False
-    binds_one_device = False
 
     def __init__(self, first_share: float) -> None:
         self.first_share = first_share
+
+    def binds_one_device(self) -> bool:
+        return False
 
     def validate(self, job: JobSpec) -> None:
         if job.world_size > 1:

@@ -1,6 +1,6 @@
 """One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
 from lockstep.strategies.gradient_sync import GradientSync
 
 
@@ -21,8 +21,6 @@ class DDP(Strategy):
     `sync_buffers` does it before an evaluation. A snapshot has those of rank 0, so a model that reads them in training
     does not resume bit for bit on several ranks.
     """
-
-    uses_communication_hooks = True
 
     def __init__(
         self,
@@ -45,10 +43,13 @@ class DDP(Strategy):
                 "type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1"
             )
 
+    def validate_gradient_sync(self, gradient_sync: GradientSync, job: JobSpec) -> None:
+        gradient_sync.validate(job)
+
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         self.gradient_sync = gradient_sync
-        self.ranks_agree, self.replicas_bitwise_equal = gradient_sync.ranks_agree, gradient_sync.replicas_bitwise_equal
+        self.ranks_agree = gradient_sync.ranks_agree
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return
         devices = {parameter.device for parameter in model.parameters()}
@@ -69,19 +70,21 @@ class DDP(Strategy):
         autocast: AbstractContextManager[Any],
         is_last: bool,
     ) -> None:
-        with self._gradient_averaging(is_last):
-            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-
-    def _gradient_averaging(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Average gradients in the backward pass of the step's last part only."""
-        if not isinstance(self.module, DistributedDataParallel):
-            return nullcontext()
-        self.gradient_sync.before_forward(self.module)
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext if is_last else self.module.no_sync
-        return context()
+        averaging: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.module, DistributedDataParallel):
+            self.gradient_sync.before_forward(self.module)
+            if not is_last:  # gradients are averaged in the backward pass of the step's last part only
+                averaging = self.module.no_sync()
+        with averaging:
+            with autocast:
+                outputs = forward(self.module, inputs)
+            loss_function(outputs, targets).backward()
 
     def gradient_divide_factor(self) -> int:
         return self.world.size if isinstance(self.module, DistributedDataParallel) else 1
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         self.gradient_sync.average_replicas(tensors)
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return super().replicated_tensors() if self.gradient_sync.replicas_bitwise_equal else {}

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.base import JobSpec
 
 SumInPlace = Callable[[Tensor, int, int], None]
 """(vector (n,), rank, world size) -> None: the vector becomes the sum over all ranks."""
@@ -40,13 +40,8 @@ class GradientSync:
     is_exact = True
     needs_hooks = False
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
+    def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""
-        if self.needs_hooks and not strategy.uses_communication_hooks:
-            raise ConfigError(
-                f"gradient_sync={self.name} is a communication hook of DDP; "
-                f"type strategy=ddp gradient_sync={self.name}, or gradient_sync=auto"
-            )
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Register a communication hook on `module`."""
@@ -154,8 +149,7 @@ class PowerSGD(GradientSync):
             "orthogonalization_epsilon": epsilon,
         }
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
-        super().validate(job, strategy)
+    def validate(self, job: JobSpec) -> None:
         if job.nan == "skip":
             raise ConfigError(
                 "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
@@ -187,8 +181,7 @@ class LocalSGD(GradientSync):
         self.sync_every = sync_every
         self.steps_apart = 0  # steps since all ranks held the same weights
 
-    def validate(self, job: JobSpec, strategy: Strategy) -> None:
-        super().validate(job, strategy)
+    def validate(self, job: JobSpec) -> None:
         if job.precision == "fp16":
             raise ConfigError(
                 "gradient_sync=local_sgd would scale each rank's fp16 loss differently; type trainer.precision=bf16"

@@ -20,11 +20,12 @@ class ModelParallel(DDP):
     device, where inputs start. With several ranks each holds a replica, averaged as by DDP; `options` are DDP's.
     """
 
-    binds_one_device = False
-
     def __init__(self, devices: int, **options: Any) -> None:
         super().__init__(**options)
         self.devices = devices
+
+    def binds_one_device(self) -> bool:
+        return False
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         layer_groups(model, self.devices)

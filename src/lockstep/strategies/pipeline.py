@@ -46,12 +46,14 @@ class Pipeline(Strategy):
     ranks_agree = False  # each rank holds its own layers
     shards_state = True
     communicates_in_forward = True
-    needs_other_ranks = True  # torch's stages tell each other their shapes
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
     def __init__(self, schedule: str, micro_batches: int) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches
         self.schedules: dict[tuple[int, int, bool], PipelineScheduleSingle] = {}
+
+    def needs_other_ranks(self) -> bool:
+        return True  # torch's stages tell each other their shapes
 
     def validate(self, job: JobSpec) -> None:
         if job.sync_bn == "on":

@@ -61,7 +61,7 @@ class TensorParallel(Strategy):
             return
         self.ranks_per_model = world.size // self.replicas
         ranks, shares_model, self.shares_batch = replica_groups(self.replicas, world)
-        self.counts_samples = world.rank in ranks[:, 0]
+        self.is_first_of_group = world.rank in ranks[:, 0]
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout
         mesh = DeviceMesh.from_group(shares_model, world.device.type)
         parallelize_module(model, mesh, self.plan.styles(model), src_data_rank=None)
@@ -71,6 +71,9 @@ class TensorParallel(Strategy):
 
     def data_parallel_rank(self, world: World) -> int:
         return world.rank // (world.size // self.replicas)
+
+    def counts_samples(self) -> bool:
+        return self.world.size == 1 or self.is_first_of_group
 
     def sum_counts(self, count: Tensor) -> Tensor:
         if self.replicas > 1:

@@ -2,34 +2,30 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
+from lockstep.distributed import signals
+from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
-from lockstep.errors import TrainingDiverged
-from lockstep.tasks.base import ReadSample, Report, Share
-from lockstep.training.loop import evaluate
-from lockstep.training.nan import OTHER_DATA, Broken, broken_samples, diverged, sentence_about
+from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
+from lockstep.failures import rank as monitor
+from lockstep.loggers.base import Logger
+from lockstep.tasks.base import Report, Share
+from lockstep.training.meter import Meter
+from lockstep.training.nan import OTHER_DATA, SMALLER_STEPS, Broken, broken_samples, sentence_about
+from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
 SCANNED = 128  # test samples that are searched for a NaN together
-
-
-class EvaluationLogger(Protocol):
-    """What a logger offers for an evaluation, see `lockstep.loggers.base.Logger`."""
-
-    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None: ...
-
-    def log_histogram(self, tag: str, values: Tensor, step: int) -> None: ...
-
-    def log_graph(self, model: nn.Module, inputs: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,14 +67,56 @@ def broken_in(loader: BatchLoader, world: World) -> list[Broken]:
     return [found for rank in world.all_gather_json(mine) for found in rank]
 
 
+def stop() -> NoReturn:
+    """A rank was asked to stop, and there is nothing to save."""
+    raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+
+
+def evaluate(
+    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn] = stop, report: Report | None = None
+) -> dict[str, float]:
+    """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
+
+    A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
+    its numbers are dropped, and `on_stop` is called on every rank.
+
+    report: gets all outputs of this rank.
+    """
+    monitor.enter("evaluation")
+    state.average_replicas()
+    strategy = state.strategy
+    meter = Meter(state.task, strategy.world)
+    context = autocast(strategy.world.device, state.settings.precision)
+
+    def count(outputs: Tensor, targets: Tensor) -> None:
+        state.first_batch.check_outputs(outputs, targets)  # training may have had no batch of two samples
+        meter.add(state.task(outputs, targets)[1], state.task.count(targets))
+        if report is not None:
+            report.add(outputs, targets)
+
+    is_stopped, vote = False, StopVote(strategy.world, flags=1)
+    strategy.module.eval()
+    # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
+    with state.ema_weights(), torch.no_grad():
+        strategy.sync_buffers()
+        for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
+            strategy.eval_step(inputs, targets, count, context)
+            monitor.heartbeat()
+            (is_stopped,) = vote.cast(signals.stop_requested())
+            if is_stopped:
+                break
+    vote.close()
+    if is_stopped:
+        on_stop()
+    return meter.means()
+
+
 class Evaluator:
     """Evaluates `state`, and gives `logger` what is wanted beside the means."""
 
-    def __init__(self, state: TrainState, loader: BatchLoader, logger: EvaluationLogger, wanted: Wanted) -> None:
+    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, wanted: Wanted) -> None:
         self.state, self.loader, self.logger, self.wanted = state, loader, logger, wanted
         self.graph_is_due = wanted.graph
-        if wanted.histograms:
-            state.gradients = {}
 
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
@@ -108,10 +146,9 @@ class Evaluator:
         """The error, with the samples that hold a NaN. A collective."""
         broken = broken_in(self.loader, self.state.strategy.world)
         what = f"the test loss is {loss} at step {self.state.progress.step}"
-        find_snapshot = self.state.nan.newest_snapshot
         if not broken:
-            return diverged(what, find_snapshot)
-        return diverged(f"{what}; in the test data {sentence_about(broken)}", find_snapshot, advice=OTHER_DATA)
+            return TrainingDiverged(what, SMALLER_STEPS)
+        return TrainingDiverged(f"{what}; in the test data {sentence_about(broken)}", OTHER_DATA)
 
     def _sample(self, number: int) -> Tensor:
         return self.loader.shown_sample(number)

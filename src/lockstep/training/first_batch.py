@@ -20,6 +20,24 @@ log = logging.getLogger(__name__)
 TOLERANCE = 1e-2  # relative; a mean is off by half
 
 
+class FirstBatch:
+    """Checks the first batch of a process that has two samples. Afterwards its methods do nothing."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self.task, self.model, self.is_checked = task, model, False
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Raises ConfigError as `require_plain_inputs` does."""
+        if not self.is_checked:
+            require_plain_inputs(self.model, inputs)
+
+    def check_outputs(self, outputs: Any, targets: Any) -> None:
+        """Raises ConfigError as `require_one_tensor` and `require_sums` do."""
+        if not self.is_checked:
+            require_one_tensor(self.task, outputs)
+            self.is_checked = require_sums(self.task, outputs, targets)
+
+
 def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
     """Raise ConfigError if the samples are dicts whose values `model` takes by name, as nets of transformers do."""
     if not isinstance(inputs, Mapping):

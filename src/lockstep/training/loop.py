@@ -1,107 +1,266 @@
-"""Train an epoch, and evaluate. The code is the same for any number of processes."""
+"""The training of a run, from its first epoch to its last evaluation. It is the same for any number of processes."""
 
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
-from lockstep.distributed import signals
-from lockstep.distributed.signals import StopVote
-from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
+from lockstep.data.partition import Batch, Part, fold_in
+from lockstep.errors import TrainingDiverged
 from lockstep.failures import rank as monitor
-from lockstep.tasks.base import Report
-from lockstep.training.first_batch import require_sums
-from lockstep.training.meter import Meter
+from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.step import TrainStepRunner
-from lockstep.training.timing import StepTimer
-
-AfterStep = Callable[[int], None]
-"""Called after every step with the global number of samples since its last call. It may raise to stop."""
-
+from lockstep.training.timing import StepTimer, Watcher
 
 UNTIMED = StepTimer()  # it keeps nothing
 
 
-def train_epoch(
+class Snapshots(Protocol):
+    """What the loop asks of the snapshots, see `lockstep.snapshots.manager`. All of it is collective."""
+
+    def explaining_errors(self) -> AbstractContextManager[None]: ...
+
+    def roll_back(self, error: TrainingDiverged) -> None: ...
+
+    def after_epoch(self) -> None: ...
+
+    def save(self, name: str) -> None: ...
+
+    def stop(self) -> NoReturn: ...
+
+    def stop_before_evaluation(self) -> NoReturn: ...
+
+    def export(self) -> None: ...
+
+
+class Evaluation(Protocol):
+    """What the loop asks of an evaluation, see `lockstep.training.evaluation`."""
+
+    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]: ...
+
+    def means(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]: ...
+
+
+def fit(
     state: TrainState,
     loader: BatchLoader,
-    timer: StepTimer = UNTIMED,
-    after_step: Sequence[AfterStep] = (),
+    evaluate: Evaluation,
+    snapshots: Snapshots,
+    loggers: Logger,
+    watchers: Sequence[Watcher],
+    timer: StepTimer,
+    run_dir: Path,
+) -> float:
+    """Train epoch by epoch, evaluate, save. Returns the last value of the objective.
+
+    loader: of the training data.
+    watchers: called in their order. What saves snapshots is the last one.
+    """
+    settings, progress, speed = state.settings, state.progress, Speed()
+    name, direction = state.objective
+    objective = name.removeprefix("test/")
+    train = state.strategy.own_epoch() or train_epoch
+    tested: dict[str, float] = {}
+    with snapshots.explaining_errors():
+        while not state.finished:
+            epoch, samples_before = progress.epoch + 1, progress.samples
+            monitor.epoch_starts(epoch)
+            loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
+            try:
+                samples = train(state, loader, timer, [*watchers, speed])
+                means = state.nan.require_finite(state.meter.means(), progress.step)
+            except TrainingDiverged as error:
+                snapshots.roll_back(error)  # it raises the error, but with watch.nan=rollback
+                continue
+            counted = state.meter.counted
+            # All updates may have been left out, or a resumed run measures something else: then nothing was counted.
+            metrics = {"train": means} if counted else {}
+            samples_per_second = speed.of(samples)
+            loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
+            if state.evaluation_due:
+                tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
+                if state.update_best(tested[objective], direction):
+                    snapshots.save("best")
+            summary = EpochSummary(
+                epoch=epoch,
+                epochs=settings.epochs,
+                step=progress.step,
+                metrics=metrics,
+                samples_per_second=samples_per_second,
+                best={} if progress.best is None else {objective: progress.best},
+                best_step=progress.best_step,
+            )
+            if state.task.counts != "samples" and samples_per_second is not None:
+                counted_per_sample = counted / (samples_before + samples)
+                summary.counted_per_second[state.task.counts] = samples_per_second * counted_per_sample
+            loggers.on_epoch_end(summary)
+            snapshots.after_epoch()
+        tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
+    monitor.enter("export")
+    snapshots.export()
+    loggers.on_fit_end(run_dir, tested)
+    return tested[objective]
+
+
+def train_epoch(
+    state: TrainState, loader: BatchLoader, timer: StepTimer = UNTIMED, watchers: Sequence[Watcher] = ()
 ) -> int:
     """The rest of one epoch: from `state.progress.samples` to its end, or to `max_steps`. Returns the global samples.
 
-    Each of `after_step` is called with the global number of samples since its last call. It may raise to stop.
+    The gradient of a step is that of the mean over the global batch, see `StepLoss`.
     """
-    progress, runner = state.progress, TrainStepRunner(state, loader, timer)
-    progress.evaluation_pending = False
-    monitor.enter("train")
-    state.strategy.module.train()
-    if progress.samples == 0:
-        state.meter.clear()
-    samples_before = progress.samples
+    progress, strategy, start = state.progress, state.strategy, state.progress.samples
+    precision = autocast(strategy.world.device, state.settings.precision)
+    begin_epoch(state, watchers)
     timer.phase("data")
     try:
-        # Nothing is left if the run stopped early between its last step and the evaluation.
-        for advance in state.strategy.train_steps(runner) if runner.steps_left > 0 else ():
-            progress.samples += advance.samples
-            progress.step += advance.steps
-            monitor.step_ended(progress.epoch + 1, progress.step)
-            timer.phase("logging")
-            for callback in after_step:
-                callback(advance.samples)
-            timer.step_end(runner.full_steps_left)
+        for batch in batches(state, loader):
+            step = progress.step + 1
+            monitor.current_batch(batch)
+            if step not in state.nan.left_out:
+                state.nan.begin(step, progress.epoch, batch)
+                loss = StepLoss(state, batch, step, timer)
+                for number, part in enumerate(batch.parts, start=1):
+                    timer.phase("forward")
+                    set_seed(fold_in(loader.seed, step - 1, part.number))
+                    state.first_batch.check_inputs(part.inputs)
+                    strategy.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
+                timer.phase("optimizer")
+            for watcher in watchers:
+                watcher.on_gradients_ready()
+            update(state, is_last=state.steps_left(len(loader)) == 1)
+            end_steps(state, batch.count, 1, timer, watchers)
+            timer.step_end(state.whole_steps_left(len(loader)))
             timer.phase("data")
-            if runner.steps_left <= 0:
-                break
     finally:
         timer.epoch_end()
-    samples = progress.samples - samples_before
-    if runner.samples_left <= 0:
-        progress.epoch, progress.samples = progress.epoch + 1, 0
+    samples = progress.samples - start
+    state.end_epoch(len(loader))
     return samples
 
 
-def stop() -> NoReturn:
-    """A rank was asked to stop, and there is nothing to save."""
-    raise StoppedEarly("stopped early; the numbers are dropped, type the command again", EXIT_STOPPED_WITHOUT_SNAPSHOT)
+def begin_epoch(state: TrainState, watchers: Sequence[Watcher]) -> None:
+    """Before the first step of an epoch, or of the rest of one."""
+    monitor.enter("train")
+    state.begin_epoch()
+    for watcher in watchers:
+        watcher.on_epoch_start()
 
 
-def evaluate(
-    state: TrainState, loader: BatchLoader, on_stop: Callable[[], NoReturn] = stop, report: Report | None = None
-) -> dict[str, float]:
-    """{metric: mean over every sample of the data set, each counted once}, with the averaged weights if there are any.
+def end_steps(state: TrainState, samples: int, steps: int, timer: StepTimer, watchers: Sequence[Watcher]) -> None:
+    """After `steps` optimizer steps over `samples` global samples, when all ranks hold the same weights again."""
+    state.advance(samples, steps)
+    monitor.step_ended(state.progress.epoch + 1, state.progress.step)
+    timer.phase("logging")
+    for watcher in watchers:
+        watcher.after_step(samples)
 
-    A collective: every rank calls it and gets the same numbers. After a rank was asked to stop, the evaluation ends,
-    its numbers are dropped, and `on_stop` is called on every rank. report: gets all outputs of this rank.
+
+def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) -> Iterator[Batch]:
+    """This rank's parts of the epoch's remaining batches, one optimizer step each.
+
+    Nothing is left if the run stopped early between its last step and the evaluation.
+
+    turns: which of these batches, for ranks that take turns.
     """
-    monitor.enter("evaluation")
-    state.average_replicas()
-    meter = Meter(state.task, state.strategy.world)
-    context = autocast(state.strategy.world.device, state.settings.precision)
+    settings, progress = state.settings, state.progress
 
-    def count(outputs: Tensor, targets: Tensor) -> None:
-        if not state.first_batch_is_checked:  # training had no batch of two samples
-            state.first_batch_is_checked = require_sums(state.task, outputs, targets)
-        meter.add(state.task(outputs, targets)[1], state.task.count(targets))
-        if report is not None:
-            report.add(outputs, targets)
+    def parts(batch: Tensor) -> list[Part]:
+        return state.strategy.parts(batch, settings.gradient_accumulation_steps)
 
-    stop, vote = False, StopVote(state.strategy.world, flags=1)
-    state.strategy.module.eval()
-    # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
-    with state.ema_weights(), torch.no_grad():
-        state.strategy.sync_buffers()
-        for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
-            state.strategy.eval_step(inputs, targets, count, context)
-            monitor.heartbeat()
-            (stop,) = vote.cast(signals.stop_requested())
-            if stop:
-                break
-    vote.close()
-    if stop:
-        on_stop()
-    return meter.means()
+    epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
+    return islice(epoch, len(range(state.steps_left(len(loader)))[turns]))
+
+
+class StepLoss:
+    """(outputs, targets) -> the loss of these samples, as it is minimised. Its sums go to the meter.
+
+    Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
+    divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples or tokens. The count is
+    a collective if the task counts by values. For fp16 the loss is scaled.
+
+    step: its number, counted from 1.
+    """
+
+    def __init__(self, state: TrainState, batch: Batch, step: int, timer: StepTimer = UNTIMED) -> None:
+        self.state, self.step, self.timer = state, step, timer
+        strategy = state.strategy
+        self.counts_samples, self.scales = strategy.counts_samples(), state.scaler.is_enabled()
+        self.weight: float | Tensor = strategy.gradient_divide_factor() / batch.count
+        counts = [state.task.count(part.targets) for part in batch.parts]
+        counted = [count for count in counts if isinstance(count, Tensor)]
+        if counted:
+            total = strategy.sum_counts(torch.stack(counted).sum()).double()
+            self.weight = strategy.gradient_divide_factor() / total.clamp(min=1)  # without any counted, the loss is 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        state, weight = self.state, self.weight
+        state.first_batch.check_outputs(outputs, targets)
+        loss, sums = state.task(outputs, targets)
+        if self.counts_samples:
+            state.meter.add(sums, state.task.count(targets), self.step)
+        loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
+        if self.scales:
+            loss = state.scaler.scale(loss)
+        self.timer.phase("backward")
+        return loss
+
+
+def update(state: TrainState, is_last: bool) -> None:
+    """One optimizer step with the gradients in `.grad`: clipping, loss scaling, schedule and moving average.
+
+    is_last: whether this is the last step of an epoch.
+    Raises TrainingDiverged as `NanPolicy.accepts` does.
+    """
+    optimizer, scaler, step = state.optimizer, state.scaler, state.progress.step + 1
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if step not in state.nan.left_out and state.nan.accepts(step, gradients):
+        state.keep_gradients(step, is_last)
+        if state.settings.max_grad_norm is not None:
+            scaler.unscale_(optimizer)
+            state.strategy.clip_grad_norm(state.settings.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        if state.ema is not None:
+            state.ema.update()
+    else:  # torch warns of a schedule that steps before the first update
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+    optimizer.zero_grad(set_to_none=True)
+    state.scheduler.step()
+
+
+def set_seed(seed: int) -> None:
+    """Seed what dropout draws from. torch.manual_seed does this too, and takes 0.5 ms where torch could use a GPU."""
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(seed)
+
+
+class Speed(Watcher):
+    """Samples per second of an epoch's steps, without the first step of this process: that fills caches."""
+
+    def __init__(self) -> None:
+        self.start, self.has_stepped = 0.0, False
+        self.left_out = 0  # samples of this epoch that came before `start`
+
+    def on_epoch_start(self) -> None:
+        self.start, self.left_out = time.perf_counter(), 0
+
+    def after_step(self, samples: int) -> None:
+        if not self.has_stepped:
+            self.has_stepped, self.first_end, self.left_out = True, time.perf_counter(), samples
+
+    def of(self, samples: int) -> float | None:
+        """samples: of all ranks in this epoch. None if there were none: a resumed run has only its evaluation left."""
+        if samples == 0:
+            return None
+        if 0 < self.left_out < samples:
+            return (samples - self.left_out) / (time.perf_counter() - self.first_end)
+        return samples / (time.perf_counter() - self.start)

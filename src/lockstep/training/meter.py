@@ -7,20 +7,22 @@ import time
 from collections import deque
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.loggers.base import Logger
 from lockstep.tasks.base import Task
+from lockstep.training.timing import StragglerWatch, Watcher
 
 if TYPE_CHECKING:
     from lockstep.training.state import TrainState
-    from lockstep.training.timing import StragglerWatch
 
 
+MIB = 2**20
 LOSSES_KEPT = 1000
 BUFFERED_STEPS = 64  # steps added up together: the calls for a sum of two numbers cost more than the sum
 
@@ -133,31 +135,25 @@ class Meter:
         self.sums = self.reported.clone() if self.world.is_rank_zero else torch.zeros_like(self.reported)
 
 
-class StepLogger(Protocol):
-    """What a logger offers in every step, see `lockstep.loggers.base.Logger`."""
+class RunningMetrics(Watcher):
+    """Tells the loggers of every step. Every `log_every` steps it reports the loss, the learning rate and more.
 
-    def on_step(self, step: int, samples: int) -> None: ...
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None: ...
-
-
-class RunningMetrics:
-    """Called after every step on every rank. Every `log_every` steps it reports the loss, the learning rate and more.
-
-    logger: takes metrics by tag. stragglers: an attribute; its times are exchanged and logged with the loss. What
-    differs between ranks is exchanged in the same all-reduce as the loss.
+    stragglers: its times are exchanged and logged with the loss.
+    What differs between ranks is exchanged in the same all-reduce as the loss.
     """
 
-    def __init__(self, state: "TrainState", logger: StepLogger) -> None:
-        self.state, self.logger = state, logger
-        self.stragglers: StragglerWatch | None = None
-        self.last_step = state.progress.step
-        self.logged_step = self.last_step
-        self.interval = (self.last_step, time.perf_counter())  # when the first step after the last report began
+    def __init__(self, state: "TrainState", logger: Logger, stragglers: StragglerWatch | None = None) -> None:
+        self.state, self.logger, self.stragglers = state, logger, stragglers
+        self.last_step = self.logged_step = 0
+        self.interval = (0, time.perf_counter())  # when the first step after the last report began
 
-    def epoch_start(self) -> None:
+    def on_epoch_start(self) -> None:
         """What came since the last step, such as an evaluation, is no part of a step."""
-        self.interval = (self.state.progress.step, time.perf_counter())
+        self.last_step = self.state.progress.step
+        self.interval = (self.last_step, time.perf_counter())
+
+    def on_gradients_ready(self) -> None:
+        self.logger.on_gradients_ready()
 
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
@@ -171,7 +167,7 @@ class RunningMetrics:
         memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
         memory[world.rank] = used_memory(world.device)
         beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
-        loss = self.finite(self.state.meter.means_since_last(beside))["loss"]
+        loss = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
         # Where all updates were left out, nothing is counted, and there is no loss.
         metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
@@ -197,15 +193,6 @@ class RunningMetrics:
         now = time.perf_counter()
         (first, start), self.interval = self.interval, (step, now)
         return {"speed/step_ms": 1000 * (now - start) / (step - first)} if step > first else {}
-
-    def finite(self, means: dict[str, float]) -> dict[str, float]:
-        """`means`, the same on all ranks. Raises TrainingDiverged if their loss is NaN or infinite."""
-        if not math.isfinite(means["loss"]):
-            raise self.state.nan.non_finite_loss(means["loss"], self.state.progress.step)
-        return means
-
-
-MIB = 2**20
 
 
 def used_memory(device: torch.device) -> float:

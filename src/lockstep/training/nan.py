@@ -4,7 +4,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,8 @@ from lockstep.training.meter import LOSSES_KEPT, Meter
 
 log = logging.getLogger(__name__)
 
-FindSnapshot = Callable[[], Path | None]
-"""Finds the last good snapshot, for an error message."""
-
-ReadSamples = Callable[[Tensor], tuple[Tensor, Any, Any]]
-"""Numbers of training samples (N,) -> (their numbers, inputs, targets), as `BatchLoader.read` gives them."""
+ReadSamples = Callable[[Tensor, int], tuple[Tensor, Any, Any]]
+"""(numbers of training samples (N,), epoch) -> (their numbers, inputs, targets), as `BatchLoader.read` gives them."""
 
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
@@ -45,17 +41,6 @@ def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
         )
 
 
-def diverged(
-    what: str, newest_snapshot: FindSnapshot, step: int | None = None, advice: str = SMALLER_STEPS
-) -> TrainingDiverged:
-    """The error for a loss, a gradient or weights that are not finite. what: the first words, with the step."""
-    path = newest_snapshot()
-    saved = f"the last good snapshot is {path}" if path else "no snapshot was saved before"
-    error = TrainingDiverged(f"{what}; {saved}; {advice}")
-    error.step = step
-    return error
-
-
 class NanPolicy:
     """Looks at the averaged gradient of every step, and finds the samples of a batch that broke it.
 
@@ -64,25 +49,28 @@ class NanPolicy:
     there the host waits in each step.
 
     action: stop raises TrainingDiverged; skip leaves out the update; rollback raises, too, and the run goes back to a
-    snapshot and leaves out the batch (see lockstep.snapshots.manager). skipped: updates left out so far. left_out:
-    the steps whose batches are not used again. newest_snapshot, read: attributes, for messages.
+    snapshot and leaves out the batch (see `SnapshotManager.roll_back`).
+    read: for messages; None: they name no broken samples.
+    skipped: an attribute, updates left out so far.
+    left_out: an attribute, the steps whose batches are not used again.
     """
 
-    def __init__(self, action: str, strategy: Strategy, meter: Meter, checks_gradients: bool) -> None:
+    def __init__(
+        self, action: str, strategy: Strategy, meter: Meter, checks_gradients: bool, read: ReadSamples | None = None
+    ) -> None:
         self.action, self.strategy, self.meter = action, strategy, meter
         self.checks_gradients = checks_gradients and strategy.ranks_agree
         self.reads_at_once = reads_at_once(strategy.world.device, action)
-        self.newest_snapshot: FindSnapshot = lambda: None
-        self.read: ReadSamples = lambda indices: (indices, (), ())
+        self.read = read
         self.skipped = self.skipped_in_a_row = 0
         self.left_out: set[int] = set()
-        self.batches: deque[tuple[int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, sample indices)
+        self.batches: deque[tuple[int, int, list[Tensor]]] = deque(maxlen=LOSSES_KEPT)  # (step, epoch, indices)
         self.norms: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, norm) on a GPU, not read yet
         self.buffers_before: dict[str, Tensor] = {}
 
-    def begin(self, step: int, batch: Batch) -> None:
+    def begin(self, step: int, epoch: int, batch: Batch) -> None:
         """The forward pass of `step` is about to start."""
-        self.batches.append((step, [part.indices for part in batch.parts]))
+        self.batches.append((step, epoch, [part.indices for part in batch.parts]))
         if self.action == "skip":  # running statistics change in the forward pass
             self.buffers_before = {name: buffer.clone() for name, buffer in self.strategy.model.named_buffers()}
 
@@ -102,11 +90,17 @@ class NanPolicy:
         what, advice = self._describe(step)
         self.skipped_in_a_row += 1
         if self.action != "skip":
-            raise diverged(what, self.newest_snapshot, step, advice)
+            raise TrainingDiverged(what, advice, step)
         if self.skipped_in_a_row > SKIPS_IN_A_ROW:
-            raise diverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", self.newest_snapshot, advice=advice)
+            raise TrainingDiverged(f"{what}, as in the {SKIPS_IN_A_ROW} steps before", advice)
         self._skip(step, what)
         return False
+
+    def require_finite(self, means: dict[str, float], last_step: int) -> dict[str, float]:
+        """`means`, the same on all ranks. Raises TrainingDiverged if their loss is NaN or infinite."""
+        if not math.isfinite(means["loss"]):
+            raise self.non_finite_loss(means["loss"], last_step)
+        return means
 
     def non_finite_loss(self, loss: float, last_step: int) -> TrainingDiverged:
         """The error for a mean loss that is not finite. A collective, called by all ranks with the same numbers."""
@@ -114,9 +108,9 @@ class NanPolicy:
         found = self.meter.first_non_finite()
         step = min([*steps, *([] if found is None else [found])], default=None)
         if step is None:
-            return diverged(f"the loss is {loss} by step {last_step}", self.newest_snapshot)
+            return TrainingDiverged(f"the loss is {loss} by step {last_step}", SMALLER_STEPS)
         what, advice = self._describe(step)
-        return diverged(what, self.newest_snapshot, step, advice)
+        return TrainingDiverged(what, advice, step)
 
     def leave_out(self, step: int) -> None:
         """After a return to an earlier step: the batch of `step` is not used again."""
@@ -134,11 +128,17 @@ class NanPolicy:
     def _describe(self, step: int) -> tuple[str, str]:
         """(the loss of `step`, and which rank's samples broke it; what to do about it). A collective."""
         losses = [loss for loss in self.meter.losses_of(step) if not math.isfinite(loss)]
-        samples = self._samples(step)
+        batch = [(epoch, parts) for number, epoch, parts in self.batches if number == step][:1]
+        samples = [(indices, epoch) for epoch, parts in batch for indices in parts]
         mine = {
             "loss": str(losses[0]) if losses else None,
-            "samples": [index for indices in samples for index in indices.tolist()],
-            "broken": [found for indices in samples for found in broken_samples(*self.read(indices))],
+            "samples": [index for indices, _ in samples for index in indices.tolist()],
+            "broken": [
+                found
+                for indices, epoch in samples
+                if self.read is not None
+                for found in broken_samples(*self.read(indices, epoch))
+            ],
         }
         everyone = self.strategy.world.all_gather_json(mine)
         advice = self._other_data() if any(found["broken"] for found in everyone) else SMALLER_STEPS
@@ -149,10 +149,6 @@ class NanPolicy:
             return OTHER_DATA
         action = "skip" if self.strategy.ranks_agree else "rollback"
         return f"{OTHER_DATA}, or to leave out their batches type watch.nan={action}"
-
-    def _samples(self, step: int) -> list[Tensor]:
-        """The numbers of the samples of each part of this rank."""
-        return next((parts for number, parts in self.batches if number == step), [])
 
 
 def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:

@@ -7,12 +7,23 @@ Each is a function of the optimizer and, by name, of what it needs of steps_per_
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from lockstep.errors import ConfigError
+
+
+@runtime_checkable
+class FollowsObjective(Protocol):
+    """A scheduler that is moved on by evaluations, too. Its own `step` is called after each step, as that of any."""
+
+    def evaluated(self, value: float) -> None:
+        """value: of the objective, the same on every rank."""
+
+    def forget_best(self) -> None:
+        """The values from now on cannot be compared with those before."""
 
 
 def require_schedule(made: Any, key: str) -> Any:

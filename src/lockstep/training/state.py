@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.training.first_batch import FirstBatch
 from lockstep.training.meter import Meter
-from lockstep.training.nan import NanPolicy
-from lockstep.training.schedulers import Plateau, require_schedule
+from lockstep.training.nan import NanPolicy, ReadSamples
+from lockstep.training.schedulers import FollowsObjective, require_schedule
 from lockstep.training.setup import grad_scaler
 
 
@@ -76,38 +77,58 @@ class Progress:
     evaluation_pending: bool = False
 
 
-def _do_nothing() -> None:
-    """Only a run with trainer.digest looks at gradients here."""
+def constant_rate(optimizer: Optimizer) -> LRScheduler:
+    """The learning rate stays as it is."""
+    return LambdaLR(optimizer, lambda step: 1.0)
 
 
-@dataclass
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
 
-    objective: such as ("test/accuracy", "max"): which evaluation is the best one; None: the task's monitor decides.
+    initial_hyperparameters: of each parameter group, before a scheduler changed any.
     grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
     gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
-    compare_weights: called on all ranks before weights are saved. Raises RanksDiffer if the ranks' weights differ.
-    before_update: called in each step when its gradients are averaged, before they are clipped and applied.
     """
 
-    settings: TrainSettings
-    task: Task
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    initial_hyperparameters: list[dict[str, Any]]  # of each parameter group, before a scheduler changed any
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    meter: Meter
-    ema: ExponentialMovingAverage | None
-    nan: NanPolicy
-    objective: tuple[str, str] | None = None
-    progress: Progress = field(default_factory=Progress)
-    first_batch_is_checked: bool = False  # whether model and task fit together, in the first step of this process
-    grad_norm: tuple[int, Tensor] | None = None
-    gradients: dict[str, Tensor] | None = None
-    compare_weights: Callable[[], None] = lambda: None
-    before_update: Callable[[], None] = _do_nothing
+    def __init__(
+        self,
+        settings: TrainSettings,
+        task: Task,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        schedule: Callable[[Optimizer], LRScheduler] = constant_rate,
+        ema: float | None = None,
+        nan: str = "stop",
+        read: ReadSamples | None = None,
+        objective: str | None = None,
+        keeps_gradients: bool = False,
+    ) -> None:
+        """The state before the first step.
+
+        strategy: the model is set up in it.
+        optimizer: of the parameters of `strategy.module`.
+        schedule: makes the scheduler, which is stepped after each step.
+        ema: decay of an average of the weights.
+        nan: as watch.nan.
+        read: reads training samples, to find those that hold a NaN.
+        objective: such as "test/accuracy", which evaluation is the best one; None: the task's monitor decides.
+        """
+        self.settings, self.task, self.strategy, self.optimizer = settings, task, strategy, optimizer
+        # Before the scheduler, which changes the learning rate.
+        self.initial_hyperparameters: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self.scheduler = require_schedule(schedule(optimizer), "scheduler")
+        self.scaler = grad_scaler(strategy.world, settings.precision)
+        self.meter = Meter(task, strategy.world)
+        self.nan = NanPolicy(nan, strategy, self.meter, settings.precision != "fp16", read)
+        self.ema = None if ema is None else ExponentialMovingAverage(strategy.model, ema)
+        objective = objective or f"test/{task.monitor}"
+        self.objective = objective, task.mode(objective)
+        self.progress = Progress()
+        self.first_batch = FirstBatch(task, strategy.model)
+        self.grad_norm: tuple[int, Tensor] | None = None
+        self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
     @property
     def finished(self) -> bool:
@@ -128,6 +149,46 @@ class TrainState:
         if settings.pause_after is not None and progress.epoch >= settings.pause_after:
             return "trainer.pause_after"
         return None
+
+    def steps_left(self, epoch_samples: int) -> int:
+        """Optimizer steps to the end of this epoch of `epoch_samples` samples, or to `max_steps` if that is nearer."""
+        return self._to_max_steps(-(-(epoch_samples - self.progress.samples) // self.settings.batch_size))
+
+    def whole_steps_left(self, epoch_samples: int) -> int:
+        """As `steps_left`, but of steps with whole batches."""
+        return self._to_max_steps((epoch_samples - self.progress.samples) // self.settings.batch_size)
+
+    def _to_max_steps(self, steps: int) -> int:
+        max_steps = self.settings.max_steps
+        return max(0, steps if max_steps is None else min(steps, max_steps - self.progress.step))
+
+    def begin_epoch(self) -> None:
+        """An epoch, or the rest of one, is about to be trained."""
+        self.progress.evaluation_pending = False
+        self.strategy.module.train()
+        if self.progress.samples == 0:
+            self.meter.clear()
+        if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
+            self.gradients = {}
+
+    def keep_gradients(self, step: int, is_last: bool) -> None:
+        """Keep what is reported of the averaged gradients of `step`, the last one of an epoch if `is_last`."""
+        scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        if self.settings.is_logged(step):
+            self.grad_norm = step, self.strategy.grad_norm() / scale
+        if self.gradients is not None and is_last:
+            named = self.strategy.model.named_parameters()
+            self.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
+
+    def advance(self, samples: int, steps: int) -> None:
+        """`steps` optimizer steps over `samples` global samples are done."""
+        self.progress.samples += samples
+        self.progress.step += steps
+
+    def end_epoch(self, epoch_samples: int) -> None:
+        """Go on to the next epoch if all samples of this one are used."""
+        if self.progress.samples >= epoch_samples:
+            self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
 
     @property
     def evaluation_due(self) -> bool:
@@ -164,7 +225,7 @@ class TrainState:
         is_extra = is_cut and progress.epoch < self.settings.epochs and not self._evaluates_each_time
         if progress.samples or is_extra or math.isnan(value):
             return False
-        if isinstance(self.scheduler, Plateau):
+        if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.evaluated(value)
         best = progress.best
         if best is None or (value < best if mode == "min" else value > best):
@@ -176,7 +237,7 @@ class TrainState:
     def forget_best(self) -> None:
         """Evaluations from now on measure something else than those before."""
         self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
-        if isinstance(self.scheduler, Plateau):
+        if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.forget_best()
 
     def average_replicas(self) -> None:
@@ -192,39 +253,3 @@ class TrainState:
                     yield value
         if self.ema is not None:
             yield from self.ema.averages.values()
-
-
-def constant_rate(optimizer: Optimizer) -> LRScheduler:
-    """The learning rate stays as it is."""
-    return LambdaLR(optimizer, lambda step: 1.0)
-
-
-def fresh_state(
-    settings: TrainSettings,
-    task: Task,
-    strategy: Strategy,
-    optimizer: Optimizer,
-    schedule: Callable[[Optimizer], LRScheduler] = constant_rate,
-    ema: float | None = None,
-    nan: str = "stop",
-) -> TrainState:
-    """What trains the model that `strategy` was set up with.
-
-    optimizer: of the parameters of `strategy.module`. schedule: makes the scheduler, which is stepped after each step.
-    ema: decay of an average of the weights. nan: as watch.nan.
-    """
-    # Before the scheduler, which changes the learning rate.
-    initial = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    meter = Meter(task, strategy.world)
-    return TrainState(
-        settings=settings,
-        task=task,
-        strategy=strategy,
-        optimizer=optimizer,
-        initial_hyperparameters=initial,
-        scheduler=require_schedule(schedule(optimizer), "scheduler"),
-        scaler=grad_scaler(strategy.world, settings.precision),
-        meter=meter,
-        nan=NanPolicy(nan, strategy, meter, checks_gradients=settings.precision != "fp16"),
-        ema=None if ema is None else ExponentialMovingAverage(strategy.model, ema),
-    )

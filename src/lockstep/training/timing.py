@@ -1,4 +1,4 @@
-"""How long the phases of a step take, and which rank is slower than the others."""
+"""What watches the steps of a training: their phases and how long these take, and ranks slower than the others."""
 
 import logging
 import math
@@ -15,6 +15,19 @@ from torch import Tensor, nn
 from lockstep.distributed.world import World
 
 PHASES = ("data", "forward", "backward", "gradient_sync", "optimizer", "logging")
+
+
+class Watcher:
+    """What looks at a run while it trains, on every rank. It may raise to stop. Every method does nothing here."""
+
+    def on_epoch_start(self) -> None:
+        """The first step of an epoch, or of the rest of one, is about to begin."""
+
+    def on_gradients_ready(self) -> None:
+        """The gradients of a step are averaged. They are not clipped yet."""
+
+    def after_step(self, samples: int) -> None:
+        """A step has ended. samples: of all ranks since the last call; a strategy may report several steps at once."""
 
 
 class StepTimer:

@@ -3,16 +3,15 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compat import hidden_from_profiler
-from lockstep.errors import RanksDiffer, first_of, path_word
-from lockstep.training.nan import FindSnapshot
+from lockstep.errors import RanksDiffer, first_of
 from lockstep.training.state import TrainState
+from lockstep.training.timing import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ GPU_LAG = 10  # steps after which a GPU has surely computed a digest, so that re
 NAMED = 3  # parameters that a message names
 
 
-class WeightCheck:
+class WeightCheck(Watcher):
     """Called after every step on every rank. Every `every` steps each rank computes a digest of its weights.
 
     The ranks exchange them while the next step runs, and compare them after it; on a GPU `GPU_LAG` steps later. Only if
@@ -33,12 +32,15 @@ class WeightCheck:
     have nothing to compare, see `Strategy.replicated_tensors`.
     """
 
-    def __init__(self, state: TrainState, every: int, action: str, newest_snapshot: FindSnapshot) -> None:
-        self.state, self.every, self.action, self.newest_snapshot = state, every, action, newest_snapshot
+    def __init__(self, state: TrainState, every: int, action: str) -> None:
+        self.state, self.every, self.action = state, every, action
         self.world = state.strategy.world
         self.enabled = action != "off" and self.world.size > 1 and bool(state.strategy.replicated_tensors())
-        self.last_step = state.progress.step
+        self.last_step = 0
         self.pending: Digests | None = None
+
+    def on_epoch_start(self) -> None:
+        self.last_step = self.state.progress.step
 
     def after_step(self, samples: int) -> None:
         """Raises RanksDiffer, on all ranks, if the weights differ and there is no majority to take them from."""
@@ -77,23 +79,12 @@ class WeightCheck:
         ]
         what = f"the weights differ between ranks at step {digests.step}: {'; '.join(found)}"
         if not all(is_majority for _, is_majority in chosen):
-            raise RanksDiffer(f"{what}, and no majority shows which are right; {self._advice()}")
+            raise RanksDiffer(f"{what}, and no majority shows which are right")
         if self.action == "stop" or apart > 1:
-            raise RanksDiffer(f"{what}; {self._advice()}")
+            raise RanksDiffer(what)
         (reference, _), *_ = chosen
         self._copy_from(reference)
         log.warning("%s; all ranks go on with the weights of rank %d, which most ranks hold", what, reference)
-
-    def _advice(self) -> str:
-        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
-        newest = self.world.broadcast_json(str(self.newest_snapshot() or ""))
-        if not newest:
-            return "no snapshot was saved before; type watch.weights=off if ranks compute on different hardware"
-        word = path_word("hydra.run.dir", Path(newest).parent.parent)
-        return (
-            f"the last good snapshot is {newest}; to go on from it type the command again with {word}, "
-            f"and watch.weights=off if ranks compute on different hardware"
-        )
 
     @torch.no_grad()
     def _copy_from(self, rank: int) -> None:

@@ -9,16 +9,22 @@ Rank 0 does not train: a training thread in the same process would delay every a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.data.partition import Part, micro_batch_parts
+from lockstep.data.loader import BatchLoader
+from lockstep.data.partition import Batch, Part, fold_in, micro_batch_parts
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Advance, JobSpec, StepRunner, Strategy
+from lockstep.failures import rank as monitor
+from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
+from lockstep.training.loop import StepLoss, batches, begin_epoch, end_steps, set_seed, update
+from lockstep.training.setup import autocast
+from lockstep.training.state import TrainState
+from lockstep.training.timing import StepTimer, Watcher
 
 
 class AsyncParameterServer(Strategy):
@@ -26,7 +32,6 @@ class AsyncParameterServer(Strategy):
 
     ranks_agree = False
     communicates_in_forward = True
-    needs_other_ranks = True
     supports_sync_bn = False  # workers compute different batches at the same time
 
     def __init__(self, sync_every: int) -> None:
@@ -52,6 +57,9 @@ class AsyncParameterServer(Strategy):
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
             )
 
+    def needs_other_ranks(self) -> bool:
+        return True
+
     def batch_shares(self, world_size: int) -> int:
         return 1
 
@@ -62,28 +70,40 @@ class AsyncParameterServer(Strategy):
     def sum_counts(self, count: Tensor) -> Tensor:
         return count
 
-    def train_steps(self, runner: StepRunner) -> Iterator[Advance]:
-        """Yields when the ranks have synchronised: only then they hold the same weights, progress and counts."""
-        self.staleness = []
-        while runner.samples_left > 0 and runner.steps_left > 0:
-            steps = min(runner.steps_left, self.sync_every)
-            samples = min(steps * runner.batch_size, runner.samples_left)
-            if self.world.is_rank_zero:
-                self.staleness += self._serve(runner, steps)
-            else:
-                self._work(runner, steps)
-            self._broadcast_weights(runner)
-            yield Advance(samples, steps)
+    def own_epoch(self) -> Callable[..., int]:
+        return self.train_epoch
 
-    def _serve(self, runner: StepRunner, steps: int) -> list[int]:
+    def train_epoch(
+        self, state: TrainState, loader: BatchLoader, timer: StepTimer, watchers: Sequence[Watcher] = ()
+    ) -> int:
+        """The rest of one epoch. Watchers are called when the ranks have synchronised.
+
+        Only then all ranks hold the same weights, progress and counts.
+        """
+        self.staleness = []
+        start, batch_size = state.progress.samples, state.settings.batch_size
+        begin_epoch(state, watchers)
+        while steps := min(self.sync_every, state.steps_left(len(loader))):
+            if self.world.is_rank_zero:
+                self._serve(state, steps, is_last=steps == state.steps_left(len(loader)))
+            else:
+                self._work(state, loader, steps)
+            self._broadcast_weights(state)
+            end_steps(state, min(steps * batch_size, len(loader) - state.progress.samples), steps, timer, watchers)
+        samples = state.progress.samples - start
+        state.end_epoch(len(loader))
+        return samples
+
+    def _serve(self, state: TrainState, steps: int, is_last: bool) -> None:
         """Rank 0: apply `steps` gradients as they arrive, and answer each with the new weights.
 
-        Returns each gradient's staleness: the steps taken since its worker received the weights.
+        A gradient's staleness is the number of steps taken since its worker received the weights.
+        is_last: whether the last of these steps is the epoch's.
         """
         parameters = list(self.model.parameters())
         has_gradient = torch.empty(len(parameters), dtype=torch.bool, device=self.world.device)
         message = to_bytes([*model_tensors(self.model), has_gradient]).cpu()
-        last_sent, staleness = [0] * self.world.size, []
+        last_sent = [0] * self.world.size
         for step in range(steps):
             # gloo, on the CPU: NCCL cannot receive from any rank.
             worker: int = dist.recv(message, group=self.world.control)
@@ -91,20 +111,19 @@ class AsyncParameterServer(Strategy):
             from_bytes(message, [*gradients, *self.model.buffers(), has_gradient])
             for parameter, gradient, has in zip(parameters, gradients, has_gradient.tolist(), strict=True):
                 parameter.grad = gradient if has else None
-            runner.apply_gradients()
-            staleness.append(step - last_sent[worker])
+            update(state, is_last and step == steps - 1)
+            self.staleness.append(step - last_sent[worker])
             last_sent[worker] = step + 1
             dist.send(to_bytes(model_tensors(self.model)).cpu(), worker, group=self.world.control)
-        return staleness
 
-    def _work(self, runner: StepRunner, steps: int) -> None:
+    def _work(self, state: TrainState, loader: BatchLoader, steps: int) -> None:
         """A worker: the gradients of its turns among the next `steps` global batches.
 
         Running statistics travel with the gradients; the server keeps those that arrived last.
         """
         turns = slice(self.world.rank - 1, steps, self.world.size - 1)
-        for step, batch in zip(range(steps)[turns], runner.batches(turns), strict=True):
-            runner.compute_gradients(batch, steps_ahead=step)
+        for ahead, batch in zip(range(steps)[turns], batches(state, loader, turns), strict=True):
+            self._compute_gradients(state, loader, batch, state.progress.step + ahead + 1)
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
             has_gradient = torch.tensor([p.grad is not None for p in self.model.parameters()])
             message = to_bytes([*gradients, *self.model.buffers(), has_gradient.to(self.world.device)]).cpu()
@@ -114,9 +133,22 @@ class AsyncParameterServer(Strategy):
             dist.recv(weights, 0, group=self.world.control)
             from_bytes(weights, model_tensors(self.model))
 
-    def _broadcast_weights(self, runner: StepRunner) -> None:
+    def _compute_gradients(self, state: TrainState, loader: BatchLoader, batch: Batch, step: int) -> None:
+        monitor.current_batch(batch)
+        state.nan.begin(step, state.progress.epoch, batch)
+        loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
+        for number, part in enumerate(batch.parts, start=1):
+            set_seed(fold_in(loader.seed, step - 1, part.number))
+            state.first_batch.check_inputs(part.inputs)
+            self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
+
+    def _broadcast_weights(self, state: TrainState) -> None:
         """Copy the server's weights, buffers and moving average to every rank."""
-        tensors = [*model_tensors(self.model), *runner.ema_tensors]
+        tensors = model_tensors(self.model)
+        if state.ema is not None:
+            if not state.ema.averages:  # on a worker, whose own average is overwritten
+                state.ema.update()
+            tensors += state.ema.averages.values()
         message = to_bytes(tensors).cpu()
         dist.broadcast(message, 0, group=self.world.control)
         from_bytes(message, tensors)

@@ -1,0 +1,33 @@
+"""A model that writes down the stack of its first backward pass."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.mlp import mlp
+
+
+class _Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, outputs: Tensor) -> Tensor:
+        return outputs.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        place = Path("frames.txt")
+        if not place.exists():
+            place.write_text("\n".join(f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack()))
+        return gradient
+
+
+class NotingNet(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.net = mlp(**options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _Noting.apply(self.net(inputs))  # type: ignore[no-untyped-call]
+        return outputs
