@@ -51,9 +51,10 @@ class DatasetReader:
     """
 
     def __init__(self, samples: Source, workers: int, pin_memory: bool) -> None:
-        # A worker hands over tensors through a socket in its rank's folder for temporary files. Made before the workers
-        # fork, that folder is one for all of them, and is removed with the rank, also if they are killed.
-        multiprocessing.util.get_temp_dir()
+        if workers:
+            # A worker hands over tensors through a socket in its rank's folder for temporary files. Made before the
+            # workers fork, that folder is one for all of them. A launcher of this project has made it for all ranks.
+            multiprocessing.util.get_temp_dir()
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches, self._begun = _BatchList(), context.Semaphore(0)
         self._loader: DataLoader[Any] = DataLoader(

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lockstep.compat import multiprocessing_folder
 from lockstep.distributed.environment import RankInfo
 from lockstep.distributed.rendezvous import store_address
 from lockstep.distributed.signals import Relay, blocked
@@ -45,7 +45,8 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(multiprocessing_folder()) as monitor, Relay() as relay:
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
+        with MonitorLink(multiprocessing.util.get_temp_dir()) as monitor, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(monitor, relay, attempt, worker, args)
