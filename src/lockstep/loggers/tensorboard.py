@@ -1,6 +1,7 @@
 """TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
 
 import logging
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -111,7 +112,7 @@ class TensorBoardLogger(Logger):
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         self._draw()
         self._add_summary(finished(), self._last_step)
-        log.info("curves:     tensorboard --logdir %s", run_dir)
+        log.info("curves:     tensorboard --logdir %s", shlex.quote(str(run_dir)))
 
     def close(self) -> None:
         if self._writer is not None:
