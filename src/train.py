@@ -43,10 +43,6 @@ def main(cfg: DictConfig) -> Any:
         launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
         if mode.starts_ranks:
             return mode.work(cfg, record)
-        if launcher.plans:
-            from lockstep.dry_run import dry_run
-
-            return dry_run(cfg, launcher, record.options)
         launcher.prepare("lockstep.rank_imports")
         from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 

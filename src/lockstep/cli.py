@@ -48,8 +48,8 @@ from lockstep.errors import (
     ConfigError,
     StoppedEarly,
 )
+from lockstep.launchers.base import flush_output
 from lockstep.launchers.env import end_with_starter
-from lockstep.launchers.processes import flush_output
 
 
 def register_resolvers() -> None:

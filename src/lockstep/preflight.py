@@ -97,21 +97,20 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.plans and not gradient_sync.sends_as_much_each_step:
+        raise ConfigError(
+            f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
+            f"type gradient_sync=auto, or launch=fork"
+        )
     if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
     shares = strategy.batch_shares(job.world_size)
-    _fit_batch(cfg, mode, shares)
-    check_batch_size(cfg, shares)
+    if not mode.needs_run:
+        check_batch_size(cfg, shares)
     return strategy, job.world_size
-
-
-def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
-    """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
-    if mode.needs_run:
-        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
 def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
