@@ -41,6 +41,16 @@ def raised(error: Exception, file: Path = Path(__file__), function: str = "f") -
     return caught.value
 
 
+def raised_below(file: Path, error: Exception, inner: Path) -> Exception:
+    """`error` as if a function of `inner` had raised it, which a function of `file` has called."""
+    values: dict[str, Any] = {}
+    exec(compile("def g(error):\n    raise error\n", str(inner), "exec"), values)
+    exec(compile("def f(g, error):\n    g(error)\n", str(file), "exec"), values)
+    with pytest.raises(type(error)) as caught:
+        values["f"](values["g"], error)
+    return caught.value
+
+
 def lost(message: str = LOST) -> Exception:
     return raised(ConnectionError(message), PROJECT / "distributed/shared_memory.py")
 
@@ -111,6 +121,11 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (raised(RuntimeError("any words"), TORCH / "autograd/graph.py", "_engine_run_backward"), True),
         (raised(RuntimeError("a gradient is missing"), TORCH / "nn/parallel/distributed.py"), True),
         (chained(raised(ValueError("handled badly")), lost()), True),
+        (raised_below(TORCH / "distributed/x.py", RuntimeError("of an operator"), TORCH / "_ops.py"), True),
+        (raised_below(TORCH / "nn/functional.py", RuntimeError("of an operator"), TORCH / "_ops.py"), False),
+        (raised_below(PROJECT / "distributed/store.py", TimeoutError("a socket"), Path(socket.__file__)), True),
+        (raised_below(Path(__file__), TimeoutError("a socket"), Path(socket.__file__)), False),
+        (raised(RuntimeError("in compiled code"), Path("/tmp/torchinductor_me/ab/cab.py")), True),
         (raised(RuntimeError("Connection closed by peer")), False),  # the user's own, whatever it says
         (raised(ConnectionError("Connection closed by peer: a server of the user's")), False),
         (raised(RuntimeError("a shape"), TORCH / "nn/functional.py"), False),
