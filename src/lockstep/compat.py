@@ -5,8 +5,10 @@ The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 # Python's library, seen in 3.11.
 
@@ -59,6 +61,31 @@ def hidden_from_profiler() -> Iterator[None]:
         enable(True)
 
 
+def fake_store() -> Any:
+    """A store for the process group `fake`, whose collectives end at once: a rank of a world that is not there.
+
+    Missing: an ImportError, and launch=dry cannot be had.
+    """
+    from torch.testing._internal.distributed import fake_pg  # its import makes the group known to torch
+
+    return fake_pg.FakeStore()
+
+
+def dispatch_mode() -> Any:
+    """The class of blocks that see each of torch's operators, collectives too. Missing: as for `fake_store`."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name: the operators of DTensor know no more of it. Missing: as for `fake_store`."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group: Any = _resolve_process_group
+    return group(name)
+
+
 # Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed
 # first, are less certain.
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
@@ -79,3 +106,47 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
+
+
+def is_loader_signal_handler(handler: object) -> bool:
+    """Whether a handler of SIGCHLD is the one that a DataLoader with workers installs.
+
+    It raises its error about a dead worker anywhere: where a thread was being started a lock stayed locked, and the
+    rank hung; where torch made temporary files, one of them stayed. Missing: False, and the handler stays.
+    """
+    return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
+
+
+def wait_for_batches(iterator: Any, wait: Callable[[Callable[[float], Any]], Any]) -> None:
+    """Let an iterator of a DataLoader with workers wait by `wait(get)`, where get(seconds) is its own wait.
+
+    Its own one looks at the workers every 5 s only, and relies on the handler of SIGCHLD. Missing: a worker that dies
+    is noticed 5 s later.
+    """
+    get = getattr(iterator, "_try_get_data", None)
+    if get is not None:
+        iterator._try_get_data = partial(wait, get)
+
+
+def raise_error_of_worker() -> None:
+    """Raise torch's error about a worker that died by a signal, which names the signal. Missing: nothing is raised."""
+    import torch
+
+    getattr(torch._C, "_error_if_any_worker_fails", lambda: None)()
+
+
+def forget_workers(loader: Any) -> None:
+    """Make a DataLoader forget its workers, which are about to be killed: what it does by itself needs them alive.
+
+    Missing: the loader ends them when it is deleted, and may raise an error about their deaths.
+    """
+    import torch
+
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is None:
+        return
+    getattr(torch._C, "_remove_worker_pids", lambda key: None)(id(iterator))
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+    iterator._shutdown = True
+    loader._iterator = None

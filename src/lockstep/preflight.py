@@ -25,7 +25,7 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.job_process import wait_for_turn
+from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import model_memory_format, validate_digest, validate_training
@@ -79,7 +79,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for line in leave_out_untaken(cfg, words):
-        wait_for_turn()  # a job of a sweep prints nothing before
+        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     check_arguments(cfg)
@@ -97,21 +97,20 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.plans and not gradient_sync.sends_as_much_each_step:
+        raise ConfigError(
+            f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
+            f"type gradient_sync=auto, or launch=fork"
+        )
     if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
     shares = strategy.batch_shares(job.world_size)
-    _fit_batch(cfg, mode, shares)
-    check_batch_size(cfg, shares)
+    if not mode.needs_run:
+        check_batch_size(cfg, shares)
     return strategy, job.world_size
-
-
-def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
-    """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
-    if mode.needs_run:
-        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
 def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:

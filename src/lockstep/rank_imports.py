@@ -11,7 +11,7 @@ import signal
 from lockstep.distributed.host import LAUNCHER, end_with_parent
 
 if LAUNCHER in os.environ:  # this is the fork server
-    # It ends with its launcher, and the ranks with it: other signals are blocked, see lockstep.launchers.processes.
+    # It ends with its launcher, and the ranks with it: other signals are blocked, see lockstep.launchers.local.
     # The pid tells of a launcher that has ended before this line.
     end_with_parent(signal.SIGKILL, int(os.environ.pop(LAUNCHER)))
 
@@ -27,7 +27,6 @@ from torch.utils.serialization import config  # of torch.save
 import lockstep.build
 import lockstep.build_loggers
 import lockstep.loggers.console
-import lockstep.loggers.progress_bar
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
 import lockstep.snapshots.resume

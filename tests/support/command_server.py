@@ -24,8 +24,7 @@ from support.commands import RANK_VARIABLES, ROOT, TRAIN
 IMPORTS = (
     "lockstep.preflight",
     "lockstep.build",
-    "lockstep.launchers.spawn",
-    "lockstep.launchers.torchrun",
+    "lockstep.launchers.local",
     "lockstep.launchers.slurm",
     "lockstep.launchers.env",
     "lockstep.training.loop",
@@ -34,7 +33,7 @@ IMPORTS = (
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.csv_logger",
     "lockstep.loggers.console",
-    "lockstep.loggers.progress_bar",
+    "tqdm",
     "lockstep.loggers.rank_logs",
     "lockstep.snapshots.resume",
     "torch.utils.tensorboard",
