@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.build_data import batch_transforms, complete_config, datasets, samples
 from lockstep.cli_record import ConfigRecord
-from lockstep.config.schema import as_dict, nodes_with_target
-from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
+from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
+from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm

@@ -9,7 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from lockstep.config.targets import check_arguments, instantiate, instantiate_as, leave_out_untaken
+from lockstep.config.check import check_arguments
+from lockstep.config.targets import instantiate, instantiate_as, leave_out_untaken
 from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
