@@ -69,7 +69,7 @@ def damaging_layer(model: nn.Module) -> str | None:
         if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1) or max(module.stride) == 1:
             continue
         if module.in_channels < 8 and module.groups == 1:  # 0 if a first batch is still to give its shape
-            return name
+            return str(name)
     return None
 
 
