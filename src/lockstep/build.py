@@ -54,7 +54,7 @@ def model_and_data(
     complete_config(cfg, train_data)
     with strategy.building(world.size):
         model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last)
+    memory_format = model_memory_format(model, trainer.channels_last, world.device)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
