@@ -5,9 +5,11 @@ import os
 import shlex
 import signal
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +139,16 @@ def chained(error: Exception, cause: Exception) -> Exception:
 )
 def test_an_error_of_communication_is_known_by_its_type_and_place(error, is_communication):
     assert exception_record(error)["is_communication"] == is_communication
+
+
+def test_the_users_own_wait_for_a_collective_is_communication():
+    """Its RuntimeError comes from C++, so that the innermost frame is the user's."""
+    changed = deque([1])
+    work = SimpleNamespace(wait=iter(changed).__next__)
+    changed.append(2)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    assert exception_record(caught.value)["is_communication"]
 
 
 def test_a_mistake_in_a_backward_pass_is_first_by_its_time(make_rank):
