@@ -59,9 +59,9 @@ def make_rank() -> Iterator[Any]:
             there.close()
             stack.callback(rank.close)
             rank.page.step_ended(2, 17)
-            rank.died_at = rank.died_at_wall_time = at
+            rank.died_at = at
             if error is not None:
-                rank.failure = exception_record(error) | {"time": at, "wall_time": at, "samples": [3, 4]}
+                rank.failure = exception_record(error) | {"time": at, "samples": [3, 4]}
             for name, value in known.items():
                 setattr(rank, name, value)
             return rank

@@ -91,7 +91,6 @@ ANSWERS = [
     ("trainer.epochs={", "trainer.epochs={ cannot be read (no viable alternative at input '{'); type trainer."),
     ("optimizer.lr=${foo}", "optimizer.lr has no usable value (Interpolation key 'foo' not found); type optimizer.lr="),
     ("hydra/sweeper=nevergrad", "needs a plugin of Hydra; type pip install hydra-nevergrad-sweeper"),
-    ("hydra/launcher=ray", "hydra/launcher=ray needs a plugin of Hydra; type pip install hydra-ray-launcher"),
     ("--experimental-rerun=x", "needs a pickled config, which these runs do not write; type hydra.run.dir=<the run's"),
 ]
 # Suggestions are in the section that was typed, and are accepted when they are typed.

@@ -17,7 +17,7 @@ OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
 # key=value, and no key of this config: of Python, torchrun or Slurm.
 FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
-NOT_HERE = ("backend.socket_ifname=", "hydra/launcher=", "hydra.")
+NOT_HERE = ("backend.socket_ifname=", "hydra.")
 
 OF_REFUSALS = "option_pairs.md"  # its options are refused, with the sentences that drills/test_option_pairs.py checks
 

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Annotated, Any, NoReturn
 
-from lockstep.compat import fork_server_pid, multiprocessing_folder
+from lockstep.compat import fork_server_pid
 from lockstep.config.schema import Count, Limits, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info
@@ -251,7 +252,8 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(multiprocessing_folder()) as link, Relay() as relay:
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
+        with MonitorLink(multiprocessing.util.get_temp_dir()) as link, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(link, relay, attempt, worker, args)
