@@ -27,7 +27,7 @@ def loggers(cfg: DictConfig, state: TrainState, before_writing: Callable[[], Non
         nodes = cfg.get("logger", {}).items()  # logger=[] leaves no section
         members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in nodes]
         if cfg.trainer.digest != "off":
-            from lockstep.loggers.step_digests import EVERY, StepDigests
+            from lockstep.training.step_records import EVERY, StepDigests
 
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
         mode = state.task.mode(cfg.objective)

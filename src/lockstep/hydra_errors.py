@@ -28,8 +28,7 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import NEEDED_GROUPS, wrong_value
-from lockstep.config.options import GROUPS
-from lockstep.config.schema import CONF, SECTIONS, find_rule, flatten
+from lockstep.config.schema import CONF, GROUPS, SECTIONS, default_of, find_rule, flatten
 from lockstep.config.suggest import closest, removed_key, unknown_key, value_for_section, without_package
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, path_word, without_quotes
@@ -225,8 +224,8 @@ def _unreadable_override(error: OverrideParseException, typed: str) -> str:
     pairs = (("(", ")"), ("[", "]"), ("{", "}"))
     if any(value.count(begin) != value.count(end) for begin, end in pairs) or value.count('"') % 2 == 1:
         return f"{sentence}; type {key}=<value>, with every bracket and quote closed"
-    if rule is not None and rule.kind is not str and "${" not in value:  # quotes would make it text
-        return f"{sentence}; type {rule.what_to_type(key)}"
+    if rule is not None and str not in rule.kinds and "${" not in value:  # quotes would make it text
+        return f"{sentence}; type {rule.what_to_type(key, default=default_of(key))}"
     return f"{sentence}; type {path_word(key, os.path.expanduser(value))}"  # quotes would keep a ~ as it is
 
 

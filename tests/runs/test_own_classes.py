@@ -8,7 +8,8 @@ import torch
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
-from lockstep.config.targets import NOT_PASSED, instantiate
+from lockstep.config.schema import NOT_PASSED
+from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.hydra_errors import as_config_error
 from lockstep.preflight import preflight

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
+from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.tasks.base import ReadSample, Report
 
@@ -49,10 +50,14 @@ class TensorBoardLogger(Logger):
 
     A SummaryWriter that failed once, on a full disk, fails for ever. It is replaced by a new one REOPEN_SECONDS later;
     what is logged in between is lost.
+
+    run_dir: folder of this run.
+    images: test images that an evaluation shows; 0: no images of it.
+    histograms: histograms of weights and gradients, at each evaluation.
+    graph: the graph of the model.
     """
 
-    def __init__(self, run_dir: str | Path, images: int, histograms: bool, graph: bool) -> None:
-        """images: test samples in the grid of an evaluation; 0: no images of an evaluation."""
+    def __init__(self, run_dir: str | Path, images: Whole, histograms: bool, graph: bool) -> None:
         self.run_dir, self.images, self.histograms, self.graph = Path(run_dir), images, histograms, graph
         self._draw: Callable[[], None] = lambda: None  # the newest report, if it is not drawn yet
         self._drawn_at, self._drawing_seconds = time.monotonic(), FIRST_DRAWING
