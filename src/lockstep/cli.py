@@ -556,7 +556,8 @@ def _parse_flags(flags: list[str], overrides: list[str]) -> Namespace:
     """Hydra's flags. Raises ConfigError for flags that exclude each other, and for a key that is typed as a flag."""
     for flag in flags:
         key, equals, value = flag.lstrip("-").partition("=")
-        if flag.startswith("--") and (find_rule(key) is not None or (CONF / key).is_dir()):
+        first = key.partition(".")[0]
+        if flag.startswith("--") and (find_rule(key) is not None or first in SECTIONS or (CONF / first).is_dir()):
             typed = value if equals else next(iter(word for word in overrides if "=" not in word), "<value>")
             raise ConfigError(f"{flag} is a key of the config, which is typed without --; type {key}={typed}")
     parsed = _Flags().parse_args(flags)
