@@ -19,7 +19,7 @@ from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.launchers.local import SpawnLauncher
     from lockstep.modes.first_steps import Facts
     from lockstep.strategies.base import JobSpec, Strategy
