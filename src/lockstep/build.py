@@ -9,7 +9,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import batch_transforms, complete_config, datasets, samples
+from lockstep.build_data import batch_transforms, completed, datasets, samples
 from lockstep.cli_record import ConfigRecord
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
@@ -36,8 +36,8 @@ from lockstep.training.weight_check import WeightCheck
 
 def model_and_data(
     cfg: DictConfig, world: World, strategy: Strategy, loaded: tuple[Any, Any] | None = None
-) -> tuple[BatchLoader, BatchLoader]:
-    """Hand the model to the strategy, and return the loaders of training and test data.
+) -> tuple[DictConfig, BatchLoader, BatchLoader]:
+    """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of both data sets.
 
     loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
     hold only a part of it on this rank.
@@ -48,10 +48,10 @@ def model_and_data(
         import_targets(cfg)
     monitor.enter("build")
     require_same_code(world)
-    trainer, data = cfg.trainer, cfg.dataset
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
-    complete_config(cfg, train_data)
+    cfg = completed(cfg, train_data)
+    trainer, data = cfg.trainer, cfg.dataset
     with strategy.building(world.size):
         model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last)
@@ -72,7 +72,7 @@ def model_and_data(
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
-    return train_loader, eval_loader
+    return cfg, train_loader, eval_loader
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
@@ -95,14 +95,17 @@ def import_targets(cfg: DictConfig) -> None:
                 get_object(node["_target_"])
 
 
-def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader) -> TrainState:
-    """The run that trains the strategy's model on the samples of `loader`."""
+def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
+    """The run that trains the strategy's model on the samples of `loader`.
+
+    takes_steps: False for a mode that does not train, see `check_batch_size`.
+    """
     world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size)),
+        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size), takes_steps),
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,

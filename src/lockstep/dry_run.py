@@ -46,7 +46,7 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
     strategy, traffic = instantiate(cfg.strategy), Traffic()
     with dry_world(rank, ranks, traffic) as world:
         set_determinism(cfg.seed, cfg.trainer.deterministic)
-        loader, _ = build.model_and_data(cfg, world, strategy, data)
+        cfg, loader, _ = build.model_and_data(cfg, world, strategy, data)
         state = build.train_state(cfg, strategy, loader)
         planned = PlannedRank(rank, traffic)
         traffic.clear()  # what was sent until now is no part of a step

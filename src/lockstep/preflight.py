@@ -27,8 +27,6 @@ from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.job_process import wait_for_turn
 from lockstep.tasks.base import Task
-from lockstep.training.nan import validate_nan_policy
-from lockstep.training.setup import validate_digest, validate_training
 
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> None:
@@ -103,15 +101,8 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "type strategy=ddp, or launch=fork"
         )
     shares = strategy.batch_shares(job.world_size)
-    _fit_batch(cfg, mode, shares)
-    check_batch_size(cfg, shares)
+    check_batch_size(cfg, shares, takes_steps=not mode.needs_run)
     return strategy, job.world_size
-
-
-def _fit_batch(cfg: DictConfig, mode: Mode, shares: int) -> None:
-    """A mode that takes no step works on any number of ranks, also on more than the run's batch had samples."""
-    if mode.needs_run:
-        cfg.trainer.batch_size = max(cfg.trainer.batch_size, shares * cfg.trainer.gradient_accumulation_steps)
 
 
 def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
@@ -151,12 +142,16 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
     )
 
 
-def check_batch_size(cfg: DictConfig, shares: int) -> int:
-    """Samples of a global batch. Raises ConfigError if a rank would get none."""
+def check_batch_size(cfg: DictConfig, shares: int, takes_steps: bool = True) -> int:
+    """Samples of a global batch. Raises ConfigError if a rank would get none.
+
+    takes_steps: without steps any number of ranks will do, also more than the batch has samples.
+    """
     trainer = cfg.trainer
-    return global_batch_size(
-        shares, trainer.batch_size, trainer.batch_size_per_rank, trainer.gradient_accumulation_steps
-    )
+    accumulated, size = trainer.gradient_accumulation_steps, trainer.batch_size
+    if not takes_steps:
+        size = max(size, shares * accumulated)
+    return global_batch_size(shares, size, trainer.batch_size_per_rank, accumulated)
 
 
 def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
@@ -176,3 +171,37 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):
             validate_batch_norms(model)
+
+
+def validate_training(job: JobSpec) -> None:
+    """Raise ConfigError for training options that do not go together, whatever the strategy."""
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
+            "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
+        )
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
+
+
+def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
+    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
+    if setting != "off" and world_size > 1 and not ranks_agree:
+        raise ConfigError(
+            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
+            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )
