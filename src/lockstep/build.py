@@ -26,11 +26,10 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
-from lockstep.training.meter import RunningMetrics
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
 
 
