@@ -19,7 +19,7 @@ import harness
 
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.sweeps.halving import climb, rung_epochs
-from lockstep.sweeps.table import read_rows as read_jobs
+from lockstep.sweeps.table import read_table
 
 GRID = ["optimizer.lr=0.01,0.05,0.2", "trainer.batch_size=64,128,256", "model.width=32,128,512"]
 SETTINGS = 27
@@ -49,7 +49,7 @@ def train(folder: Path, seeds: int, epochs: int) -> None:
 def read_curves(folder: Path, objective: str) -> list[Curves]:
     """For each seed the curves of all settings; seeds whose grid is not complete are left out."""
     grids: list[dict[int, list[float]]] = []
-    for row in read_jobs(folder):  # the seed varies slowest
+    for row in read_table(folder):  # the seed varies slowest
         if row.number % SETTINGS == 0:
             grids.append({})
         if row.state == "finished":

@@ -29,7 +29,7 @@ from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
-from lockstep.sweeps.job_process import wait_for_turn
+from lockstep.sweeps.process import wait_for_previous_job
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -43,18 +43,14 @@ def main(cfg: DictConfig) -> Any:
         launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
         if mode.starts_ranks:
             return mode.work(cfg, record)
-        if launcher.plans:
-            from lockstep.dry_run import dry_run
-
-            return dry_run(cfg, launcher, record.options)
         launcher.prepare("lockstep.rank_imports")
         from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
         if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
-            wait_for_turn()
+            wait_for_previous_job()
         preflight(cfg, launcher)
         cli.collect_garbage()
-        wait_for_turn()
+        wait_for_previous_job()
         return launcher.launch(mode.work, cfg, record)
 
 

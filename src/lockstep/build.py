@@ -97,14 +97,14 @@ def import_targets(cfg: DictConfig) -> None:
 def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
-    takes_steps: False for a mode that does not train, see `check_batch_size`.
+    takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
     world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size), takes_steps),
+        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size)) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,

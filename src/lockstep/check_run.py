@@ -19,7 +19,7 @@ from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, exits_are_
 from lockstep.failures import rank as monitor
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.env import EnvLauncher
-from lockstep.launchers.spawn import SpawnLauncher
+from lockstep.launchers.local import SpawnLauncher
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, table
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.cli_arguments import (
     HELP_FLAGS,
+    MULTIRUN_FLAGS,
     asks_for_text,
     prepare_arguments,
     refuse_sampling_sweep,
@@ -47,9 +48,8 @@ from lockstep.errors import (
     ConfigError,
     StoppedEarly,
 )
+from lockstep.launchers.base import flush_output
 from lockstep.launchers.env import end_with_starter
-from lockstep.launchers.processes import flush_output
-from lockstep.sweeps.ending import end_sweep, failed_jobs_end_sweepers
 
 
 def register_resolvers() -> None:
@@ -244,9 +244,13 @@ def _run(main: Callable[[], Any]) -> int:
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     sys.argv = refuse_sampling_sweep(sys.argv, info)
-    failure = None
+    code, failure = EXIT_FINISHED, None
     try:
-        with failed_jobs_end_sweepers():
+        if MULTIRUN_FLAGS & set(sys.argv):
+            from lockstep.sweeps.runner import run_command
+
+            code = run_command(main)
+        else:
             main()
     except _RunFailed as failed:
         failure = failed.error
@@ -254,7 +258,7 @@ def _run(main: Callable[[], Any]) -> int:
         raise failure
     signals.stop_listening()  # the run has finished
     forget_start(info)
-    return end_sweep()
+    return code
 
 
 def _prepare_environment() -> None:

@@ -14,7 +14,6 @@ from lockstep.config.suggest import closest, removed_key
 from lockstep.config.targets import refuse_foreign_record
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError, without_quotes
-from lockstep.sweeps.ending import refuse_foreign_launcher
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -62,7 +61,7 @@ def resume_sweep(argv: list[str]) -> list[str]:
         return argv
     if not MULTIRUN_FLAGS & set(argv[1:]):
         raise ConfigError(f"sweep.resume={typed} goes on with a sweep; type -m sweep.resume={typed}")
-    from lockstep.sweeps.folder import recorded_arguments
+    from lockstep.sweeps.table import recorded_arguments
 
     overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
@@ -170,6 +169,15 @@ def _check_group_override(group: str, option: str) -> None:
 def asks_for_text(argv: list[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in argv[1:])
+
+
+def refuse_foreign_launcher(name: str | None) -> None:
+    """Raise ConfigError for a launcher of Hydra's, such as joblib. name: of the launcher that was chosen, if any."""
+    if name not in (None, "lockstep"):
+        raise ConfigError(
+            f"hydra/launcher={name} cannot run these jobs; leave it out, and for several jobs at once type "
+            f"sweep.slots=2, or for jobs on a cluster launch=slurm"
+        )
 
 
 def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:

@@ -7,7 +7,7 @@ The imports are inside the functions: `--help` must not import torch.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,31 @@ def hidden_from_profiler() -> Iterator[None]:
         yield
     finally:
         enable(True)
+
+
+def fake_store() -> Any:
+    """A store for the process group `fake`, whose collectives end at once: a rank of a world that is not there.
+
+    Missing: an ImportError, and launch=dry cannot be had.
+    """
+    from torch.testing._internal.distributed import fake_pg  # its import makes the group known to torch
+
+    return fake_pg.FakeStore()
+
+
+def dispatch_mode() -> Any:
+    """The class of blocks that see each of torch's operators, collectives too. Missing: as for `fake_store`."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name: the operators of DTensor know no more of it. Missing: as for `fake_store`."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group: Any = _resolve_process_group
+    return group(name)
 
 
 # Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed

@@ -25,7 +25,7 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.job_process import wait_for_turn
+from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 
 
@@ -77,7 +77,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     """
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for line in leave_out_untaken(cfg, words):
-        wait_for_turn()  # a job of a sweep prints nothing before
+        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     check_arguments(cfg)
@@ -95,13 +95,19 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
     validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if launcher.plans and not gradient_sync.sends_as_much_each_step:
+        raise ConfigError(
+            f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
+            f"type gradient_sync=auto, or launch=fork"
+        )
     if launcher.plans and strategy.needs_other_ranks():
         raise ConfigError(
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
     shares = strategy.batch_shares(job.world_size)
-    check_batch_size(cfg, shares, takes_steps=not mode.needs_run)
+    if not mode.needs_run:
+        check_batch_size(cfg, shares)
     return strategy, job.world_size
 
 
@@ -142,16 +148,12 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
     )
 
 
-def check_batch_size(cfg: DictConfig, shares: int, takes_steps: bool = True) -> int:
-    """Samples of a global batch. Raises ConfigError if a rank would get none.
-
-    takes_steps: without steps any number of ranks will do, also more than the batch has samples.
-    """
+def check_batch_size(cfg: DictConfig, shares: int) -> int:
+    """Samples of a global batch. Raises ConfigError if a rank would get none."""
     trainer = cfg.trainer
-    accumulated, size = trainer.gradient_accumulation_steps, trainer.batch_size
-    if not takes_steps:
-        size = max(size, shares * accumulated)
-    return global_batch_size(shares, size, trainer.batch_size_per_rank, accumulated)
+    return global_batch_size(
+        shares, trainer.batch_size, trainer.batch_size_per_rank, trainer.gradient_accumulation_steps
+    )
 
 
 def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:

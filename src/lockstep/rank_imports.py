@@ -11,7 +11,7 @@ import signal
 from lockstep.distributed.host import LAUNCHER, end_with_parent
 
 if LAUNCHER in os.environ:  # this is the fork server
-    # It ends with its launcher, and the ranks with it: other signals are blocked, see lockstep.launchers.processes.
+    # It ends with its launcher, and the ranks with it: other signals are blocked, see lockstep.launchers.local.
     # The pid tells of a launcher that has ended before this line.
     end_with_parent(signal.SIGKILL, int(os.environ.pop(LAUNCHER)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.sweeps.table import Row, read_rows
+from lockstep.sweeps.table import Row, read_table
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
 
 pytestmark = pytest.mark.drill
@@ -25,7 +25,7 @@ SLOTS = min(2, len(os.sched_getaffinity(0)))
 
 def results(folder: Path) -> list[Row]:
     """The rows without what depends on time."""
-    return [dataclasses.replace(row, seconds=0.0, cause="") for row in read_rows(folder)]
+    return [dataclasses.replace(row, seconds=0.0, cause="") for row in read_table(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_what_a_search_cannot_run_is_refused(start, words, sentence):
 
 
 def has_rows(folder: Path, count: int) -> bool:
-    return len(read_rows(folder)) >= count
+    return len(read_table(folder)) >= count
 
 
 DRAWN = ["-m", "model=linear", "trainer.epochs=2", "snapshot.every=5steps", "optimizer.lr=tag(log,interval(0.001,1))"]

@@ -1,6 +1,7 @@
 """launch=dry: a planned rank holds what the real one holds, and sends what the formulas say."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ from support.worlds import in_world
 SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "model.width=96", "trainer.batch_size=16"]
 SMALL += ["optimizer=adamw", "optimizer.fused=false", "trainer.max_steps=1", "logger=[]"]
 
+FOUND = ("held", "whole", "largest", "sent", "received", "calls", "payload")
+
 
 def planned(cfg: DictConfig, ranks: int, *numbers: int) -> list[Any]:
     """What each rank of `numbers` in a planned world of `ranks` found."""
     from lockstep import build_data
-    from lockstep.dry_run import plan_rank
+    from lockstep.launchers.dry import plan_rank
 
     data = build_data.datasets(cfg)
-    return [plan_rank(cfg, data, number, ranks)[1] for number in numbers]
+    plans = [plan_rank(cfg, data, number, ranks)[0] for number in numbers]
+    return [SimpleNamespace(**{name: getattr(plan, name) for name in FOUND}) for plan in plans]
 
 
 def in_plan(words: list[str], ranks: int, *numbers: int) -> list[Any]:
@@ -62,19 +66,44 @@ def test_ranks_of_ddp_send_what_a_ring_sends() -> None:
     (last,) = in_plan(["trainer.batch_size=1024"], 1024, 1023)
     whole = last.held["parameters"]
     assert last.whole == last.held
-    assert last.traffic.sent == last.traffic.received == pytest.approx(2 * 1023 / 1024 * whole, rel=1e-12)
-    assert set(last.traffic.calls) == {"all_reduce"}
+    assert last.sent == last.received == pytest.approx(2 * 1023 / 1024 * whole, rel=1e-12)
+    assert set(last.calls) == {"all_reduce"}
 
 
 def test_a_shard_on_paper_is_the_shard_of_the_first_rank() -> None:
     (first,) = in_plan(["strategy=fsdp"], 16, 0)
-    assert first.shard == first.held
+    assert first.largest == first.held
     assert first.held["parameters"] < first.whole["parameters"] / 8
 
 
 def test_replicas_sum_their_parts_only() -> None:
     (first,) = in_plan(["strategy=fsdp", "strategy.replicas=4"], 16, 0)
-    traffic = first.traffic
-    assert traffic.calls["all_reduce"] == traffic.calls["reduce_scatter"]
-    assert traffic.payload["all_reduce"] == traffic.payload["reduce_scatter"] / 4 == first.held["gradients"]
-    assert traffic.payload["all_gather"] == 2 * traffic.payload["reduce_scatter"]
+    assert first.calls["all_reduce"] == first.calls["reduce_scatter"]
+    assert first.payload["all_reduce"] == first.payload["reduce_scatter"] / 4 == first.held["gradients"]
+    assert first.payload["all_gather"] == 2 * first.payload["reduce_scatter"]
+
+
+WAYS = ["gradient_sync=ring", "gradient_sync=parameter_server", "gradient_sync=fp16", "gradient_sync=bf16"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_add_up_send_what_they_say(way: str) -> None:
+    """A ring sends as much on each rank, and a parameter server's connection carries what all others send."""
+    words = [way, "trainer.ema=0.9"]
+    first, last = in_plan(words, 4, 0, 3)
+    whole = first.held["parameters"]
+    assert first.held["moving average"] == whole
+    if way == "gradient_sync=parameter_server":
+        assert (first.sent, first.received, last.sent, last.received) == (3 * whole, 3 * whole, whole, whole)
+    else:
+        ring = 2 * 3 / 4 * whole * (1 if way == "gradient_sync=ring" else 0.5)
+        for nbytes in (first.sent, first.received, last.sent, last.received):  # parts of a ring differ by a value
+            assert nbytes == pytest.approx(ring, rel=0.001)
+
+
+def test_layers_that_are_cut_send_what_dtensor_sends() -> None:
+    words = ["strategy=tensor_parallel", "strategy.plan=[{1:colwise},{4:rowwise}]"]
+    (first,) = in_plan(words, 2, 0)
+    outputs = 16 * 96 * 4  # of the second layer; and on the way back the gradient of the first one's inputs
+    assert first.payload["all_reduce"] >= outputs
+    assert first.held["parameters"] < first.whole["parameters"]

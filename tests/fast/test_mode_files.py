@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
+from lockstep.launchers.dry import about_job
 from lockstep.modes.base import require_place
-from lockstep.modes.plan import Job, _last_batch
 from lockstep.modes.predict import table
+from lockstep.training.state import TrainSettings
 from support.made_runs import make_run
 
 
@@ -45,4 +46,5 @@ def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:
     ],
 )
 def test_a_plan_says_what_is_left_of_an_epoch(samples: int, ranks: int, said: str) -> None:
-    assert _last_batch(Job(ranks, ranks, batch=64, samples=samples, steps=(1, 1))) == said
+    lines = about_job(TrainSettings(epochs=1, batch_size=64), samples, ranks, ranks)
+    assert lines.partition(" in the run")[2] == said

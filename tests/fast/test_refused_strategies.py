@@ -79,6 +79,11 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
             [*DRY, "strategy=async_parameter_server", "trainer.batch_size=1024"],
             "acts on their messages; type strategy=",
         ),
+        (
+            [*DRY, "gradient_sync=powersgd", "trainer.batch_size=1024"],
+            "powersgd sends less or more in others; type",
+        ),
+        ([*DRY, "gradient_sync=local_sgd", "trainer.batch_size=1024"], "type gradient_sync=auto, or launch=fork"),
         (DRY, "trainer.batch_size=64 is too small for 1024 ranks; type trainer.batch_size=1024"),
         ([*DRY, "strategy=fsdp", "strategy.replicas=3"], "3 groups of two or more of 1024 ranks; type strategy.rep"),
         ([*DRY, "mode=evaluate", "resume=a"], "mode=evaluate is none; type mode=train"),

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.sweeps.space import Choices, Numbers, draw, interval, limits_of
+from lockstep.sweeps.search import Choices, Numbers, draw, interval, limits_of
 from lockstep.sweeps.table import Row
 from lockstep.sweeps.tpe import suggest
 
@@ -46,8 +46,8 @@ def test_the_limits_of_a_space_are_a_few_jobs():
 @pytest.mark.parametrize(
     ("low", "high", "tags", "sentence"),
     [
-        (1.0, 0.1, set(), "lr=interval(1.0,0.1) wants the smaller limit first; type lr=interval(0.1,1.0)"),
-        (0.0, 0.1, {"log"}, "lr=tag(log,interval(0.0,0.1)) wants limits above 0; type lr=interval(0.0,0.1)"),
+        (1.0, 0.1, set(), "lr=interval(1.0,0.1) must have the smaller limit first; type lr=interval(0.1,1.0)"),
+        (0.0, 0.1, {"log"}, "lr=tag(log,interval(0.0,0.1)) must have limits above 0; type lr=interval(0.0,0.1)"),
         (0.1, 1.0, {"lgo"}, "has an unknown tag; type lr=tag(log,interval(0.1,1.0))"),
     ],
 )

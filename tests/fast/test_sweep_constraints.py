@@ -4,13 +4,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
-from hydra_plugins.lockstep_sweeper._searches import make_plan
 from lockstep.errors import ConfigError
-from lockstep.sweeps.constraints import Constraint
-from lockstep.sweeps.space import Choices, draw, interval
+from lockstep.sweeps.search import Choices, Constraint, SweepSettings, draw, interval, make_plan
 from lockstep.sweeps.table import Row
 from lockstep.sweeps.tpe import suggest
 
@@ -51,8 +47,8 @@ def test_a_constraint_is_arithmetic(text, holds):
         ("", "cannot be read; type"),
         ("seed", "compares nothing; type"),
         ("sed < 4", "names sed, which is no key of a job; type"),
-        ("scheduler < 4", "wants a number, and scheduler is None; type scheduler=<a number>"),
-        ("sync < 4", "wants a number, and sync is True; type"),
+        ("scheduler < 4", "needs a number, and scheduler is None; type scheduler=<a number>"),
+        ("sync < 4", "needs a number, and sync is True; type"),
         ("1 / (seed - 3) < 4", "cannot be computed (division by zero); type"),
     ],
 )
@@ -94,20 +90,19 @@ def test_tpe_draws_what_is_allowed():
 def test_every_search_plans_by_its_constraints(search, trials):
     if search == "tpe":
         pytest.importorskip("optuna")
-    base = OmegaConf.create({"sweep": {"search": search, "trials": trials, "seed": 0}})
-    parsed = OverridesParser.create().parse_overrides(["lr=0.01,0.1,1", "size=16,32,64"])
+    settings = SweepSettings(None, None, 1, "refuse", search, 2, 1, trials, 0, [], "test/loss", "min", 9)
     every = [[f"lr={rate}", f"size={size}"] for rate in ("0.01", "0.1", "1") for size in (16, 32, 64)]
 
     def allows(words: Sequence[str]) -> bool:
         return small(dict(word.split("=") for word in words))
 
-    plan = make_plan(base, parsed, [], lambda: every, allows)
+    plan = make_plan(settings, [], lambda: every, lambda: SPACE, allows)
     assert plan.lists
     assert all(allows(words) for words in plan.lists)
     if trials is None:
         assert (len(plan.lists), plan.left_out) == (5, 4)
         with pytest.raises(ConfigError, match="refuse all 9 jobs; type other values"):
-            make_plan(base, parsed, [], lambda: every, lambda words: False)
+            make_plan(settings, [], lambda: every, lambda: SPACE, lambda words: False)
     if search == "tpe":
         assert not plan.allows({"lr": "1", "size": "16"})
         assert plan.allows({"lr": "0.1", "size": "16"})

@@ -13,15 +13,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from hydra_plugins.lockstep_sweeper._composing import Composer
 from lockstep import cli
+from lockstep.build_sweep import Composer
 from lockstep.errors import ConfigError
-from lockstep.sweeps import slots
-from lockstep.sweeps.plot import plot_sweep
+from lockstep.sweeps import process
+from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
-from lockstep.sweeps.slots import divide_machine
-from lockstep.sweeps.summary import sorted_rows
-from lockstep.sweeps.table import Row, SweepTable, read_rows
+from lockstep.sweeps.summary import plot_sweep, sorted_rows
+from lockstep.sweeps.table import Row, SweepTable, read_table
 from support.commands import ROOT
 
 
@@ -34,7 +33,7 @@ def test_a_table_is_read_back_with_the_same_bits(tmp_path: Path) -> None:
     table.add([Row(0, "optimizer.lr=0.1 'model.name=a b'", "0"), Row(1, "seed=1", "1")])
     table.update(0, state="finished", objective=1 / 3, best=0.1 + 0.2, best_step=7, seconds=1.5)
     table.update(1, state="failed", cause='a "cause", with a comma\u2026')
-    assert read_rows(tmp_path) == list(SweepTable(tmp_path)) == list(table)
+    assert read_table(tmp_path) == list(SweepTable(tmp_path)) == list(table)
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.csv"]
     (tmp_path / "sweep.csv").write_text("number,state\n0,finished\n")
     with pytest.raises(ConfigError, match="is not the table of a sweep"):
@@ -117,7 +116,7 @@ def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) 
 
 
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setattr(process, "usable_cores", lambda: list(range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert [sorted(slot.cores) for slot in divide_machine(3, 1)] == [[0, 1], [2, 3], [4, 5]]
     assert [sorted(slot.cores) for slot in divide_machine("auto", 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

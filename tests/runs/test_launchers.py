@@ -17,10 +17,7 @@ from lockstep.distributed.world import init_distributed
 from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
 from lockstep.launchers.base import RankFailed
 from lockstep.launchers.env import EnvLauncher
-from lockstep.launchers.processes import resolve_nproc
-from lockstep.launchers.spawn import SpawnLauncher
-from lockstep.launchers.supervisor import Supervisor
-from lockstep.launchers.torchrun import TorchrunLauncher
+from lockstep.launchers.local import SpawnLauncher, Supervisor, TorchrunLauncher, resolve_nproc
 from support.commands import ROOT, wait_for
 from support.worlds import PRELOAD, in_world
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import termios
@@ -104,7 +105,12 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
 
     first = rows_of(folder)
     again = start(sys.executable, str(ROOT / "src" / "runs.py"), "again", "s/0_optimizer.lr=0.1").finish()
-    assert "again: the same bits: model.pt; best evaluations so far: 1" in again.output
+    (typed,) = re.findall("^train again: +(.*)$", again.output, re.MULTILINE)
+    start(*PYTHON_TRAIN, *shlex.split(typed)[2:]).finish()
+    (compared,) = re.findall("^compare: +python src/runs.py (.*)$", again.output, re.MULTILINE)
+    why = start(sys.executable, str(ROOT / "src" / "runs.py"), *shlex.split(compared)).finish()
+    assert "the same: config, code, environment, data, ranks" in why.output
+    assert "weights: the two model.pt hold the same bits" in why.output
     assert (folder / "0_optimizer.lr=0.1-again" / "model.pt").exists()  # beside the jobs, and no job
 
     more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)

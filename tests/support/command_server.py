@@ -24,8 +24,7 @@ from support.commands import RANK_VARIABLES, ROOT, TRAIN
 IMPORTS = (
     "lockstep.preflight",
     "lockstep.build",
-    "lockstep.launchers.spawn",
-    "lockstep.launchers.torchrun",
+    "lockstep.launchers.local",
     "lockstep.launchers.slurm",
     "lockstep.launchers.env",
     "lockstep.training.loop",

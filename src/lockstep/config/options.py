@@ -61,7 +61,7 @@ def _nproc_per_node() -> Any:
     return number(help, min=1, example=2, words=("auto", "gpu", "cpu"))
 
 
-@describes("lockstep.launchers.torchrun.TorchrunLauncher", "launch/torchrun")
+@describes("lockstep.launchers.local.TorchrunLauncher", "launch/torchrun")
 @dataclass
 class Torchrun:
     start_method: str = choice("forkserver", "spawn", "fork", help=_START_METHODS)
@@ -69,7 +69,7 @@ class Torchrun:
     max_restarts: int = number("How often failed ranks are started again.", min=0, example=3)
 
 
-@describes("lockstep.launchers.spawn.SpawnLauncher", "launch/spawn", "launch/fork")
+@describes("lockstep.launchers.local.SpawnLauncher", "launch/spawn", "launch/fork")
 @dataclass
 class Spawn:
     start_method: str = choice("spawn", "fork", "forkserver", help=_START_METHODS)

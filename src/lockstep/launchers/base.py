@@ -4,8 +4,10 @@ Every launcher ends in RANK, WORLD_SIZE and LOCAL_RANK (or Slurm's or MPI's name
 To add one: a class in a file of its own here, and `conf/launch/<name>.yaml` with its `_target_`.
 """
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TextIO
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_FAILED, ConfigError
@@ -22,7 +24,7 @@ class Launcher:
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
     plans: bool = False
-    """Whether there is no `launch`: `lockstep.dry_run` shows what the job would do."""
+    """Whether `launch` trains nothing, and shows what the job would do."""
 
     def prepare(self, rank_imports: str) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
@@ -84,3 +86,16 @@ def refuse_nesting(name: str) -> None:
             f"launch={name} inside {info.started_by} would start every rank several times; "
             f"type launch=env, or leave {info.started_by} out"
         )
+
+
+def print_line(text: object, stream: TextIO) -> None:
+    """Print a line at once. A stream whose reader has gone, as in `| head`, costs the line and not the run."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
+
+
+def flush_output() -> None:
+    """Write out what stdout and stderr still hold."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, as by `| head`: a finished run has still finished
+            stream.flush()

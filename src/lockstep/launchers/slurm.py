@@ -13,8 +13,7 @@ from urllib.parse import unquote
 
 from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
-from lockstep.launchers.base import Launcher, Worker, refuse_nesting
-from lockstep.launchers.processes import print_line
+from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
 
 SCRIPT = """\
 #!/bin/bash

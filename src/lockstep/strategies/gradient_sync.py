@@ -32,6 +32,7 @@ class GradientSync:
     replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
+    sends_as_much_each_step: whether the first step tells what a later one sends.
     """
 
     name = "all_reduce"
@@ -39,6 +40,7 @@ class GradientSync:
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
+    sends_as_much_each_step = True
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""
@@ -140,6 +142,7 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
+    sends_as_much_each_step = False  # the first steps are plain
 
     def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
         self.state_options: dict[str, Any] = {
@@ -176,6 +179,7 @@ class LocalSGD(GradientSync):
     is_exact = False
     needs_hooks = True
     ranks_agree = False
+    sends_as_much_each_step = False
 
     def __init__(self, sync_every: int) -> None:
         self.sync_every = sync_every

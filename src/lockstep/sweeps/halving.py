@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from lockstep.sweeps.search import Job, Search
-from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
+from lockstep.sweeps.search import PAUSE, Job, Search, SweepSettings
+from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, SweepTable
 
-PAUSE = "trainer.pause_after"
 Results = Mapping[int, Mapping[int, float]]
 """{job: {epochs: objective}}: what the jobs have returned at their rungs."""
 
@@ -70,15 +69,16 @@ def _place(value: float, job: int, mode: str) -> tuple[bool, float, int]:
 class Halving(Search):
     """Runs each job up to a rung, and the best of each rung up to the next one, from their snapshots.
 
-    The column `rungs` of the table holds all that this needs to go on after a kill. epochs: of the last rung.
+    The column `rungs` of the table holds all that this needs to go on after a kill.
     """
 
-    def __init__(self, table: SweepTable, jobs: Sequence[Job], first: int, eta: int, epochs: int, mode: str) -> None:
+    def __init__(self, table: SweepTable, jobs: Sequence[Job], settings: SweepSettings) -> None:
         self.table, self.jobs = table, {job.number: job for job in jobs}
-        self.rungs, self.eta, self.mode = rung_epochs(first, eta, epochs), eta, mode
+        self.rungs = rung_epochs(settings.first_rung, settings.eta, settings.epochs)
+        self.eta, self.mode = settings.eta, settings.mode
         self.asked: dict[int, int] = {}  # job -> the epochs up to which it runs now
         self.over: set[int] = set()  # jobs that have stopped in this command
-        self.results = {number: read_results(table.rows[number]) for number in self.jobs}
+        self.results = {number: table.rows[number].results for number in self.jobs}
         self._write_states(self._climb())
 
     def ask(self) -> Job | None:
@@ -114,9 +114,3 @@ class Halving(Search):
             state = FINISHED if self.rungs[-1] in results else PRUNED if number in now.out else WAITING
             if state != row.state:
                 self.table.update(number, state=state)
-
-
-def read_results(row: Row) -> dict[int, float]:
-    """{epochs: objective} of the column `rungs`, such as "1:0.91 3:0.95"."""
-    pairs = (word.split(":") for word in row.rungs.split())
-    return {int(epochs): float(value) for epochs, value in pairs}

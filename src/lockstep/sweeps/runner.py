@@ -1,23 +1,168 @@
-"""Runs the jobs of a sweep, in one or several slots, and keeps the table while they run."""
+"""Runs the jobs of a sweep, in processes of their own or in ranks that are there, and keeps its table meanwhile."""
 
+import itertools
+import json
 import os
+import shutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lockstep.distributed.run_folder import SWEEP_FOLDER
-from lockstep.distributed.signals import Relay, blocked
-from lockstep.errors import EXIT_RESUMABLE
-from lockstep.sweeps.folder import wait_for_lock
-from lockstep.sweeps.job_process import JobProcess, Outcome, Work, record_outcome, start_job
-from lockstep.sweeps.output import show
-from lockstep.sweeps.screen import Screen
-from lockstep.sweeps.search import Search
-from lockstep.sweeps.slots import Slot
-from lockstep.sweeps.sweep import OpenSweep
-from lockstep.sweeps.table import FAILED, FINISHED, RUNNING, STOPPED
+from lockstep.distributed import signals
+from lockstep.distributed.environment import SLURM_JOB_FILE, RankInfo, read_rank_info
+from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_FOLDER
+from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
+from lockstep.failures.start import whole_command
+from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job
+from lockstep.sweeps.search import Job, Search, SweepSettings
+from lockstep.sweeps.summary import exit_code, print_share, print_summary, say
+from lockstep.sweeps.table import (
+    FAILED,
+    FINISHED,
+    REFUSED,
+    RUNNING,
+    STOPPED,
+    SUBMITTED,
+    WAITING,
+    Row,
+    SweepTable,
+    crashed_job,
+    lock_sweep,
+    reported_cause,
+    require_same_sweep,
+    sweep_record,
+    wait_for_lock,
+    write_sweep_record,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 POLL_SECONDS = 0.005
+UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
+ROOM = len("[1000] ")  # columns before a job's bar
+TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
+SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
+MEETING = timedelta(seconds=300)
+
+
+class Screen:
+    """Shows the output of jobs that run at once: whole lines with a job's number before each.
+
+    On a terminal the progress bars stay below the lines, each in a line of its own.
+    """
+
+    def __init__(self) -> None:
+        self.columns = shutil.get_terminal_size().columns - ROOM if sys.stdout.isatty() else 0
+        self.rests: dict[int, bytes] = {}  # job -> the begin of a line that it has printed
+        self.bars: dict[int, str] = {}  # job -> its bar
+        self.drawn: list[str] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a job to draw a bar that this screen shows."""
+        return {BAR_COLUMNS: str(self.columns)} if self.columns > 0 else {}
+
+    def forward(self, process: JobProcess, to_end: bool = False) -> None:
+        """Show what the job has printed since the last call. to_end: it has ended."""
+        if process.output is None:
+            return
+        number = process.job.number
+        text = self.rests.pop(number, b"")
+        with suppress(BlockingIOError):
+            while chunk := os.read(process.output, 65536):
+                text += chunk
+        *lines, rest = text.split(b"\n")
+        if to_end:
+            self.bars.pop(number, None)
+            lines, rest = [*lines, *filter(None, [_after_bar(rest).encode()])], b""
+        elif b"\r" in rest:  # a bar is drawn in one line again and again
+            self.bars[number] = _after_bar(rest)[: self.columns]
+            rest = rest[rest.rindex(b"\r") :]
+        self.rests[number] = rest
+        self.print([f"[{number}] {_after_bar(line)}" for line in lines])
+
+    def print(self, lines: Sequence[str] = ()) -> None:
+        """Print lines, and draw the bars below them."""
+        bars = [f"[{number}] {bar}" for number, bar in sorted(self.bars.items()) if bar.strip()]
+        if not lines and bars == self.drawn:
+            return
+        erased = UP_AND_ERASE.format(len(self.drawn)) if self.drawn else ""
+        say(erased + "".join(f"{line}\n" for line in [*lines, *bars]), end="")
+        self.drawn = bars
+
+
+def _after_bar(line: bytes) -> str:
+    """What stands in a line at last: a carriage return goes back to its begin."""
+    return line.rpartition(b"\r")[2].decode(errors="replace")
+
+
+class OpenSweep:
+    """A sweep while it runs: its folder is locked, `sweep.json` is checked, and its table is open.
+
+    fixed: the words of each job's command.
+    config: the flat config of a job without what the sweep varies.
+    modules: {module: hash} of the user's modules that the jobs import.
+    Raises ConfigError if the folder cannot be locked, or if its sweep is another one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: SweepSettings,
+        fixed: Sequence[str],
+        config: Mapping[str, Any],
+        modules: dict[str, str],
+    ) -> None:
+        self.settings, self.fixed = settings, fixed
+        self.lock = lock_sweep(folder)
+        record = sweep_record(sys.argv[1:], config, modules)
+        require_same_sweep(folder, record, settings.changes == "accept")
+        self.table = SweepTable(folder)
+        write_sweep_record(folder, record)
+        for row in self.table:
+            if row.state in (RUNNING, STOPPED):
+                values = crashed_job(row, folder / row.folder) | self.table.read_best(row.number)
+                self.table.update(row.number, **values)
+        self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
+        self.failures = 0  # jobs that have failed in this command
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether `sweep.max_failures` jobs have failed."""
+        return self.settings.max_failures is not None and self.failures >= self.settings.max_failures
+
+    def record(self, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
+        """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
+        row = self.table.rows[number]
+        cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
+        if state == FINISHED and outcome.objective is None:
+            is_submitted = (self.table.folder / row.folder / SLURM_JOB_FILE).exists()
+            state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
+        self.failures += state == FAILED
+        return self.table.update(
+            number,
+            state=state,
+            objective=outcome.objective,
+            cause=cause[:LONGEST_CAUSE],
+            seconds=round(row.seconds + seconds, 2),
+            **self.table.read_best(number),
+        )
+
+    def finish(self) -> int:
+        """Print the summary. Returns the exit code."""
+        signals.stop_listening()  # the sweep is over, and nothing is left to save
+        words = whole_command(read_rank_info().started_by)
+        script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
+        resume = [*script, "-m", f"sweep.resume={path_value(self.table.folder)}"]
+        print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
+        print_share(self.table, self.settings.epochs)
+        return exit_code(list(self.table), self.stop_code)
 
 
 class SweepRunner:
@@ -36,7 +181,7 @@ class SweepRunner:
 
         Raises ConfigError if the table cannot be written. No job is left then.
         """
-        with Relay() as relay:
+        with signals.Relay() as relay:
             try:
                 while self._fill(relay) or self.running:
                     time.sleep(POLL_SECONDS)
@@ -48,7 +193,7 @@ class SweepRunner:
                 is_more_to_run = self.ready is not None or self.search.ask() is not None
                 self.sweep.stop_code = EXIT_RESUMABLE if is_more_to_run else None  # the signal came between two jobs
 
-    def _poll(self, relay: Relay) -> None:
+    def _poll(self, relay: signals.Relay) -> None:
         """Show what the jobs print, and record those that have ended."""
         for slot, process in list(self.running.items()):
             self.screen.forward(process)
@@ -75,7 +220,7 @@ class SweepRunner:
             with suppress(OSError):  # a job that goes on has files there
                 (self.table.folder / self.table.rows[self.ready.job.number].folder).rmdir()
 
-    def _fill(self, relay: Relay) -> bool:
+    def _fill(self, relay: signals.Relay) -> bool:
         """Start jobs in the free slots. Returns whether any was started."""
         started = False
         for number in range(len(self.slots)):
@@ -101,16 +246,16 @@ class SweepRunner:
         captured = len(self.slots) > 1
         if captured:
             environment |= self.screen.environment
-        with blocked():
+        with signals.blocked():
             return start_job(job, lambda: self.work(job, row), number, environment, set(slot.cores), captured)
 
-    def _start(self, process: JobProcess, relay: Relay) -> None:
+    def _start(self, process: JobProcess, relay: signals.Relay) -> None:
         row = self.table.rows[process.job.number]
         wait_for_lock(self.table.folder / row.folder)
         self.table.update(process.job.number, state=RUNNING, cause="")
         if process.output is None:
-            show(f"sweep: {process.job.describe(row.overrides)}")
-        with blocked():
+            say(f"sweep: {process.job.describe(row.overrides)}")
+        with signals.blocked():
             self.running[process.slot] = process
             if relay.first is None:
                 relay.pids = self._pids()
@@ -125,11 +270,138 @@ class SweepRunner:
         job, state = process.job, outcome.state
         if asked and state == FAILED and outcome.code < 0:
             state = STOPPED  # its launcher or a second signal has killed it
-        row = record_outcome(self.table, job.number, outcome, state, time.monotonic() - process.started)
+        row = self.sweep.record(job.number, outcome, state, time.monotonic() - process.started)
         if row.state == STOPPED:
             self.sweep.stop_code = max(self.sweep.stop_code or 0, outcome.stop_code)
-        self.sweep.failures += row.state == FAILED
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:
             os.close(process.output)
-            self.screen.show([f"sweep: job {job.number} {row.state}, {row.overrides}"])
+            self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
+
+
+def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
+    """Rank 0 alone opens the sweep and keeps its table. It announces each job to the other ranks through the store.
+
+    A rank that is killed ends this way to run a sweep: the program that has started the ranks then ends all of them,
+    and the table says where to go on. Raises ConfigError on every rank if the sweep cannot be opened.
+    """
+    from lockstep.distributed.rendezvous import form_group
+
+    store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
+    if not info.is_rank_zero:
+        _follow(store, work)
+        return
+    numbers = itertools.count()
+
+    def announce(**message: Any) -> None:
+        store.set(f"turn/{next(numbers)}", json.dumps(message))
+
+    try:
+        sweep, search = open_sweep()
+        _lead(announce, sweep, search, work)
+    except ConfigError as error:  # also if the table cannot be written any more
+        announce(problem=str(error))
+        raise
+    announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
+
+
+def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work: Work) -> None:
+    table = sweep.table
+    os.environ[SWEEP_FOLDER] = str(table.folder)
+    while not signals.stop_requested() and not sweep.is_hopeless:
+        job = search.ask()
+        if job is None:
+            break
+        row = table.update(job.number, state=RUNNING, cause="")
+        say(f"sweep: {job.describe(row.overrides)}")
+        announce(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
+        started = time.time()
+        outcome = work(job, row)
+        if outcome.state == FAILED:  # the report names the rank that failed first
+            outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
+        state = WAITING if outcome.rank_is_missing else outcome.state
+        sweep.record(job.number, outcome, state, time.time() - started)
+        search.tell(job.number, outcome.objective)
+        if state == WAITING:  # each job after it would wait for the same rank
+            sweep.stop_code = EXIT_RESUMABLE
+            break
+        if state == STOPPED:
+            sweep.stop_code = outcome.stop_code
+            break
+    if signals.stop_requested() and search.ask() is not None:
+        sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
+
+
+def _follow(store: "Store", work: Work) -> None:
+    turn = 0
+    while "exit_code" not in (message := json.loads(_wait(store, f"turn/{turn}"))):
+        if "problem" in message:
+            raise ConfigError(message["problem"])
+        os.environ[SWEEP_FOLDER] = message["sweep"]
+        job = Job(message["number"], tuple(message["overrides"]))
+        work(job, Row(job.number, "", message["folder"]))
+        turn += 1
+    at_end(lambda: int(message["exit_code"]))
+
+
+def _wait(store: "Store", key: str) -> str:
+    """The value of `key`, however long rank 0 needs: it may still be in the job before."""
+    asked: float | None = None
+    while not store.check([key]):
+        if signals.stop_requested():
+            asked = asked or time.monotonic()
+            if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
+                return json.dumps({"exit_code": EXIT_RESUMABLE})
+        time.sleep(TELL_SECONDS)
+    return store.get(key).decode()
+
+
+class JobFailed(Exception):
+    """What a sweeper of Hydra's raises to end at a job that has failed. The row of the job has the cause."""
+
+
+class _Command:
+    """What is left to do at the end of a command with -m. Hydra returns nothing, so the sweep leaves it here.
+
+    finish: prints the summary, and returns the exit code. The same after a sweeper of Hydra's as after this project's.
+    nothing_finished: a sweeper of Hydra's has got its jobs' results, and all jobs of the sweep have failed.
+    """
+
+    finish: Callable[[], int] | None = None
+    nothing_finished = False
+
+
+_command = _Command()
+
+
+def at_end(finish: Callable[[], int]) -> None:
+    """Call `finish` at the end of this command. It returns the exit code."""
+    _command.finish = finish
+
+
+def end_sweep() -> int:
+    """Print the summary of the sweep that this command has run. Returns the exit code; 0 if it has run none."""
+    finish, _command.finish = _command.finish, None
+    return finish() if finish else EXIT_FINISHED
+
+
+def sweeper_goes_on(nothing_finished: bool) -> None:
+    """A sweeper of Hydra's gets the results of its jobs. nothing_finished: all jobs of the sweep have failed."""
+    _command.nothing_finished = nothing_finished
+
+
+def run_command(main: Callable[[], Any]) -> int:
+    """Call a hydra.main function that runs a sweep, and print the summary. Returns the exit code.
+
+    An error with which a sweeper of Hydra's ends at failed jobs is dropped, for the summary tells more. Optuna raises
+    one of its own where no job has finished: there is no best one.
+    """
+    try:
+        main()
+    except JobFailed:
+        pass
+    except Exception as error:
+        if not _command.nothing_finished:
+            raise
+        say(f"sweep: no job has finished, and the sweeper ends with {type(error).__name__}: {error}")
+    return end_sweep()

@@ -1,13 +1,74 @@
-"""The contract of a search: which job a sweep runs next. The list of jobs that was typed is the first one."""
+"""Which jobs a sweep runs: the contract of a search, the list of jobs that was typed, the values that are drawn, and
+the constraints between them.
+"""
 
+import ast
+import math
+import operator
+import random
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from lockstep.errors import ConfigError
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
 
+LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
+PAUSE = "trainer.pause_after"  # how a job is trained to a rung of a search by halving
+OF_RUNGS = ("trainer.epochs", PAUSE)
 LONGEST_NAME = 120  # characters of a job's folder
+DRAWS = 200  # of the values of one job, until the constraints allow one
+DIGITS = 6  # of a drawn number, so that it is read and typed easily, and does not depend on the C library
+CONSTRAINTS = "sweep.constraints"
+EXAMPLE = f"{CONSTRAINTS}=['optimizer.lr * trainer.epochs <= 10']"
+ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+
+Name = Callable[[int, str, Sequence[str]], str]
+"""The folder of a job, from its number, what it changes, and all its overrides."""
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """The section `sweep` of the config, and what a sweep needs to know of the rest.
+
+    objective: "test/<metric>".
+    mode: "min" or "max", the better direction of the objective.
+    epochs: of a whole job.
+    pause_after: `trainer.pause_after` of the config, which a search by halving sets itself.
+    """
+
+    retry: str | None
+    max_failures: int | None
+    slots: int | str
+    changes: str
+    search: str
+    eta: int
+    first_rung: int
+    trials: int | None
+    seed: int
+    constraints: list[str]
+    objective: str
+    mode: str
+    epochs: int
+    pause_after: int | None = None
+
+    @property
+    def retries_failed(self) -> bool:
+        return self.retry == "failed"
 
 
 @dataclass(frozen=True)
@@ -65,12 +126,11 @@ def add_jobs(
     table: SweepTable,
     lists: Sequence[Sequence[str]],
     fixed: set[str],
-    name: Callable[[int, str, Sequence[str]], str],
+    name: Name,
 ) -> list[Job]:
     """A row for each job that has none yet, with the next numbers. Returns all these jobs with their numbers.
 
-    lists: the overrides of each; the same ones twice are two jobs. name: a job's folder, from its number, what it
-    changes, and its overrides.
+    lists: the overrides of each; the same ones twice are two jobs.
     """
     known: dict[str, list[int]] = {}
     for row in table:
@@ -108,3 +168,297 @@ def folder_name(number: int, changed: str) -> str:
     words = "+".join(word.removeprefix("+") for word in shlex.split(changed))
     safe = re.sub(r"[^\w.=+-]", "-", words, flags=re.ASCII)
     return f"{number}_{safe}"[:LONGEST_NAME].rstrip("_")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers from low to high, both included. log: spread by their logarithm. whole: whole numbers only."""
+
+    low: float
+    high: float
+    log: bool
+    whole: bool
+
+    def draw(self, chance: random.Random) -> str:
+        """One of the values, as it is typed."""
+        if self.log:
+            return self.word(math.exp(chance.uniform(math.log(self.low), math.log(self.high))))
+        return self.word(
+            chance.randint(int(self.low), int(self.high)) if self.whole else chance.uniform(self.low, self.high)
+        )
+
+    def word(self, value: float) -> str:
+        """The value as it is typed, with 6 digits."""
+        rounded = round(value) if self.whole else float(f"{value:.{DIGITS}g}")
+        return str(min(max(rounded, self.low), self.high))
+
+    def limits(self) -> list[str]:
+        return [self.word(self.low), self.word(self.high)]
+
+    def holds(self, word: str) -> bool:
+        """Whether a value as typed is one of these."""
+        try:
+            return self.low <= (int if self.whole else float)(word) <= self.high
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Any values, as they are typed."""
+
+    words: tuple[str, ...]
+
+    def draw(self, chance: random.Random) -> str:
+        return chance.choice(self.words)
+
+    def limits(self) -> list[str]:
+        return list(self.words)
+
+    def holds(self, word: str) -> bool:
+        return word in self.words
+
+
+Space = Mapping[str, Numbers | Choices]
+"""{key: its values}"""
+Allows = Callable[[Mapping[str, str]], bool]
+"""Whether a job with these values, as typed, may be drawn."""
+
+
+def interval(key: str, low: float, high: float, tags: set[str]) -> Numbers:
+    """What `key=tag(log,interval(low,high))` means; `int(interval(low,high))` has whole limits.
+
+    Raises ConfigError for limits in the wrong order, and for a logarithm of what is not above 0.
+    """
+    log, whole = "log" in tags, isinstance(low, int) or "int" in tags
+    typed = f"interval({low},{high})"
+    if tags - {"log", "int"}:
+        unknown = ",".join(sorted(tags - {"log", "int"}))
+        raise ConfigError(f"{key}=tag({unknown},{typed}) has an unknown tag; type {key}=tag(log,{typed})")
+    if not low < high:
+        raise ConfigError(f"{key}={typed} must have the smaller limit first; type {key}=interval({high},{low})")
+    if log and low <= 0:
+        raise ConfigError(f"{key}=tag(log,{typed}) must have limits above 0; type {key}={typed}")
+    return Numbers(int(low), int(high), log, True) if whole else Numbers(low, high, log, False)
+
+
+def allow_all(values: Mapping[str, str]) -> bool:
+    """Without constraints."""
+    return True
+
+
+def draw(space: Space, seed: int, number: int, allows: Allows = allow_all) -> dict[str, str]:
+    """The values of the job with this number. They depend on nothing else, so a resumed sweep draws them again.
+
+    allows: values that it refuses are drawn again. Raises ConfigError if it refuses all of `DRAWS`.
+    """
+    chances = {key: random.Random(f"{seed} {number} {key}") for key in space}
+    for _ in range(DRAWS):
+        drawn = {key: values.draw(chances[key]) for key, values in space.items()}
+        if allows(drawn):
+            return drawn
+    raise ConfigError(f"sweep.constraints refuse {DRAWS} draws in a row; type other limits, or sweep.constraints=[]")
+
+
+def words(values: Mapping[str, str]) -> list[str]:
+    """Values as overrides."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def limits_of(space: Space) -> list[dict[str, str]]:
+    """A few jobs that have every limit of an interval and every word of a list once."""
+    columns = {key: values.limits() for key, values in space.items()}
+    count = max(map(len, columns.values()), default=0)
+    return [{key: column[index % len(column)] for key, column in columns.items()} for index in range(count)]
+
+
+class Constraint:
+    """One comparison, or a chain of them, of keys, numbers, + - * / and parentheses. keys: those that it names.
+
+    Raises ConfigError for anything else.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.keys = text, dict[str, None]()
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise self._unreadable(text) from None
+        if not isinstance(tree, ast.Compare):
+            raise ConfigError(f"{CONSTRAINTS}: {text} compares nothing; type {EXAMPLE}")
+        for comparison in tree.ops:
+            if type(comparison) not in COMPARISONS:
+                raise self._unreadable(text)
+        self.comparisons = [COMPARISONS[type(comparison)] for comparison in tree.ops]
+        self.sides = [tree.left, *tree.comparators]
+        for side in self.sides:
+            self._read(side)
+
+    def holds(self, values: Mapping[str, object]) -> bool:
+        """values: of the keys that it names, which a job has. Raises ConfigError for a value that is no number."""
+        for key in self.keys:
+            if key not in values:
+                raise ConfigError(f"{CONSTRAINTS}: {self.text} names {key}, which is no key of a job; type {EXAMPLE}")
+            value = values[key]
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(
+                    f"{CONSTRAINTS}: {self.text} needs a number, and {key} is {value}; type {key}=<a number>"
+                )
+        try:
+            numbers = [self._number(side, values) for side in self.sides]
+        except ArithmeticError as error:
+            raise ConfigError(f"{CONSTRAINTS}: {self.text} cannot be computed ({error}); type {EXAMPLE}") from None
+        pairs = zip(self.comparisons, numbers[:-1], numbers[1:], strict=True)
+        return all(compare(left, right) for compare, left, right in pairs)
+
+    def _read(self, node: ast.expr) -> None:
+        """Note the keys of an expression."""
+        if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            self._read(node.left)
+            self._read(node.right)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            self._read(node.operand)
+        elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
+            self.keys[self._dotted(node)] = None
+
+    def _dotted(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{self._dotted(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name):
+            return node.id
+        raise self._unreadable(ast.unparse(node))
+
+    def _number(self, node: ast.expr, values: Mapping[str, object]) -> float:
+        if isinstance(node, ast.BinOp):
+            return ARITHMETIC[type(node.op)](self._number(node.left, values), self._number(node.right, values))
+        if isinstance(node, ast.UnaryOp):
+            return -self._number(node.operand, values)
+        value = node.value if isinstance(node, ast.Constant) else values[self._dotted(node)]
+        assert isinstance(value, int | float)
+        return value
+
+    def _unreadable(self, part: str) -> ConfigError:
+        what = "" if part == self.text else f": {part}"
+        return ConfigError(
+            f"{CONSTRAINTS}: {self.text} cannot be read{what}; "
+            f"type keys, numbers, + - * / and a comparison, such as {EXAMPLE}"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep shall run.
+
+    lists: the overrides of each job; of a space from which jobs are drawn later, those of jobs at its limits.
+    fixed: the overrides that all jobs have.
+    space: None if all jobs are known.
+    allows: what may be drawn from it.
+    left_out: how many listed jobs the constraints refuse.
+    are_drawn: whether the jobs of `lists` are drawn at random.
+    """
+
+    lists: Sequence[Sequence[str]]
+    fixed: Sequence[str]
+    space: Space | None = None
+    allows: Allows = allow_all
+    left_out: int = 0
+    are_drawn: bool = False
+
+
+def make_plan(
+    settings: SweepSettings,
+    fixed: Sequence[str],
+    list_all: Callable[[], Sequence[Sequence[str]]],
+    read_space: Callable[[], Space],
+    allows: Callable[[Sequence[str]], bool],
+) -> Plan:
+    """What to run.
+
+    list_all: the overrides of each job of the product of all lists; it raises ConfigError for an interval.
+    read_space: what the typed lists and intervals allow; it raises ConfigError if nothing varies.
+    allows: whether the constraints allow a job with these overrides.
+    Raises ConfigError for values that do not fit the search, and if no job is left.
+    """
+    search, trials = settings.search, settings.trials
+    if search in (RANDOM, TPE) and trials is None:
+        raise ConfigError(f"sweep.search={search} needs the number of its jobs; type sweep.trials=20")
+    if search == LIST and trials is not None:
+        raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
+    if trials is None:
+        lists = list_all()
+        allowed = [overrides for overrides in lists if allows(overrides)]
+        if not allowed:
+            raise ConfigError(f"{CONSTRAINTS} refuse all {len(lists)} jobs; type other values, or {CONSTRAINTS}=[]")
+        return Plan(allowed, fixed, left_out=len(lists) - len(allowed))
+    space = read_space()
+
+    def allows_values(values: Mapping[str, str]) -> bool:
+        return allows([*fixed, *words(values)])
+
+    if search == TPE:
+        from lockstep.sweeps.tpe import require_optuna
+
+        require_optuna()
+        draw(space, settings.seed, 0, allows_values)  # raises an error if nothing can be drawn
+        corners = [[*fixed, *words(values)] for values in limits_of(space) if allows_values(values)]
+        return Plan(corners, fixed, space, allows_values)
+    drawn = [[*fixed, *words(draw(space, settings.seed, number, allows_values))] for number in range(trials)]
+    return Plan(drawn, fixed, are_drawn=True)
+
+
+def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Plan:
+    """The plan with the jobs of earlier commands that are not over, and that this command does not list.
+
+    TPE finds its own in the table.
+    """
+    if plan.space is not None:
+        return plan
+    listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
+    earlier = [row.overrides for row in rows if row.state not in over(retry_failed) and row.overrides not in listed]
+    return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
+
+
+def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str], submits: bool) -> None:
+    """Raise ConfigError for a search that cannot run these jobs.
+
+    objectives: of the jobs.
+    submits: whether the jobs go to Slurm, and nobody waits for them.
+    """
+    search = settings.search
+    if search not in (HALVING, TPE):
+        return
+    if submits:
+        raise ConfigError(
+            f"sweep.search={search} waits for the result of each job, and launch=slurm does not; type launch=env"
+        )
+    if len(set(objectives)) > 1:
+        raise ConfigError(
+            f"sweep.search={search} compares the objectives of its jobs, and these are different metrics: "
+            f"{', '.join(sorted(set(objectives)))}; type objective={objectives[0]}"
+        )
+    if search == TPE:
+        return
+    varied = {word.partition("=")[0] for overrides in plan.lists for word in overrides if word not in plan.fixed}
+    typed = sorted(varied & set(OF_RUNGS)) or [PAUSE] * (settings.pause_after is not None)
+    if typed:
+        raise ConfigError(f"sweep.search=halving sets the epochs of each job; leave {typed[0]}= out of what varies")
+    if settings.first_rung >= settings.epochs:
+        raise ConfigError(
+            f"sweep.first_rung={settings.first_rung} must be less than trainer.epochs={settings.epochs}; "
+            f"type trainer.epochs={settings.first_rung * settings.eta}"
+        )
+
+
+def build_search(table: SweepTable, settings: SweepSettings, plan: Plan, name: Name, slots: int) -> Search:
+    """The search, whose jobs get rows in the table. slots: how many jobs run at once."""
+    if plan.space is not None:
+        from lockstep.sweeps.tpe import Tpe
+
+        return Tpe(table, plan, name, settings, slots)
+    jobs = add_jobs(table, plan.lists, set(plan.fixed), name)
+    chosen = to_run(table, jobs, settings.retries_failed)
+    if settings.search != HALVING:
+        return JobList(chosen)
+    from lockstep.sweeps.halving import Halving
+
+    return Halving(table, jobs, settings)

@@ -1,21 +1,43 @@
-"""What a sweep shows at its end: the table sorted by objective, the causes of failures, and what to type next."""
+"""What a sweep shows at its end: the table sorted by objective, causes of failures, a plot, and what to type next."""
 
 import math
+import os
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, path_value, path_word
-from lockstep.sweeps.halving import read_results
-from lockstep.sweeps.output import show
-from lockstep.sweeps.plot import PLOT, plot_sweep
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError, path_word
+from lockstep.files import write_whole
+from lockstep.runs.record import read_run
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 from lockstep.text import aligned
 
+if TYPE_CHECKING:
+    from PIL import ImageDraw
+
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
-ORDER = (FINISHED, "pruned", "running", "stopped", "waiting", FAILED)
+ORDER = (FINISHED, PRUNED, "running", "stopped", "waiting", FAILED)
+PLOT = "sweep.png"
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 300, 70, 52, 30, 20  # of a panel, and of its margins
+PANELS_IN_A_ROW = 3
+LONGEST_LABEL = 14  # characters
+INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print text. After the first write that fails, as with `| head -1`, this process and its jobs print nothing."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
@@ -30,69 +52,77 @@ def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
     return sorted(table, key=place)
 
 
+def objectives_of(table: SweepTable) -> dict[int, tuple[str, str]]:
+    """{job: (name, "min" or "max")} of the objectives of jobs that have one. A job may have chosen another metric."""
+    found = {}
+    for row in table:
+        with suppress(ConfigError):
+            if row.objective is not None:
+                objective = read_run(table.folder / row.folder)["objective"]
+                found[row.number] = objective["name"], objective["mode"]
+    return found
+
+
 def print_summary(table: SweepTable, objective: str, mode: str, command: Sequence[str], resume: Sequence[str]) -> None:
-    """command: the words of one run without what the sweep varies. resume: those that go on with this sweep."""
-    rows = sorted_rows(table, mode)
+    """Print the table, which job is the best, and what to type.
+
+    objective, mode: of jobs whose run.json does not tell.
+    command: the words of one run without what the sweep varies.
+    resume: those that go on with this sweep.
+    """
+    objectives = objectives_of(table)
+    names = sorted({name for name, _ in objectives.values()})
+    if len(names) == 1:
+        objective, mode = next(iter(objectives.values()))
+    rows = sorted_rows(table, mode) if len(names) <= 1 else sorted(table, key=lambda row: row.number)
     counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
-    show(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
-    for line in _table(rows[:SHOWN], objective):
-        show(line)
+    say(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
+    cells = [("job", "state", objective if len(names) <= 1 else "objective", "best", "at step", "seconds", "overrides")]
+    for row in rows[:SHOWN]:
+        value = _number(row.objective)
+        if len(names) > 1 and row.number in objectives:
+            value = f"{objectives[row.number][0]} {value}"
+        cause = f"   {textwrap.shorten(row.cause, CAUSE, placeholder=' ...')}" if row.cause else ""
+        best_step = "" if row.best_step is None else str(row.best_step)
+        overrides = f"{row.overrides}{cause}"
+        cells.append((str(row.number), row.state, value, _number(row.best), best_step, f"{row.seconds:.1f}", overrides))
+    for line in aligned(cells):
+        say(f"  {line}")
     if len(rows) > SHOWN:
-        show(f"... and {len(rows) - SHOWN} more in {TABLE}")
+        say(f"... and {len(rows) - SHOWN} more in {TABLE}")
     best = rows[0] if rows and rows[0].state == FINISHED else None
-    if best is not None:
-        show(f"best:       job {best.number}, {table.folder / best.folder}")
-        _show_plot(table.folder, rows, objective, best)
-        show(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
-    if any(row.state not in (FINISHED, "pruned", FAILED) for row in rows):
-        show(f"go on with: {shlex.join(resume)}")
+    if len(names) > 1:
+        say(f"best:       none, as the objectives are different metrics: {', '.join(names)}")
+    elif best is not None:
+        say(f"best:       job {best.number}, {table.folder / best.folder}")
+        _plot(table.folder, rows, objective, best)
+        say(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
+    if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
+        say(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
-        show(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
-    show(f"curves:     tensorboard --logdir {table.folder.absolute()}")
-
-
-def _show_plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> None:
-    try:
-        if plot_sweep(folder, rows, objective, best.number):
-            show(f"plot:       {folder / PLOT}")
-    except OSError as error:
-        typed = path_word("sweep.resume", folder)
-        show(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {typed}")
-
-
-def print_share(table: SweepTable, epochs: int) -> None:
-    """After a search by halving: the share of all training that it took. epochs: of a whole job."""
-    trained = [max(read_results(row), default=0) for row in table]
-    if any(trained):
-        share = sum(trained) / (epochs * len(trained))
-        show(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs")
-
-
-def _table(rows: Sequence[Row], objective: str) -> list[str]:
-    cells = [("job", "state", objective, "best", "at step", "seconds", "overrides")]
-    cells += [
-        (
-            str(row.number),
-            row.state,
-            _number(row.objective),
-            _number(row.best),
-            "" if row.best_step is None else str(row.best_step),
-            f"{row.seconds:.1f}",
-            _with_cause(row),
-        )
-        for row in rows
-    ]
-    return [f"  {line}" for line in aligned(cells)]
-
-
-def _with_cause(row: Row) -> str:
-    if not row.cause:
-        return row.overrides
-    return f"{row.overrides}   {textwrap.shorten(row.cause, CAUSE, placeholder=' ...')}"
+        say(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
+    say(f"curves:     {shlex.join(['tensorboard', '--logdir', str(table.folder.absolute())])}")
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
+
+
+def _plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> None:
+    try:
+        if plot_sweep(folder, rows, objective, best.number):
+            say(f"plot:       {folder / PLOT}")
+    except OSError as error:
+        typed = path_word("sweep.resume", folder)
+        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {typed}")
+
+
+def print_share(table: SweepTable, epochs: int) -> None:
+    """After a search by halving: the share of all training that it took. epochs: of a whole job."""
+    trained = [max(row.results, default=0) for row in table]
+    if any(trained):
+        share = sum(trained) / (epochs * len(trained))
+        say(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs")
 
 
 def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
@@ -108,6 +138,110 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
 
 
-def resume_words(script: Sequence[str], folder: Path) -> list[str]:
-    """The command that goes on with the sweep in `folder`. script: such as python src/train.py."""
-    return [*script, "-m", f"sweep.resume={path_value(folder)}"]
+@dataclass(frozen=True)
+class Axis:
+    """A parameter.
+
+    places: {value as typed: its place from 0 to 1}.
+    """
+
+    key: str
+    places: dict[str, float]
+
+
+def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> bool:
+    """Write the plot of all jobs with an objective into the sweep's folder. best: the number of the best job.
+
+    Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
+    Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
+    Raises OSError if it cannot be written.
+    """
+    from PIL import Image, ImageDraw
+
+    points = [(row, row.values) for row in rows if row.objective is not None]
+    axes = axes_of([values for _, values in points])
+    if not axes or len(points) < 2:
+        return False
+    columns = min(PANELS_IN_A_ROW, len(axes))
+    lines = -(-len(axes) // columns)
+    image = Image.new("RGB", (WIDTH * columns, HEIGHT * lines), "white")
+    canvas = ImageDraw.Draw(image)
+    heights = scale([row.objective or 0.0 for row, _ in points])
+    for index, axis in enumerate(axes):
+        panel = _Panel(canvas, WIDTH * (index % columns), HEIGHT * (index // columns))
+        panel.frame(axis, objective, [row.objective or 0.0 for row, _ in points])
+        for (row, values), height in sorted(
+            zip(points, heights, strict=True), key=lambda point: _layer(point[0][0], best)
+        ):
+            if axis.key in values:
+                panel.dot(axis.places[values[axis.key]], height, (PALE, DOT, BEST)[_layer(row, best)])
+        if any(row.state != FINISHED for row, _ in points):
+            panel.note("pale: not trained to the end")
+    write_whole(folder / PLOT, lambda file: image.save(file, format="png"), sync=False)
+    return True
+
+
+def _layer(row: Row, best: int) -> int:
+    """Higher layers are drawn later: 0 for jobs not trained to the end, 1 for finished ones, 2 for the best."""
+    return 2 if row.number == best else int(row.state == FINISHED)
+
+
+def axes_of(jobs: Sequence[dict[str, str]]) -> list[Axis]:
+    """One axis for each key that has two values or more."""
+    keys = dict.fromkeys(key for values in jobs for key in values)
+    pairs = [(key, list(dict.fromkeys(values[key] for values in jobs if key in values))) for key in keys]
+    return [Axis(key, dict(zip(values, _places(values), strict=True))) for key, values in pairs if len(values) > 1]
+
+
+def _places(values: Sequence[str]) -> list[float]:
+    """Numbers by their size, or by their logarithm if the largest is 20 times the smallest. Words are evenly spread."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return [index / (len(values) - 1) for index in range(len(values))]
+    if min(numbers) > 0 and max(numbers) / min(numbers) >= 20:
+        numbers = [math.log(number) for number in numbers]
+    return scale(numbers)
+
+
+def scale(numbers: Sequence[float]) -> list[float]:
+    """Numbers from 0 to 1. What is not finite is at 0."""
+    finite = [number for number in numbers if abs(number) < float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    span = high - low or 1.0
+    return [(number - low) / span if abs(number) < float("inf") else 0.0 for number in numbers]
+
+
+class _Panel:
+    """One panel of the picture, whose upper left corner is at (x, y)."""
+
+    def __init__(self, canvas: "ImageDraw.ImageDraw", x: int, y: int) -> None:
+        self.canvas, self.x, self.y = canvas, x, y
+        self.right, self.floor = x + WIDTH - RIGHT, y + HEIGHT - BOTTOM
+
+    def frame(self, axis: Axis, objective: str, heights: Sequence[float]) -> None:
+        """The axes with their labels."""
+        self.canvas.text((self.x + LEFT, self.y + 8), f"{objective} by {axis.key.lstrip('+')}", fill=INK)
+        for share in (0.0, 0.5, 1.0):
+            _, height = self._at(0.0, share)
+            self.canvas.line((self.x + LEFT, height, self.right, height), fill=GRID)
+            value = min(heights) + share * (max(heights) - min(heights))
+            self.canvas.text((self.x + 6, height - 6), f"{value:.4g}", fill=INK)
+        self.canvas.line((self.x + LEFT, self.floor, self.right, self.floor), fill=INK)
+        for number, (label, place) in enumerate(axis.places.items()):
+            across, _ = self._at(place, 0.0)
+            drop = 6 + 14 * (number % 2)  # neighbours' labels do not overlap
+            self.canvas.text((across, self.floor + drop), label[:LONGEST_LABEL], fill=INK, anchor="ma")
+
+    def note(self, text: str) -> None:
+        """A line below the axes."""
+        self.canvas.text((self.x + LEFT, self.floor + BOTTOM - 16), text, fill=INK)
+
+    def dot(self, place: float, height: float, colour: str) -> None:
+        across, up = self._at(place, height)
+        self.canvas.ellipse((across - 4, up - 4, across + 4, up + 4), fill=colour)
+
+    def _at(self, place: float, height: float) -> tuple[float, float]:
+        """The pixel of a point whose coordinates are from 0 to 1."""
+        inner, tall = self.right - self.x - LEFT - 40, self.floor - self.y - TOP - 10
+        return self.x + LEFT + 20 + place * inner, self.floor - 5 - height * tall

@@ -1,31 +1,61 @@
-"""The table of a sweep, `sweep.csv` in its folder: one row for each job. The sweep's parent process alone writes it."""
+"""The folder of a sweep: `sweep.csv`, its table; `sweep.json`, what the sweep is; its lock; and what became of jobs
+that no sweep has waited for.
+
+The sweep's parent process alone writes the table: one row for each job, on the disk before the next job starts.
+"""
 
 import csv
+import fcntl
 import io
 import json
-from collections.abc import Iterator
+import os
+import shlex
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
+from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import ConfigError, path_word
+from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.files import write_whole
+from lockstep.runs.record import Run, is_locked, read_run, state_of
+from lockstep.source_code import source_hashes
+from lockstep.text import differing
 
 TABLE = "sweep.csv"
 WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"
+STATES = (WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED)
 SUBMITTED = "submitted, and runs elsewhere"  # the cause of a running row that this command does not wait for
 REFUSED = "refused: "  # the cause of a failed row begins with it if the job would fail again: its config is wrong
-STATES = (WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED)
+OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by the state of a run; others are failures
+
+RECORD = "sweep.json"
+SCHEMA = 2
+LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
+# Parts of the config that change no number of a job.
+NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
+# All the same: another search does not fit the table.
+COMPARED = ("sweep.search", "sweep.eta", "sweep.first_rung", "sweep.seed", "sweep.constraints")
+OF_ONE_COMMAND = ("sweep.resume=", "sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
+SHOWN = 6  # differences that a message names
 
 
 @dataclass
 class Row:
-    """One job. overrides: what it changes, as words of a shell. objective: of the last evaluation, as a run returns it.
+    """One job.
 
-    best, best_step: the best evaluation, and the step of it. seconds: of all its lives together. folder: inside the
-    sweep's folder. cause: why it is in this state, in one line. rungs: of a search by halving: the objective at each
-    rung, as epochs:objective.
+    overrides: what it changes, as words of a shell.
+    folder: its run folder, inside the sweep's.
+    objective: of the last evaluation, as a run returns it.
+    best, best_step: the best evaluation, and the step of it.
+    seconds: of all its lives together.
+    cause: why it is in this state, in one line.
+    rungs: of a search by halving: the objective at each rung, as epochs:objective.
     """
 
     number: int
@@ -38,6 +68,18 @@ class Row:
     seconds: float = 0.0
     cause: str = ""
     rungs: str = ""
+
+    @property
+    def values(self) -> dict[str, str]:
+        """{key as typed, such as +model.kind: value as typed} of what the job changes."""
+        pairs = (word.partition("=") for word in shlex.split(self.overrides))
+        return {key: value for key, _, value in pairs}
+
+    @property
+    def results(self) -> dict[int, float]:
+        """{epochs: objective} of the column `rungs`, such as "1:0.91 3:0.95"."""
+        pairs = (word.split(":") for word in self.rungs.split())
+        return {int(epochs): float(value) for epochs, value in pairs}
 
 
 COLUMNS = [field.name for field in fields(Row)]
@@ -52,7 +94,7 @@ class SweepTable:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rows: dict[int, Row] = {row.number: row for row in read_rows(folder)}
+        self.rows: dict[int, Row] = {row.number: row for row in read_table(folder)}
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows.values())
@@ -87,7 +129,7 @@ class SweepTable:
         writer.writerows([_cell(getattr(row, name)) for name in COLUMNS] for row in self)
         path = self.folder / TABLE
         try:
-            write_whole(path, text.getvalue(), sync=True)
+            write_whole(path, text.getvalue())
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); free some space there, then type "
@@ -95,7 +137,7 @@ class SweepTable:
             ) from None
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_table(folder: Path) -> list[Row]:
     """The rows of a sweep folder's table; none if it has no table. Raises ConfigError for a file that is no table."""
     path = folder / TABLE
     if not path.exists():
@@ -123,3 +165,181 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     return repr(value) if isinstance(value, float) else str(value)
+
+
+def lock_sweep(folder: Path) -> IO[str]:
+    """Lock the folder of a sweep, which is created if it is missing. The kernel releases it when this process ends.
+
+    Raises ConfigError if another sweep holds it, or if it cannot be written to. The lock is a POSIX record lock:
+    forked jobs do not inherit it, so it never outlives this process.
+    """
+    try:
+        if (folder / "train.log").exists() or (folder / "snapshots").exists():
+            raise ConfigError(f"{folder} is the folder of a run, not of a sweep; type hydra.sweep.dir=<another folder>")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
+    except OSError as error:
+        raise ConfigError(unwritable(folder, error, "hydra.sweep.dir")) from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either for a lock that another process holds
+        file.seek(0)
+        raise ConfigError(
+            f"another sweep holds {folder} ({file.read()}); wait for its end, or type hydra.sweep.dir=<another folder>"
+        ) from None
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def wait_for_lock(folder: Path) -> None:
+    """Wait until the ranks of a sweep that was killed have ended, and hold the lock of this run folder no more."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while is_locked(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def sweep_record(arguments: Sequence[str], config: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
+    """What `sweep.json` says of a sweep.
+
+    arguments: the words after `src/train.py`.
+    config: the flat config of a job without what the sweep varies. Some of its keys are left out.
+    modules: {module: hash} of the user's modules that the jobs import.
+    """
+    compared = {key: value for key, value in config.items() if key in COMPARED or not key.startswith(NOT_COMPARED)}
+    record = {
+        "schema": SCHEMA,
+        "arguments": [word for word in arguments if not word.startswith(OF_ONE_COMMAND)],
+        "config": compared,
+        # What conf/ says is in the config.
+        "code": {file: digest for file, digest in source_hashes().items() if file.endswith(".py")},
+        "modules": modules,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))  # as it is read back
+    return plain
+
+
+def require_same_sweep(folder: Path, record: Mapping[str, Any], accept_changes: bool) -> None:
+    """Raise ConfigError if the sweep in `folder` was begun with another base config or other code.
+
+    A sweep without rows has no job that could differ. A module of the user's that only one of the two commands imports
+    is no difference: the jobs of a longer list may need it.
+    """
+    if not read_table(folder):
+        return
+    before = read_sweep_record(folder)
+    if before is None:
+        raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
+    changes = differing(before["config"], record["config"], "nothing")
+    differences = [f"{key} ({then} then, {now} now)" for key, (then, now) in changes.items()]
+    differences += [f"the code of {file}" for file in differing(before["code"], record["code"])]
+    modules = differing(before["modules"], record["modules"])
+    differences += [f"the code of {name}" for name, hashes in modules.items() if None not in hashes]
+    if differences and not accept_changes:
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        raise ConfigError(
+            f"the sweep in {folder} was begun with another config or other code: "
+            f"{'; '.join(differences[:SHOWN])}{more}; "
+            f"type hydra.sweep.dir=<another folder>, or sweep.changes=accept to go on with what is there now"
+        )
+
+
+def write_sweep_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """record: as of `sweep_record`. Raises OSError."""
+    write_whole(folder / RECORD, json.dumps(record, indent=1))
+
+
+def read_sweep_record(folder: Path) -> dict[str, Any] | None:
+    """What `sweep.json` holds; None without one."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("schema") == SCHEMA else None
+
+
+def recorded_arguments(folder: Path) -> list[str]:
+    """The words of the last command of the sweep in `folder`. Raises ConfigError for another folder."""
+    record = read_sweep_record(folder)
+    if record is None:
+        raise ConfigError(
+            f"sweep.resume={folder} is not the folder of a sweep; type sweep.resume=<a folder with {RECORD}>"
+        )
+    return list(map(str, record["arguments"]))
+
+
+def crashed_job(row: Row, folder: Path) -> dict[str, Any]:
+    """New values for a row that an earlier command has left as running or stopped: its sweep was killed, or its job
+    runs in Slurm.
+
+    folder: the job's run folder.
+    """
+    job = None
+    with suppress(OSError):
+        job = (folder / SLURM_JOB_FILE).read_text().strip()
+    if job is not None and is_in_queue(job):  # also if the sweep ended before it could write so
+        return {"state": RUNNING, "cause": SUBMITTED}
+    if row.state == STOPPED or (job is None and row.cause == SUBMITTED):
+        return {}
+    run = None
+    with suppress(ConfigError):
+        run = read_run(folder)
+    if row.cause != SUBMITTED:
+        seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
+        return {"state": STOPPED, "cause": "the sweep was killed", "seconds": max(row.seconds, seconds)}
+    cause = f"Slurm job {job} has ended, see slurm-{job}.out"
+    if run is None:
+        return {"state": FAILED, "cause": cause}
+    state = OF_RUNS.get(state_of(run), FAILED)
+    if state == FAILED:
+        cause = reported_cause(folder, run["lives"][-1]["started"]) or cause
+    return {
+        "state": state,
+        "objective": run["objective"].get("last") if state == FINISHED else None,
+        "seconds": _seconds(run),
+        "cause": cause if state == FAILED else "",
+    }
+
+
+def _seconds(run: Run) -> float:
+    """How long the lives of a run have trained. One that was killed lasted until the newest file of its folder."""
+    total = 0.0
+    for life in run["lives"]:
+        ended = life["ended"]
+        if ended is None and life is run["lives"][-1]:
+            ended = max(_changed_at(Path(run["folder"])), default=life["started"])
+        total += max(0.0, ended - life["started"]) if ended is not None else 0.0
+    return round(total, 2)
+
+
+def _changed_at(folder: Path) -> Iterator[float]:
+    """When the files of a run folder were written. Ranks that end at this moment may still remove some of them."""
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            yield path.lstat().st_mtime  # not of what a link names: the user may have moved it away
+
+
+def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:
+    """What a failure report in the run folder says, in one line. Empty without one newer than `since`.
+
+    since: in seconds since 1970.
+    was_killed: this process knows by which signal, and the report does not; only the verdict on a hang is better.
+    """
+    report = read_report(run_dir)
+    if report is None or report["run"]["time"] < since or (was_killed and "verdict" not in report["first"]):
+        return ""
+    return cause_in_words(report)
+
+
+def cause_in_words(report: Mapping[str, Any]) -> str:
+    """One line of what failure.json holds: "rank 1 of 2: RuntimeError: mat1 and mat2 ..." """
+    first = report["first"]
+    if first["kind"] in RAISED_BY_ALL:
+        return str(first["message"])
+    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
+    if first["kind"] == "killed":
+        what = f"{what}: {first['meaning']}"
+    if "type" in first:
+        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
+    return f"rank {first['rank']} of {report['world_size']}: {what}"

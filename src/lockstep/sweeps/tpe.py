@@ -4,12 +4,25 @@ import importlib.util
 import math
 import random
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.errors import ConfigError
-from lockstep.sweeps.search import Job, Search
-from lockstep.sweeps.space import DRAWS, Allows, Choices, Numbers, Space, allow_all, draw, words
+from lockstep.sweeps.search import (
+    DRAWS,
+    Allows,
+    Choices,
+    Job,
+    Name,
+    Numbers,
+    Plan,
+    Search,
+    Space,
+    SweepSettings,
+    allow_all,
+    draw,
+    words,
+)
 from lockstep.sweeps.table import FAILED, FINISHED, Row, SweepTable
 
 if TYPE_CHECKING:
@@ -27,27 +40,15 @@ class Tpe(Search):
 
     Job n is drawn from the results of the jobs 0 to n - slots, whatever else has ended by then. So the jobs depend on
     the number of slots, but not on which job is quicker, and after a kill they are drawn again from the table alone.
-
-    fixed: the overrides that all jobs have. name: as in `add_jobs`. over: rows that need not run.
     """
 
-    def __init__(
-        self,
-        table: SweepTable,
-        space: Space,
-        fixed: Sequence[str],
-        name: Callable[[int, str, Sequence[str]], str],
-        trials: int,
-        seed: int,
-        slots: int,
-        mode: str,
-        retry_failed: bool,
-        allows: Allows,
-    ) -> None:
-        self.table, self.space, self.fixed, self.name = table, space, tuple(fixed), name
-        self.trials, self.seed, self.slots, self.mode = trials, seed, slots, mode
-        self.allows = allows
-        done = {FINISHED} if retry_failed else {FINISHED, FAILED}
+    def __init__(self, table: SweepTable, plan: Plan, name: Name, settings: SweepSettings, slots: int) -> None:
+        assert plan.space is not None
+        assert settings.trials is not None
+        self.table, self.space, self.fixed, self.allows = table, plan.space, tuple(plan.fixed), plan.allows
+        self.name, self.trials, self.seed = name, settings.trials, settings.seed
+        self.mode, self.slots = settings.mode, slots
+        done = {FINISHED} if settings.retries_failed else {FINISHED, FAILED}
         self.started = {row.number for row in table if row.state in done}
 
     def ask(self) -> Job | None:
@@ -85,7 +86,7 @@ def suggest(
     sampler = optuna.samplers.TPESampler(seed=random.Random(f"{seed} {number}").randrange(2**32))
     study = optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler)
     for row in rows:
-        parameters = read_values(row)
+        parameters = row.values
         is_known = row.objective is not None and not math.isnan(row.objective)  # Optuna takes no NaN
         if is_known and _fits(parameters, space):
             typed = {key: _value(space[key], word) for key, word in parameters.items()}
@@ -99,12 +100,6 @@ def suggest(
         if allows(values):
             return values
     return draw(space, seed, number, allows)
-
-
-def read_values(row: Row) -> dict[str, str]:
-    """{key: value as typed} of what a job changes."""
-    pairs = (word.partition("=") for word in shlex.split(row.overrides))
-    return {key: value for key, _, value in pairs}
 
 
 def _fits(values: dict[str, str], space: Space) -> bool:

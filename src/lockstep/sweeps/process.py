@@ -1,40 +1,46 @@
-"""A job of a sweep in a process of its own, forked from the sweep's parent: it has imported torch and not used it."""
+"""A job of a sweep in a process of its own, and how a machine is divided between jobs that run at once.
+
+The process is forked from the sweep's parent, which has imported torch and not used it. No torch here.
+"""
 
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from lockstep.distributed import signals
-from lockstep.distributed.environment import SLURM_JOB_FILE
-from lockstep.distributed.host import end_with_parent
+from lockstep.distributed.host import cpu_count, end_with_parent
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_HANG,
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    ConfigError,
 )
-from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.sweeps.search import Job
-from lockstep.sweeps.table import FAILED, FINISHED, REFUSED, RUNNING, STOPPED, SUBMITTED, WAITING, Row, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 
 LONGEST_CAUSE = 300  # characters
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. code: its exit code, negative for the signal that killed it. cause: one line, empty if none.
+    """How a job ended.
 
-    refused: its config is wrong, so it would fail again. rank_is_missing: a rank did not come to the rendezvous.
+    code: its exit code, negative for the signal that killed it.
+    cause: one line, empty if none.
+    refused: its config is wrong, so it would fail again.
+    rank_is_missing: a rank did not come to the rendezvous.
     """
 
     code: int
@@ -55,16 +61,16 @@ class Outcome:
         return EXIT_STOPPED_WITHOUT_SNAPSHOT if self.code == EXIT_STOPPED_WITHOUT_SNAPSHOT else EXIT_RESUMABLE
 
 
-turns: list[int] = []  # in a job that has not had its turn: the pipe on which it waits
+_turn: list[int] = []  # in a job that has not had its turn: the pipe on which it waits
 
 
-def wait_for_turn() -> None:
+def wait_for_previous_job() -> None:
     """In a job of a sweep: wait until the job before it has ended. Code of the user's must not run earlier: two
-    processes at once could disturb each other. A second call does nothing.
+    processes at once could disturb each other. A second call does nothing, nor does one in a process that is no job.
     """
-    if turns:
-        is_asked = os.read(turns[0], 1)
-        os.close(turns.pop())
+    if _turn:
+        is_asked = os.read(_turn[0], 1)
+        os.close(_turn.pop())
         if not is_asked:  # the sweep was killed
             os._exit(EXIT_FAILED)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
@@ -76,8 +82,11 @@ Work = Callable[[Job, Row], Outcome]
 
 @dataclass
 class JobProcess:
-    """A job that runs, or that is ready to. output: the read end of what it prints, None if it prints to this process's
-    own streams. turn: the end of a pipe that `begin` writes to.
+    """A job that runs, or that is ready to.
+
+    results: the read end of the pipe on which it sends its outcome.
+    output: the read end of what it prints, None if it prints to this process's own streams.
+    turn: the end of a pipe that `begin` writes to.
     """
 
     job: Job
@@ -146,26 +155,17 @@ class JobProcess:
         return Outcome(code)
 
 
-def record_outcome(table: SweepTable, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
-    """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
-    row = table.rows[number]
-    cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
-    if state == FINISHED and outcome.objective is None:
-        is_submitted = (table.folder / row.folder / SLURM_JOB_FILE).exists()
-        state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
-    seconds = round(row.seconds + seconds, 2)
-    values: dict[str, Any] = {"state": state, "objective": outcome.objective, "cause": cause[:LONGEST_CAUSE]}
-    return table.update(number, seconds=seconds, **values, **table.read_best(number))
-
-
 def start_job(
     job: Job, work: Callable[[], Outcome], slot: int, environment: Mapping[str, str], cores: set[int], captured: bool
 ) -> JobProcess:
-    """Fork a process that runs `work()`, which composes the job and waits in `wait_for_turn` until `JobProcess.begin`.
+    """Fork a process that runs `work()`, which composes the job, and waits in `wait_for_previous_job` until
+    `JobProcess.begin`.
 
     Signals must be blocked here; the job listens to them itself when its turn has come.
 
-    environment: added to its own. cores: those that it may use, empty for all. captured: read what it prints.
+    environment: added to its own.
+    cores: those that it may use, empty for all.
+    captured: read what it prints.
     """
     reader, writer = os.pipe()
     turn, begin = os.pipe()
@@ -193,7 +193,7 @@ def _become(
 ) -> None:
     """Turn this forked process into the job. Never returns."""
     code = EXIT_FAILED
-    turns.append(turn)
+    _turn.append(turn)
     try:
         signals.end_at_signals()
         end_with_parent()
@@ -210,33 +210,69 @@ def _become(
         os._exit(code)
 
 
-def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:
-    """What a failure report in the run folder says, in one line. Empty without one newer than `since`.
-
-    was_killed: this process knows by which signal, and the report does not; only the verdict on a hang is better.
-    """
-    report = read_report(run_dir)
-    if report is None or report["run"]["time"] < since or (was_killed and "verdict" not in report["first"]):
-        return ""
-    return cause_in_words(report)
-
-
-def cause_in_words(report: Mapping[str, Any]) -> str:
-    """One line of what failure.json holds: "rank 1 of 2: RuntimeError: mat1 and mat2 ..." """
-    first = report["first"]
-    if first["kind"] in RAISED_BY_ALL:
-        return str(first["message"])
-    what = f"hangs: {first['verdict']}" if "verdict" in first else str(first.get("signal") or first["kind"])
-    if first["kind"] == "killed":
-        what = f"{what}: {first['meaning']}"
-    if "type" in first:
-        what = f"{first['type']}: {next(iter(first['message'].splitlines()), '')}"
-    return f"rank {first['rank']} of {report['world_size']}: {what}"
-
-
 def _end_in_words(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     number = signal.Signals(-code)
     hint = ", perhaps by the system because no memory was left" if number == signal.SIGKILL else ""
     return f"killed by {number.name}{hint}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one job at a time may use. cores: empty for all. environment: such as CUDA_VISIBLE_DEVICES."""
+
+    cores: frozenset[int] = frozenset()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def divide_machine(slots: int | str, ranks: int | str) -> list[Slot]:
+    """The slots of this machine: no core and no GPU is in two of them.
+
+    slots: how many, or auto: as many as have a core, or a GPU, for each rank of a job.
+    ranks: of the largest job, or a word: gpu, cpu and auto take what a slot has.
+    Raises ConfigError if the slots need more GPUs or cores than there are.
+    """
+    gpus, cores = visible_gpus(), usable_cores()
+    units = len(gpus) or len(cores)
+    ranks_here = ranks if isinstance(ranks, int) else 1
+    if slots == "auto":
+        slots = max(1, units // ranks) if isinstance(ranks, int) else 1
+    assert isinstance(slots, int)
+    if slots == 1:
+        return [Slot()]
+    if slots * ranks_here > units:
+        what = "GPUs" if gpus else "cores"
+        wanted = f"{slots} of {ranks_here} ranks each" if ranks_here > 1 else slots
+        raise ConfigError(
+            f"sweep.slots={wanted} is more than the {units} {what} of this machine; type sweep.slots=auto"
+        )
+    return [
+        Slot(
+            frozenset(_share(cores, slots, number)),
+            {"CUDA_VISIBLE_DEVICES": ",".join(_share(gpus, slots, number))} if gpus else {},
+        )
+        for number in range(slots)
+    ]
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; macOS has no affinity
+        return sorted(os.sched_getaffinity(0))
+    return list(range(cpu_count()))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of NVIDIA that jobs may use. Without torch: a process that has asked CUDA must not fork."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    devices = Path("/dev").glob("nvidia[0-9]*")
+    return sorted((path.name.removeprefix("nvidia") for path in devices), key=int)
+
+
+def _share(items: Sequence[Item], parts: int, number: int) -> Sequence[Item]:
+    """The part with this number of `parts` equal parts; what is left over belongs to none."""
+    size = len(items) // parts
+    return items[number * size : (number + 1) * size]

@@ -1,0 +1,480 @@
+"""From the words of a command with -m to a sweep that runs: its jobs are composed by Hydra, checked, and started.
+
+Hydra calls `run_sweep` by this project's sweeper, and `launch_jobs` for one of its own: see `src/hydra_plugins`.
+"""
+
+import copy
+import importlib
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.errors import HydraException
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep import cli
+from lockstep.cli_arguments import refuse_foreign_launcher
+from lockstep.cli_errors import as_config_error
+from lockstep.cli_record import words_of_folders
+from lockstep.config.check import check_value
+from lockstep.config.schema import Node, find_rule, flatten, nodes_with_target
+from lockstep.distributed import signals
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.host import end_with_parent
+from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
+from lockstep.launchers.base import RankFailed
+from lockstep.preflight import preflight_job
+from lockstep.runs.record import loaded_code_facts
+from lockstep.source_code import module_hashes
+from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
+from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, run_in_world, sweeper_goes_on
+from lockstep.sweeps.search import (
+    LIST,
+    Choices,
+    Constraint,
+    Job,
+    JobList,
+    Numbers,
+    Plan,
+    Search,
+    Space,
+    SweepSettings,
+    add_jobs,
+    build_search,
+    changed_words,
+    check_search,
+    folder_name,
+    interval,
+    make_plan,
+    to_run,
+    varied_keys,
+    with_earlier_jobs,
+)
+from lockstep.sweeps.summary import say
+from lockstep.sweeps.table import FINISHED, Row, cause_in_words, read_table
+
+OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
+PREFLIGHTED = 200  # jobs; their configs stay in memory until then
+MISSING = object()
+
+Checked = Sequence[tuple[Sequence[str], Node]]
+"""(overrides, all values of the config) of jobs."""
+
+
+class Composer:
+    """Hydra reads and merges twenty files for a config, which takes 0.1 s. Jobs that differ in values only share that.
+
+    master: the config of the sweep as Hydra has composed it, without its jobs.
+    fixed: the overrides that all jobs have.
+    """
+
+    def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
+        self.loader, self.master = loader, master
+        self.parse = cache(OverridesParser.create().parse_override)
+        self.is_group = cache(self._is_group)
+        self.composed: dict[tuple[str, ...], DictConfig] = {}
+        # The config of the sweep is that of its jobs, as far as it has no other overrides than they have.
+        typed = [self.parse(word) for word in master.hydra.overrides.task]
+        typed = [override for override in typed if not override.is_sweep_override()]
+        words = {f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in typed}
+        choices: Any = OmegaConf.to_container(master.hydra.runtime.choices)
+        if words <= set(fixed) and "???" not in choices.values():  # the sweep may vary a group that has no default
+            options = [str(override.input_line) for override in typed if not self._is_value(override)]
+            self.composed[tuple(options)] = master
+
+    def compose(self, words: Sequence[str]) -> DictConfig:
+        """What `load_sweep_config` of Hydra's loader returns, or raises, for these overrides."""
+        overrides = [self.parse(word) for word in words]
+        values = [override for override in overrides if self._is_value(override)]
+        others = [override for override in overrides if not self._is_value(override)]
+        if not all(self._is_option(override) for override in others):
+            return self.loader.load_sweep_config(self.master, list(words))
+        try:
+            options = tuple(str(override.input_line) for override in others)
+            if options not in self.composed:
+                self.composed[options] = self.loader.load_sweep_config(self.master, list(options))
+            config = copy.deepcopy(self.composed[options])
+            for override in values:
+                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong with them
+            return self.loader.load_sweep_config(self.master, list(words))
+        own = [str(override.input_line) for override in overrides if not override.is_hydra_override()]
+        config.hydra.overrides.task = own
+        naming = config.hydra.job.config.override_dirname
+        named = sorted(
+            str(override.input_line)
+            for override in overrides
+            if not override.is_hydra_override() and override.key_or_group not in naming.exclude_keys
+        )
+        config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
+        return config
+
+    def _is_value(self, override: Override) -> bool:
+        """Whether it changes a value that the config has. Such overrides are set last, whatever is before them."""
+        is_change = override.type == OverrideType.CHANGE and override.package is None
+        return is_change and not _is_hydras(override) and not self.is_group(override.key_or_group)
+
+    def _is_option(self, override: Override) -> bool:
+        """Whether it chooses an option of a group, or is for Hydra itself: values cannot change what it does."""
+        chooses = self.is_group(override.key_or_group) and not isinstance(override.value(), dict)
+        return chooses or _is_hydras(override)
+
+    def _is_group(self, key: str) -> bool:
+        hydras = list(self.master.hydra.overrides.hydra)  # hydra.searchpath= may add folders
+        return bool(self.loader.get_group_options(key, config_name=self.master.hydra.job.config_name, overrides=hydras))
+
+
+def _is_hydras(override: Override) -> bool:
+    return override.key_or_group == "hydra" or override.is_hydra_override()
+
+
+class HydraJobs:
+    """Composes and runs jobs.
+
+    master: the config of the sweep as Hydra has composed it, without its jobs.
+    fixed: the overrides that all jobs have.
+    base: the config of a job without what the sweep varies.
+    settings: what `base` says of the sweep.
+    """
+
+    def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction, fixed: Sequence[str]) -> None:
+        self.context, self.master, self.task, self.fixed = context, master, task, fixed
+        self.folder = Path(str(master.hydra.sweep.dir))
+        self.composer = Composer(context.config_loader, master, fixed)
+        setup_globals()
+        self.base: Any = _without_hydra(self.compose(fixed, 0))
+        for key in ("search", "trials", "seed"):
+            rule = find_rule(f"sweep.{key}")
+            assert rule is not None
+            check_value(f"sweep.{key}", self.base.sweep[key], rule)
+        base, objective = self.base, self.base.objective
+        section = {key: value for key, value in base.sweep.items() if key != "resume"}
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # a killed rank has failed its job: try it again
+            section["retry"] = "failed"
+        mode = base.task.get("metrics", {}).get(objective.removeprefix("test/"), "min")
+        self.settings = SweepSettings(
+            **section,
+            objective=objective,
+            mode=mode,
+            epochs=base.trainer.epochs,
+            pause_after=base.trainer.pause_after,
+        )
+
+    def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
+        """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
+        config = self.composer.compose(overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+            if folder is not None:
+                config.hydra.sweep.subdir = folder
+                config.hydra.runtime.output_dir = str((self.folder / folder).absolute())
+        return config
+
+    def name(self, number: int, changed: str, overrides: Sequence[str]) -> str:
+        """The folder of a job: what hydra.sweep.subdir says, where the user has chosen one."""
+        section: Any = OmegaConf.to_container(self.master.hydra.sweep, resolve=False)
+        if section["subdir"] == OWN_SUBDIR:
+            return folder_name(number, changed)
+        config = self.compose(overrides, number)
+        HydraConfig.instance().set_config(config)
+        return str(config.hydra.sweep.subdir)
+
+    def run(self, job: Job, row: Row) -> Outcome:
+        """Run a job in this process, and print its errors."""
+        errors: list[Exception] = []
+
+        def task(cfg: DictConfig) -> Any:
+            try:
+                return self.task(cfg)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        def call() -> Any:
+            config = self.compose(job.overrides, job.number, row.folder)
+            result = run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
+            if errors:
+                wait_for_previous_job()  # before it prints what is wrong
+                raise errors[0]
+            return result.return_value
+
+        values: list[Any] = []
+        code, error = cli.end_of(lambda: values.append(call()))
+        objective = values[0] if values else None
+        is_refused = isinstance(error, ConfigError) and not isinstance(error, CannotStartNow)
+        return Outcome(code, objective, _in_words(error), is_refused, isinstance(error, RankMissing))
+
+    def allowed(self) -> Callable[[Sequence[str]], bool]:
+        """Whether the config of a job with these overrides satisfies `sweep.constraints`. Raises ConfigError."""
+        constraints = [Constraint(text) for text in self.settings.constraints]
+        keys = {key for constraint in constraints for key in constraint.keys}
+
+        def allows(overrides: Sequence[str]) -> bool:
+            if not constraints:
+                return True
+            config = self.compose(overrides, 0)
+            values = {key: OmegaConf.select(config, key, default=MISSING) for key in keys}
+            known = {key: value for key, value in values.items() if value is not MISSING}
+            return all(constraint.holds(known) for constraint in constraints)
+
+        return allows
+
+    def check(self, lists: Sequence[Sequence[str]]) -> Checked:
+        """Raise ConfigError for the first job whose values alone are wrong. Writes nothing. Without torch."""
+        finished = {row.overrides for row in read_table(self.folder) if row.state == FINISHED}
+        checked: list[tuple[Sequence[str], Node]] = []
+        for number, overrides in enumerate(lists):
+            if changed_words(overrides, set(self.fixed)) in finished:
+                continue
+            with _naming(overrides, self.fixed):
+                config = self.compose(overrides, number, str(number))
+                HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
+                values = cli.check_values(_without_hydra(config))
+            if len(checked) < PREFLIGHTED:
+                checked.append((overrides, values))
+        return checked
+
+    def slots(self, lists: Sequence[Sequence[str]]) -> list[Slot]:
+        """How this machine is divided between jobs with these overrides. Raises ConfigError."""
+        fixed = set(self.fixed)
+        changes = {tuple(word for word in words if word.startswith("launch") and word not in fixed) for words in lists}
+        configs = [self.base, *(self.compose([*self.fixed, *words], 0) for words in changes if words)]
+        ranks = [config.launch.get("nproc_per_node", 1) for config in configs]
+        named = [count for count in ranks if not isinstance(count, int)]
+        return divide_machine(self.settings.slots, named[0] if named else max(ranks))
+
+    def open(self, modules: dict[str, str]) -> OpenSweep:
+        """The sweep in its folder. modules: {module: hash} of the user's that the jobs import. Raises ConfigError."""
+        config = flatten(OmegaConf.to_container(self.base, resolve=False))
+        fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
+        command = [*fixed, *words_of_folders(sys.argv[1:])]
+        sweep = OpenSweep(self.folder, self.settings, command, config, modules)
+        at_end(sweep.finish)
+        return sweep
+
+    def run_here(self, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
+        """Run jobs in processes that are forked from this one, which imports and asks once what each of them needs: of
+        this project only, as what a user's module does when it is imported is the job's own affair.
+
+        Returns whether a signal has asked for the end.
+        """
+        targets = nodes_with_target(OmegaConf.to_container(self.base, resolve=False))
+        modules = [node["_target_"].rpartition(".")[0] for _, node in targets]
+        own = [name for name in modules if name.startswith("lockstep.")]
+        for name in [*own, "lockstep.rank_imports", "lockstep.tasks.reports"]:
+            with suppress(ImportError):  # the job that needs it reports the error
+                importlib.import_module(name)
+        loaded_code_facts()
+        runner = SweepRunner(sweep, search, self.run, slots)
+        runner.run()
+        return runner.was_stopped
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    """`config` itself, without the node `hydra`."""
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
+def _in_words(error: BaseException | None) -> str:
+    """The error of a job in one line."""
+    if error is None:
+        return ""
+    if isinstance(error, RankFailed) and "first" in error.contents:
+        return cause_in_words(error.contents)
+    if isinstance(error, RankFailed) and error.__cause__ is None:
+        return error.headline.removeprefix("lockstep: ")
+    if isinstance(error, RankFailed):
+        error = error.__cause__  # this rank's own error
+    return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())
+
+
+@contextmanager
+def _naming(overrides: Sequence[str], fixed: Sequence[str]) -> Iterator[None]:
+    """An error of the user's input becomes a ConfigError that begins with what the job changes."""
+    try:
+        yield
+    except Exception as error:
+        known = as_config_error(error, list(overrides))
+        if known is None:
+            raise
+        changed = changed_words(overrides, set(fixed))
+        raise ConfigError(f"the job {changed}: {known}" if changed else str(known)) from error
+
+
+def preflight_jobs(checked: Checked, plan: Plan) -> dict[str, str]:
+    """Raise ConfigError for the first job that would be refused when it starts, as far as this needs no data.
+
+    Returns {module: hash} of the user's modules that the jobs import. Of jobs that are drawn at random some may be
+    refused: their rows say it. A forked process checks them: this one may not ask CUDA, as the jobs are forked from
+    it. If that process cannot tell, the job itself does.
+    """
+    import lockstep.rank_imports  # noqa: F401  (what the job imports, too: torch once for all of them)
+
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _preflight_in_child(checked, plan, writer)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = json.loads(pipe.read() or "{}")
+    os.waitpid(pid, 0)
+    if answer.get("refusal"):
+        raise ConfigError(answer["refusal"])
+    modules: dict[str, str] = answer.get("modules", {})
+    return modules
+
+
+def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
+    try:
+        signals.end_at_signals()
+        end_with_parent()
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
+        os.dup2(nothing, 2)
+        refusals = (_refusal(overrides, values, plan.fixed) for overrides, values in checked)
+        if plan.are_drawn:  # refused if all of them are
+            found = list(itertools.takewhile(bool, refusals))
+            refusal = found[0] if found and len(found) == len(checked) else ""
+        else:
+            refusal = next(filter(None, refusals), "")
+        with open(writer, "w") as pipe:
+            json.dump({"refusal": refusal, "modules": module_hashes(users_only=True)}, pipe)
+    finally:
+        os._exit(0)
+
+
+def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
+    """Why a job is refused, empty if it is not."""
+    try:
+        with _naming(overrides, fixed):
+            preflight_job(DictConfig(values), overrides)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, words: Sequence[str]) -> None:
+    """Run the jobs that the words of a command ask for. master: see `HydraJobs`."""
+    refuse_foreign_launcher(master.hydra.runtime.choices["hydra/launcher"])
+    parser = OverridesParser.create(config_loader=context.config_loader)
+    overrides = parser.parse_overrides(list(words))
+    rows = read_table(Path(str(master.hydra.sweep.dir)))
+    varied = varied_keys(rows)  # also if this command has one value of a key
+    plain = [override for override in overrides if not override.is_sweep_override()]
+    fixed = [word for word in _product(plain)[0] if word.partition("=")[0] not in varied]
+    jobs = HydraJobs(context, master, task, fixed)
+    settings = jobs.settings
+    plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed), jobs.allowed())
+    if jobs.base.sweep.resume is not None:
+        plan = with_earlier_jobs(plan, rows, settings.retries_failed)
+    checked = jobs.check(plan.lists)
+    objectives = [str(values["objective"]) for _, values in checked if isinstance(values, dict)]
+    check_search(settings, plan, objectives, submits=jobs.base.launch._target_.endswith(".SlurmLauncher"))
+    modules = preflight_jobs(checked, plan)
+
+    def open_search(slots: int = 1) -> tuple[OpenSweep, Search]:
+        sweep = jobs.open(modules)
+        if plan.left_out:
+            say(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
+        return sweep, build_search(sweep.table, settings, plan, jobs.name, slots)
+
+    info = read_rank_info()
+    if not info.may_start_ranks:
+        run_in_world(info, open_search, jobs.run)
+        return
+    slots = jobs.slots(plan.lists)  # before the sweep is opened: a refused command leaves the folder as it is
+    sweep, search = open_search(len(slots))
+    jobs.run_here(sweep, search, slots)
+
+
+def _product(overrides: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each job, of all combinations of what lists give. Raises ConfigError for an interval."""
+    values: dict[str, list[str]] = {}  # of a key typed twice the last one counts
+    for override in overrides:
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            values[key] = [f"{key}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            raise ConfigError(f"{override.input_line} is no list of values; type sweep.search=random sweep.trials=20")
+    return [list(job) for job in itertools.product(*values.values())]
+
+
+def read_space(overrides: Sequence[Override], fixed: Sequence[str]) -> Space:
+    """What Hydra's sweep syntax lists. Raises ConfigError if nothing varies.
+
+    A plain word that is not in `fixed` is of a key that earlier jobs of this sweep vary: here it has one value.
+    """
+    typed = {override.get_key_element(): override for override in overrides}  # of a key typed twice the last one
+    if not any(override.is_sweep_override() for override in typed.values()):
+        raise ConfigError("nothing varies in this sweep; type optimizer.lr=tag(log,interval(0.001,0.1))")
+    space: dict[str, Numbers | Choices] = {}
+    for key, override in typed.items():
+        value = override.value()
+        if not override.is_sweep_override():
+            if f"{key}={override.get_value_element_as_str()}" not in fixed:
+                space[key] = Choices((override.get_value_element_as_str(),))
+        elif isinstance(value, IntervalSweep):
+            assert value.start is not None
+            assert value.end is not None
+            space[key] = interval(key, value.start, value.end, set(value.tags))
+        else:
+            space[key] = Choices(tuple(dict.fromkeys(override.sweep_string_iterator())))
+    return space
+
+
+def launch_jobs(
+    context: HydraContext,
+    master: DictConfig,
+    task: TaskFunction,
+    lists: Sequence[Sequence[str]],
+    sweep: OpenSweep | None,
+) -> tuple[OpenSweep, list[JobReturn]]:
+    """Run jobs for a sweeper of Hydra's. Returns the sweep, and what the jobs returned.
+
+    sweep: of an earlier call. Raises StoppedEarly after a signal, and JobFailed after `sweep.max_failures`: the
+    sweeper must not go on.
+    """
+    sweeper_goes_on(nothing_finished=False)  # until the results are there, an error is ours
+    fixed = [word for word in lists[0] if word in set(sys.argv)]
+    jobs = HydraJobs(context, master, task, fixed)
+    slots = jobs.slots(lists)
+    if sweep is None:
+        if jobs.settings.constraints:
+            raise ConfigError("sweep.constraints are for this project's own sweeper; leave hydra/sweeper= out")
+        if jobs.settings.search != LIST:
+            raise ConfigError(
+                f"sweep.search={jobs.settings.search} and hydra/sweeper= both choose the jobs; leave out one"
+            )
+        sweep = jobs.open({})
+    numbered = add_jobs(sweep.table, lists, set(fixed), jobs.name)
+    if jobs.run_here(sweep, JobList(to_run(sweep.table, numbered, sweep.settings.retries_failed)), slots):
+        sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE  # the sweeper has more jobs
+        raise StoppedEarly("the sweep stopped early", end_sweep())
+    if sweep.is_hopeless:
+        raise JobFailed(f"sweep.max_failures={sweep.settings.max_failures}")
+    sweeper_goes_on(nothing_finished=all(row.state != FINISHED for row in sweep.table))
+    returned = []
+    for job in numbered:
+        row = sweep.table.rows[job.number]
+        result = JobReturn(overrides=job.overrides)
+        result.status = JobStatus.COMPLETED if row.state == FINISHED else JobStatus.FAILED
+        result.return_value = row.objective if row.state == FINISHED else JobFailed(row.cause)
+        returned.append(result)
+    return sweep, returned

@@ -1,0 +1,402 @@
+"""launch=torchrun, spawn and fork: ranks that this process starts on its machine, watches, and starts again.
+
+`spawn` is a fresh interpreter that imports everything itself. `fork` is a copy of this process, and `forkserver` a copy
+of a helper process without threads or CUDA; such copies share one import of torch.
+
+This does not use torch's elastic agent, which `torchrun src/train.py` starts. That agent listens on all interfaces,
+unpickles what it finds in its store, waits 30 s for a rank that does not end, and may name the wrong rank.
+"""
+
+import gc
+import importlib
+import math
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+from lockstep.compat import fork_server_pid, multiprocessing_folder
+from lockstep.distributed import signals
+from lockstep.distributed.environment import RankInfo, node_rank_info
+from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
+from lockstep.distributed.rendezvous import LOOPBACK, close_store, hold_port, shared_store, store_address
+from lockstep.distributed.signals import STOP_SIGNALS, Relay
+from lockstep.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_KILLED,
+    EXIT_RESUMABLE,
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+    CannotStartNow,
+    ConfigError,
+    RankMissing,
+    StoppedEarly,
+)
+from lockstep.failures import rank as monitor
+from lockstep.failures.start import MonitorLink
+from lockstep.failures.watched_rank import process_has_ended
+from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
+
+START_METHODS = ("spawn", "fork", "forkserver")
+POLL_SECONDS = 0.5
+SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
+SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
+LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
+SECONDS_AFTER_FORK_SERVER = 30.0  # for ranks to save after the death of their fork server, which asks them to stop
+CODE_WITHOUT_FORK_SERVER = 255  # what Python calls the exit code of a process whose fork server has died
+STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
+
+
+def resolve_nproc(nproc_per_node: int | str) -> int:
+    """The number of ranks on this machine, by torchrun's rules.
+
+    cpu: one per core. gpu: one per GPU. auto: one per GPU if there are any, else one per core. Raises ConfigError.
+    """
+    if nproc_per_node == "cpu":
+        return cpu_count()
+    if nproc_per_node in ("gpu", "auto"):
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if nproc_per_node == "gpu" and not gpus:
+            raise ConfigError(
+                "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
+            )
+        return gpus or cpu_count()
+    try:
+        count = int(nproc_per_node)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ConfigError(
+            f"launch.nproc_per_node={nproc_per_node} is not a number of ranks; "
+            f"type launch.nproc_per_node=2, or auto, gpu or cpu"
+        )
+    return count
+
+
+class LocalLauncher(Launcher):
+    """What the launchers of this file share.
+
+    name: of the option. nnodes, node_rank, master_addr, master_port: see SpawnLauncher.
+    """
+
+    starts_processes = True
+
+    def __init__(
+        self,
+        name: str,
+        start_method: str,
+        nproc_per_node: int | str,
+        max_restarts: int = 0,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        master_addr: str = LOOPBACK,
+        master_port: int = 0,
+    ) -> None:
+        self.name, self.start_method, self.nproc_per_node = name, start_method, nproc_per_node
+        self.max_restarts, self.nnodes, self.node_rank = max_restarts, nnodes, node_rank
+        self.master_addr, self.master_port = master_addr, master_port
+
+    def prepare(self, rank_imports: str) -> None:
+        starts_once = not self.max_restarts and self.nnodes == 1
+        if self.start_method == "forkserver" and rank_imports in sys.modules and starts_once:
+            # A job of a sweep is a copy of a process that has imported everything. A fork server of its own would
+            # import torch again, for 2 s. After the first start this process has threads, and must not fork.
+            self.start_method = "fork"
+        if self.start_method == "fork":
+            importlib.import_module(rank_imports)
+            return
+        # Otherwise the start of the first process starts it, and that unblocks the signals of `signals.blocked`.
+        multiprocessing.resource_tracker.ensure_running()
+        if self.start_method == "forkserver":
+            start_fork_server(rank_imports)
+
+    def validate(self) -> None:
+        if self.start_method not in START_METHODS:
+            raise ConfigError(
+                f"launch.start_method={self.start_method} is none of Python's; "
+                f"type launch.start_method=spawn, fork or forkserver"
+            )
+        resolve_nproc(self.nproc_per_node)
+        refuse_nesting(self.name)
+        if self.start_method == "fork" and self.max_restarts:
+            raise ConfigError(
+                "launch.start_method=fork cannot restart ranks: after the first start this process has threads; "
+                "type launch.start_method=forkserver"
+            )
+        if self.start_method == "fork" and self.nnodes > 1:
+            raise ConfigError(
+                "launch=fork is for one machine: the parents of several machines share a store, which has threads, and "
+                "a process with threads cannot fork safely; type launch=spawn"
+            )
+        self._node()
+
+    def num_ranks(self) -> tuple[int, int]:
+        ranks = resolve_nproc(self.nproc_per_node)
+        return self.nnodes * ranks, ranks
+
+    def launch(self, worker: Worker, *args: Any) -> Any:
+        node = self._node() if self.master_port else hold_port(self._node())
+        world_size, ranks_here = self.num_ranks()
+        env = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(ranks_here),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": store_address(node),
+            "MASTER_PORT": str(node.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # a launcher hosts the store, not rank 0
+            "LOCKSTEP_STARTED_BY": self.name,
+        }
+        # Elsewhere only the ranks need the store: this process would wait for node 0 and hear no signal meanwhile.
+        hosted = node if self.node_rank == 0 else None
+        first_rank = self.node_rank * ranks_here
+        supervisor = Supervisor(self.start_method, ranks_here, first_rank, env, self.max_restarts, hosted)
+        try:
+            return supervisor.run(worker, *args)
+        finally:
+            if self.nnodes == 1:  # nodes end a job at different times, so theirs stays for the next job of a sweep
+                close_store(node)
+
+    def _node(self) -> RankInfo:
+        return node_rank_info(self.nnodes, self.node_rank, self.master_addr, self.master_port)
+
+
+class TorchrunLauncher(LocalLauncher):
+    """launch=torchrun: ranks on this machine, and restarts as torchrun makes them.
+
+    nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together.
+    """
+
+    def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
+        super().__init__("torchrun", start_method, nproc_per_node, max_restarts)
+
+
+class SpawnLauncher(LocalLauncher):
+    """launch=spawn and launch=fork. On several nodes the same command runs on each, with its own `node_rank`.
+
+    start_method: spawn, fork or forkserver. nproc_per_node: ranks, or auto, gpu or cpu; the same number on each node.
+    master_addr, master_port: where node 0 listens. Port 0 takes a free one, for one node only.
+    """
+
+    def __init__(
+        self,
+        start_method: str,
+        nproc_per_node: int | str,
+        nnodes: int,
+        node_rank: int,
+        master_addr: str,
+        master_port: int,
+    ) -> None:
+        name = "fork" if start_method == "fork" else "spawn"
+        super().__init__(name, start_method, nproc_per_node, 0, nnodes, node_rank, master_addr, master_port)
+
+
+def start_fork_server(rank_imports: str) -> None:
+    """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
+    multiprocessing.set_forkserver_preload([rank_imports])
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
+            multiprocessing.forkserver.ensure_running()
+    except OSError as error:  # the system's limit for the path of a Unix socket is about 100 characters
+        folder = os.environ.get("TMPDIR", "/tmp")  # tempfile has no answer if no folder can be used
+        raise ConfigError(
+            f"the helper process of the ranks cannot listen in {folder} ({error}); "
+            f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
+        ) from None
+    finally:
+        del os.environ[LAUNCHER]
+
+
+class Supervisor:
+    """The ranks of this machine, `first_rank` and the following.
+
+    env: what all of them find in their environment. hosted: the place of the ranks' store if this process hosts it.
+    """
+
+    def __init__(
+        self,
+        start_method: str,
+        ranks: int,
+        first_rank: int,
+        env: dict[str, str],
+        max_restarts: int,
+        hosted: RankInfo | None,
+    ) -> None:
+        from torch import multiprocessing as torch_multiprocessing  # it shares tensors that are sent between processes
+
+        self.context: Any = torch_multiprocessing.get_context(start_method)
+        self.ranks, self.first_rank, self.env = ranks, first_rank, env
+        self.max_restarts, self.hosted = max_restarts, hosted
+        self.processes: list[BaseProcess] = []
+
+    def run(self, worker: Worker, *args: Any) -> Any:
+        """Run `worker(*args)` in every rank, again after a failure if restarts are left. Returns rank 0's value.
+
+        Raises what `Launcher.launch` raises.
+        """
+        with MonitorLink(multiprocessing_folder()) as link, Relay() as relay:
+            attempt = 0
+            while True:
+                failure, value = self._attempt(link, relay, attempt, worker, args)
+                if failure is None:
+                    return value
+                if not isinstance(failure, RankFailed) or attempt == self.max_restarts or relay.first is not None:
+                    raise failure
+                if failure.is_raised_by_all:
+                    raise failure
+                if failure.will_fail_again:
+                    print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
+                    raise failure
+                attempt += 1
+                print_line(f"{failure.headline}\nlockstep: restart {attempt} of {self.max_restarts}", sys.stdout)
+                link.next_attempt(attempt)
+
+    def _attempt(
+        self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]
+    ) -> tuple[BaseException | None, Any]:
+        """Start all ranks and wait for them. Returns (the failure, None) or (None, rank 0's value)."""
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        env = self.env | link.environment | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        self.processes = [
+            self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
+            for local in range(self.ranks)
+        ]
+        try:
+            with signals.blocked():
+                for process in self.processes:
+                    process.start()
+                relay.start([process.pid or 0 for process in self.processes])
+            if self.hosted is not None:
+                shared_store(self.hosted)  # after the ranks are forked: a fork copies locks that its thread may hold
+            self._wait(relay)
+            failure = self._failure(link, relay)
+            return failure, reader.recv() if failure is None and reader.poll() else None
+        finally:
+            for process in self.processes:
+                if process.is_alive():
+                    process.kill()
+            reader.close()
+            writer.close()
+
+    def _wait(self, relay: Relay) -> None:
+        """Wait until all ranks have ended. Kill those that hang while the others have stopped."""
+        waiting, first_end = self.processes, math.inf
+        while waiting:
+            multiprocessing.connection.wait([process.sentinel for process in waiting], POLL_SECONDS)
+            waiting = [process for process in waiting if process.is_alive()]
+            now = time.monotonic()
+            ended = [process.exitcode for process in self.processes if process.exitcode is not None]
+            if ended and relay.first is not None:
+                first_end = min(first_end, now)
+            told_twice = relay.second is not None and now - relay.second_at > SECONDS_AFTER_SECOND_SIGNAL
+            others_may_take = min((LONGER_AFTER.get(code, SECONDS_AFTER_FIRST_RANK) for code in ended), default=0.0)
+            if told_twice or now - first_end > others_may_take:
+                for process in waiting:
+                    process.kill()
+
+    def _failure(self, link: MonitorLink, relay: Relay) -> BaseException | None:
+        """What the exit codes of the ranks say, and the monitor's report; None if all have finished."""
+        exit_codes = {process.pid or 0: process.exitcode or 0 for process in self.processes}
+        codes = list(exit_codes.values())
+        if CODE_WITHOUT_FORK_SERVER in codes and fork_server_has_ended():
+            end_ranks_without_fork_server(list(exit_codes))
+            reason = "the helper process that the ranks are forked from was killed, perhaps because no memory was left"
+            return RankFailed(f"lockstep: {signals.with_newest_snapshot(reason)}", {"exit_code": EXIT_KILLED})
+        stopped, is_printed = stopped_early(codes, relay)
+        if stopped is not None:
+            if not is_printed:
+                print_line(f"lockstep: {stopped}", sys.stderr)
+            return stopped
+        report = link.report(exit_codes)
+        if report is None and any(codes):
+            code = next(code for code in codes if code)
+            return RankFailed(f"lockstep: a rank ended with {code}; look at logs/ in the run folder for its error", {})
+        if report is None:
+            return None
+        first = report["contents"]["first"]
+        if first["kind"] != "config":
+            return RankFailed(report["screen"], report["contents"])
+        can_start_later = first.get("type") in (CannotStartNow.__name__, RankMissing.__name__)
+        return (CannotStartNow if can_start_later else ConfigError)(first["message"])
+
+
+def stopped_early(codes: list[int], relay: Relay) -> tuple[StoppedEarly | None, bool]:
+    """(what the exit codes of the ranks say about a stop, whether a rank has printed it).
+
+    None if there was no stop, or if a rank failed.
+    """
+    if relay.second is not None:
+        return signals.ended_at_once(relay.second, in_training=True), False
+    if any(code in STOP_EXITS for code in codes) and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
+        return StoppedEarly("the ranks stopped early", max(codes)), True
+    before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
+    if before_training:
+        return signals.ended_at_once(before_training[0], in_training=False), False
+    if relay.first is not None and any(code in STOP_EXITS for code in codes):
+        return signals.unanswered_stop(), False
+    return None, False
+
+
+def fork_server_has_ended() -> bool:
+    """Nobody knows the exit codes of its ranks then: Python gives all of them one code, while they still save."""
+    pid, deadline = fork_server_pid(), time.monotonic() + 1.0  # a process closes its files a moment before it has ended
+    while pid is not None and time.monotonic() < deadline:
+        if process_has_ended(pid):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def end_ranks_without_fork_server(pids: list[int]) -> None:
+    """Wait until these ranks have ended, too, and kill those that do not."""
+    deadline = time.monotonic() + SECONDS_AFTER_FORK_SERVER
+    while pids and time.monotonic() < deadline:
+        time.sleep(0.1)
+        pids = [pid for pid in pids if not process_has_ended(pid)]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_rank(
+    local_rank: int,
+    rank: int,
+    env: dict[str, str],
+    results: "Connection[Any, Any]",
+    worker: Worker,
+    args: tuple[Any, ...],
+) -> NoReturn:
+    """What a rank process runs: `worker(*args)`, then an exit that skips the interpreter's teardown.
+
+    results: takes rank 0's value. How the rank ends goes to the monitor, whose report the launcher shows. gloo's
+    threads sometimes abort the teardown, and a finished run would count as failed.
+    """
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(local_rank))
+    gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
+    signals.leave_last_line_to_launcher()
+    end_with_parent()
+    monitor.connect(env[monitor.ADDRESS], rank, int(env["WORLD_SIZE"]), local_rank=local_rank)
+    try:
+        value = worker(*args)
+        if rank == 0:
+            results.send(value)
+        monitor.ended("finished")
+        code = EXIT_FINISHED
+    except StoppedEarly as stopped:
+        monitor.ended("stopped")
+        code = stopped.code
+    except BaseException as error:  # SystemExit, too: leaving before the end is a failure
+        monitor.failed(error)
+        code = EXIT_FAILED
+    flush_output()
+    os._exit(code)
