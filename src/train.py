@@ -24,7 +24,8 @@ from omegaconf import DictConfig
 
 from lockstep import cli
 from lockstep.cli_record import record_config
-from lockstep.config.targets import check_arguments, instantiate_as, names_own_code
+from lockstep.config.check import check_arguments
+from lockstep.config.targets import instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher

@@ -28,15 +28,8 @@ from lockstep.cli_errors import as_config_error, find_cause, missing_value
 from lockstep.cli_libraries import load_libraries
 from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
 from lockstep.cli_report import exit_code, show_error
-from lockstep.config.check import (
-    check_config,
-    check_tokens,
-    check_unread_overrides,
-    with_floats,
-    with_whole_folders,
-    with_yaml_booleans_as_words,
-)
-from lockstep.config.schema import CONF, Node, register_schema
+from lockstep.config.check import as_declared, check_config, check_unread_overrides, with_whole_folders
+from lockstep.config.schema import CONF, Node
 from lockstep.config.targets import check_targets
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
@@ -53,13 +46,12 @@ from lockstep.launchers.env import end_with_starter
 
 
 def register_resolvers() -> None:
-    """Register the schema and the resolvers of this project. Must run before a config is composed.
+    """Register the resolvers of this project. Must run before a config is composed.
 
     `${started:format}` is the moment at which the run started, the same on all ranks. `${on_rank_zero:value,other}` is
     `value` on rank 0 and `other` on the other ranks. `${as_typed:words}` are words whose interpolations, such as
     ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %.
     """
-    register_schema()
 
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.rendezvous import run_started_at
@@ -109,18 +101,16 @@ def check_input(cfg: DictConfig) -> DictConfig:
 def check_values(cfg: DictConfig) -> Node:
     """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
     values = resolve(with_whole_folders(cfg, HydraConfig.get()))
-    check_tokens(values)  # before the shapes, which would tell less
     check_config(values)
     check_unread_overrides(cfg, values, HydraConfig.get())
-    values = with_floats(values)
     check_targets(values, HydraConfig.get())
     return values
 
 
 def resolve(cfg: DictConfig) -> Node:
-    """The values of cfg, interpolations resolved and switches as words. Raises ConfigError for a missing value."""
+    """The values of cfg, interpolations resolved, as declared. Raises ConfigError for a missing value."""
     try:
-        return with_yaml_booleans_as_words(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
+        return as_declared(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
     except OmegaConfBaseException as error:
         if find_cause(error) is not None:
             raise

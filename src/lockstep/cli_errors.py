@@ -20,8 +20,7 @@ from lockstep.cli_missing import missing_option, unreadable_text
 from lockstep.cli_override import unreadable_override
 from lockstep.cli_yaml import unreadable_yaml
 from lockstep.config.check import NEEDED_GROUPS, wrong_value
-from lockstep.config.options import GROUPS
-from lockstep.config.schema import CONF, SECTIONS, find_rule, flatten
+from lockstep.config.schema import CONF, GROUPS, SECTIONS, find_rule, flatten
 from lockstep.config.suggest import removed_key, unknown_key, value_for_section
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError

@@ -4,7 +4,7 @@ import os
 
 from hydra.errors import OverrideParseException
 
-from lockstep.config.schema import find_rule
+from lockstep.config.schema import default_of, find_rule
 from lockstep.errors import path_word
 
 LEXER = "LexerNoViableAltException: "  # then the word, and a line with ^ below the character
@@ -18,8 +18,8 @@ def unreadable_override(error: OverrideParseException) -> str:
     if _has_open_bracket(value):
         return f"{sentence}; type {key}=<value>, with every bracket and quote closed"
     rule = find_rule(key.lstrip("+"))
-    if rule is not None and rule.kind is not str and "${" not in value:  # quotes would make it text
-        return f"{sentence}; type {rule.what_to_type(key)}"
+    if rule is not None and str not in rule.kinds and "${" not in value:  # quotes would make it text
+        return f"{sentence}; type {rule.what_to_type(key, default=default_of(key))}"
     return f"{sentence}; type {path_word(key, os.path.expanduser(value))}"  # quotes would keep a ~ as it is
 
 

@@ -93,9 +93,10 @@ def test_a_config_that_does_not_exist_is_answered_with_those_that_do(tmp_path: P
 
 def test_a_number_in_an_environment_variable_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED", "7")
-    sentence = str(answer("seed=${oc.env:SEED}"))
-    assert sentence.startswith('seed="7" is text, and wants a whole number from 0 to ')
-    assert """; type seed=7, or 'seed="${oc.decode:${oc.env:NAME}}"' for""" in sentence
-    assert accepted('seed="${oc.decode:${oc.env:SEED}}"').seed == 7
-    with pytest.raises(ConfigError, match=r"^seed=2\.0 wants a whole number"):
+    assert cli.resolve(composed("seed=${oc.env:SEED}"))["seed"] == 7
+    sentence = str(answer("model=mlp", "model.width=${oc.env:SEED}"))
+    assert sentence.startswith('model.width="7" is text, and must be a whole number of 1 or more; ')
+    assert """; type model.width=7, or 'model.width="${oc.decode:${oc.env:NAME}}"' for""" in sentence
+    assert accepted("model=mlp", 'model.width="${oc.decode:${oc.env:SEED}}"').model.width == 7
+    with pytest.raises(ConfigError, match=r"^seed=2\.0 must be a whole number"):
         check_config(composed("seed=2.0"))

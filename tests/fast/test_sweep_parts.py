@@ -19,9 +19,10 @@ from lockstep.errors import ConfigError
 from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
-from lockstep.sweeps.summary import plot_sweep, sorted_rows
+from lockstep.sweeps.summary import plot_sweep, print_summary, sorted_rows
 from lockstep.sweeps.table import Row, SweepTable, read_table
 from support.commands import ROOT
+from support.made_runs import make_run
 
 
 def named(number: int, changed: str, overrides: object) -> str:
@@ -137,6 +138,21 @@ def test_the_best_row_comes_first_and_failures_last(tmp_path: Path) -> None:
     table.add([Row(n, f"seed={n}", str(n), state, value) for n, (state, value) in enumerate(values)])
     assert [row.number for row in sorted_rows(table, "max")] == [4, 1, 2, 3, 0]
     assert [row.number for row in sorted_rows(table, "min")] == [1, 4, 2, 3, 0]
+
+
+def test_there_is_no_best_job_across_different_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = SweepTable(tmp_path)
+    table.add([Row(number, f"seed={number}", str(number), "finished", 0.5 + number) for number in range(2)])
+    for number, name in enumerate(("test/loss", "test/f1")):
+        make_run(tmp_path / str(number))
+        record = tmp_path / str(number) / "run.json"
+        record.write_text(record.read_text().replace("test/accuracy", name))
+    print_summary(table, "test/loss", "min", ["python", "src/train.py"], [])
+    shown = capsys.readouterr().out
+    assert [line.split()[2:4] for line in shown.splitlines()[3:5]] == [["test/loss", "0.5"], ["test/f1", "1.5"]]
+    assert "best:       none, as the objectives are different metrics: test/f1, test/loss\n" in shown
+    assert "run it again" not in shown
+    assert not (tmp_path / "sweep.png").exists()
 
 
 def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Typed words that Hydra cannot read, and typed words that it reads and nothing else does."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,5 +90,6 @@ def test_a_relative_folder_is_that_of_the_command_where_hydra_changes_the_folder
     cfg, _, hydra_cfg = typed_config("data_dir=data", "run_dir=/runs", chdir=True)
     whole = with_whole_folders(cfg, hydra_cfg)
     assert (whole.data_dir, whole.run_dir, whole.resume) == ("/here/data", "/runs", None)
-    cfg, _, hydra_cfg = typed_config("data_dir=data")
+    cfg, _, hydra_cfg = typed_config("data_dir=data", "resume='~/runs'")
+    assert with_whole_folders(cfg, hydra_cfg).resume == str(Path("~/runs").expanduser())
     assert with_whole_folders(cfg, hydra_cfg).data_dir == "data"

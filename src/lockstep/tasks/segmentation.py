@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.schema import Count
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, class_scores, require_known
 
@@ -10,12 +11,14 @@ from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, cl
 class Segmentation(Task):
     """Cross entropy over logits (N, classes, H, W) and class numbers (N, H, W), averaged over each image's own pixels.
 
-    ignored_label: pixels with it count nowhere. accuracy: the share of right pixels. iou (the mean over classes of
-    intersection over union), f1, precision and recall come from counts over all pixels of all ranks; iou_<class> is
-    the one of a class. classes: None before the data is read, which tells how many they are.
+    accuracy is the share of right pixels. iou (the mean over classes of intersection over union), f1, precision and
+    recall come from counts over all pixels of all ranks; iou_<class> is the one of a class.
+
+    classes: classes that are counted; null: as many as the data has.
+    ignored_label: pixels with this class number count nowhere.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int | None, ignored_label: int) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: Count | None, ignored_label: int) -> None:
         super().__init__(metrics, monitor)
         require_known(metrics, ("loss", "accuracy"), classes)
         self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes or 0)
