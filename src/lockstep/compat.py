@@ -41,6 +41,12 @@ def fork_server_pid() -> int | None:
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
 
 
+def key_of(node: Any) -> str:
+    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
+    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
+    return key
+
+
 # torch, seen in 2.14.1.
 
 

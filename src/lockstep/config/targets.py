@@ -25,6 +25,7 @@ from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lockstep.compat import key_of
 from lockstep.config.schema import (
     CONF,
     HYDRA_KEYS,
@@ -35,7 +36,7 @@ from lockstep.config.schema import (
     enumerate_words,
     join,
     nodes_with_target,
-    option_rules,
+    rules,
     show,
 )
 from lockstep.config.suggest import closest
@@ -370,7 +371,7 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
             raise error.__cause__ from None
         refused = _refused_key(node, error.__cause__)
         if refused is not None:
-            key = node._get_full_key("")
+            key = key_of(node)
             raise ConfigError(
                 f"{key}._target_={node._target_} takes no {refused} ({error.__cause__}); type ~{key}.{refused}"
             ) from error
@@ -382,12 +383,13 @@ def _as_declared(node: Any) -> Any:
     declared = node
     for key, inner in nodes_with_target(OmegaConf.to_container(node, resolve=True)):
         path = inner["_target_"]
-        if path in OF_TORCH or is_open(path):
-            for name, rule in option_rules("", path, hydra.utils.get_object(path)).items():
-                value = rule.as_declared(inner.get(name))
-                if repr(value) != repr(inner.get(name)):
-                    declared = copy.deepcopy(node) if declared is node else declared
-                    OmegaConf.update(declared, join(key, name), value)
+        known = rules(OF_TORCH[path]) if path in OF_TORCH else {}
+        if path.startswith("lockstep."):
+            known = rules(hydra.utils.get_object(path))
+        for name, rule in known.items():
+            if name in inner and repr(rule.as_declared(inner[name])) != repr(inner[name]):  # 1 == 1.0
+                declared = copy.deepcopy(node) if declared is node else declared
+                OmegaConf.update(declared, join(key, name), rule.as_declared(inner[name]))
     return declared
 
 
