@@ -195,12 +195,13 @@ PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torc
 _TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
-    """Where `words` choose a `_target_`, remove from `cfg` what the option said for another one, and this one does not
-    take: model._target_=my.Net needs no ~model.shape. Returns a line for each such node. Raises as `locate` does.
+def without_untaken(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """A copy of `cfg` without what an option said for another `_target_` than the one that `words` choose, and this one
+    does not take: model._target_=my.Net needs no ~model.shape. And a line for each such node. Raises as `locate` does.
 
     words: the typed overrides. What they set stays, and is refused if nothing takes it.
     """
+    cfg = cfg.copy()
     typed = {word.partition("=")[0].lstrip("+~") for word in words}
     chosen = [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]
     lines = []
@@ -218,7 +219,7 @@ def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
             del node[name]
         if untaken:
             lines.append(f"{key}: {node['_target_']} takes no {enumerate_words(untaken, 'or')}; left out")
-    return lines
+    return cfg, lines
 
 
 def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
