@@ -95,6 +95,8 @@ def group_named(name: str) -> Any:
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
 # failed first, are less certain.
 COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow
+CALLED_OPERATOR = "/torch/_ops.py"  # between the code of a collective and C++
+GENERATED = "/torchinductor_"  # the folder of compiled code, which may hold collectives
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
 GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 
