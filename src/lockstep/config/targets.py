@@ -44,6 +44,7 @@ from lockstep.errors import ConfigError
 
 OPEN = (
     *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers", "modes")),
+    "lockstep.training.async_parameter_server.",
     "lockstep.training.optimizers.",
     "lockstep.training.schedulers.",
     *("torch.nn.", "torch.optim.", "torch.utils.data."),
