@@ -35,7 +35,14 @@ def fork_server_pid() -> int | None:
     return pid
 
 
-# Hydra, seen in 1.3.8 and 1.4.0rc3.
+# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+
+
+def hydra_version_base() -> dict[str, str]:
+    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
@@ -45,6 +52,15 @@ def key_of(node: Any) -> str:
     """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
     key: str = getattr(node, "_get_full_key", lambda name: "node")("")
     return key
+
+
+def register_resolver(name: str, function: Callable[..., object]) -> None:
+    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
+    import omegaconf
+
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
+    register(name, function, replace=True)
 
 
 # torch, seen in 2.14.1.
