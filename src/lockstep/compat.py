@@ -35,10 +35,26 @@ def fork_server_pid() -> int | None:
     return pid
 
 
-# Hydra, seen in 1.3.8 and 1.4.0rc3.
+# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+
+
+def hydra_version_base() -> dict[str, str]:
+    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+def register_resolver(name: str, function: Callable[..., object]) -> None:
+    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
+    import omegaconf
+
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
+    register(name, function, replace=True)
 
 
 # torch, seen in 2.14.1.
@@ -86,8 +102,11 @@ def group_named(name: str) -> Any:
     return group(name)
 
 
-# Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed
-# first, are less certain.
+# Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
+# failed first, are less certain.
+COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow
+CALLED_OPERATOR = "/torch/_ops.py"  # between the code of a collective and C++
+GENERATED = "/torchinductor_"  # the folder of compiled code, which may hold collectives
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
 GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 

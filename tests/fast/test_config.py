@@ -30,8 +30,8 @@ from lockstep.config.schema import (
 from lockstep.config.targets import instantiate
 from lockstep.data.transforms import Augment
 from lockstep.distributed.world import init_distributed
-from lockstep.loggers.profiler import StepProfiler
 from lockstep.training.schedulers import constant
+from lockstep.training.step_records import StepProfiler
 from support.commands import ROOT
 from support.configs import composed
 from support.refusals import accepted

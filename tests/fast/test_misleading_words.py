@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from lockstep.cli_arguments import prepare_arguments, refuse_sampling_sweep
+from lockstep.cli import prepare_arguments, refuse_sampling_sweep
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 from support.refusals import answer, assert_advice_helps
@@ -92,6 +92,23 @@ ANSWERS = [
     ("optimizer.lr=${foo}", "optimizer.lr has no usable value (Interpolation key 'foo' not found); type optimizer.lr="),
     ("hydra/sweeper=nevergrad", "needs a plugin of Hydra; type pip install hydra-nevergrad-sweeper"),
     ("--experimental-rerun=x", "needs a pickled config, which these runs do not write; type hydra.run.dir=<the run's"),
+]
+# Suggestions are in the section that was typed, and are accepted when they are typed.
+ANSWERS += [
+    ("trainer.warmup_steps=100", f"trainer.warmup_steps is no key of this config; {ALL_KEYS}"),
+    ("trainer.max_epochs=3", "trainer.max_epochs is no key of this config; type trainer.epochs=3"),
+    ("trainer.epoch=x", f"trainer.epoch is no key of this config; {ALL_KEYS}"),
+    ("optimizer.name=adam", "optimizer.name is no key of this config; type optimizer=adamw"),
+    ("optimizer.momentun=0.8", "optimizer.momentun is no key of this config; type optimizer.momentum=0.8"),
+    ("task.class_weights=[1,5]", f"task.class_weights is no key of this config; {ALL_KEYS}"),
+    ("scheduler.step_size=3", f"scheduler.step_size is no key of this config; {ALL_KEYS}"),
+    ("mode.output=x", f"mode.output is no key of this config; {ALL_KEYS}"),
+    ("model=mlp model.hidden=64", f"model.hidden is no key of this config; {ALL_KEYS}"),
+    ("trainer.precision=16", "type trainer.precision=bf16 or trainer.precision=fp16"),
+    ("trainer.epochs=1e2", "trainer.epochs=100.0 must be a whole number of 1 or more; type trainer.epochs=100"),
+    ("trainer.max_grad_norm=None", "must be a number above 0, or null; type trainer.max_grad_norm=null"),
+    ("trainer.deterministic=yes", "must be true or false; type trainer.deterministic=true"),
+    ("optimizer=adam", "optimizer=adam is no option; type optimizer=adamw"),
 ]
 # Advice that needs a GPU, torchvision (which takes seconds to import), the user's own class or the word refused.
 NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "_partial_", "=a.b")

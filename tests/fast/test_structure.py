@@ -30,25 +30,13 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"distributed", "errors"},
     "tasks": {"data", "distributed", "errors"},
     "strategies": {"data", "models", "tasks", "distributed", "errors"},
-    "loggers.base": {"tasks", "data", "distributed", "errors"},  # the contract, which training calls
-    "training": {"failures", "loggers.base", "strategies", "data", "models", "tasks", "distributed", "errors"},
+    "loggers": {"runs", "tasks", "data", "failures", "distributed", "errors"},  # training calls them
+    "training": {"loggers", "runs", "failures", "strategies", "data", "models", "tasks", "distributed", "errors"},
     "snapshots": {"failures", "training", "strategies", "data", "models", "tasks", "distributed", "errors"},
-    "loggers": {
-        "loggers.base",
-        "runs",
-        "failures",
-        "training",
-        "strategies",
-        "data",
-        "models",
-        "tasks",
-        "distributed",
-        "errors",
-    },
 }
 SCHEMA = "lockstep.config.schema"  # it imports nothing of this project
 PLAIN = {"compat", "files", "text", "source_code"}  # they import nothing of this project
-WITHOUT_TORCH = ["cli", "compat", "config", "errors", "files", "text", "failures", "runs", "sweeps"]
+WITHOUT_TORCH = ["cli", "hydra_errors", "compat", "config", "errors", "files", "text", "failures", "runs", "sweeps"]
 WITHOUT_TORCH += ["distributed.environment", "distributed.host", "distributed.rendezvous"]
 WITHOUT_TORCH += ["distributed.run_folder", "distributed.signals"]
 MODULES = sorted(SRC.rglob("*.py"))
@@ -56,10 +44,8 @@ MODULES = sorted(SRC.rglob("*.py"))
 
 def package_of(name: str) -> str:
     """ "lockstep.data.loader" -> "data"; the files of the command line count as one package."""
-    if name.startswith("lockstep.loggers.base"):
-        return "loggers.base"
     first = name.split(".")[1]
-    return "cli" if first.startswith("cli") else first
+    return "cli" if first == "hydra_errors" else first
 
 
 def module_name(path: Path) -> str:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from lockstep import cli
 from lockstep.build_sweep import Composer
+from lockstep.compat import hydra_version_base
 from lockstep.errors import ConfigError
 from lockstep.source_code import is_project
 from lockstep.sweeps import process
@@ -89,7 +90,7 @@ def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
     """All of it, with the node `hydra`; or the same error."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         fixed = ["launch=fork", "trainer.max_steps=9"]
         master = loader.load_configuration("config", [*fixed, "sync_bn=on,off"], RunMode.MULTIRUN)
@@ -104,7 +105,7 @@ def test_a_job_has_no_value_of_the_sweep_that_it_does_not_have_itself() -> None:
     """A resumed sweep may type one value of a key that its jobs vary."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("config", ["seed=8", "launch=fork"], RunMode.MULTIRUN)
         assert Composer(loader, master, ["launch=fork"]).compose(["launch=fork"]).seed == 0

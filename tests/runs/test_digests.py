@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.loggers.step_digests import StepDigests, in_memory_order
 from lockstep.runs import compare
 from lockstep.runs.compare import read_digests
 from lockstep.runs.record import read_run
+from lockstep.training.step_records import StepDigests, in_memory_order
 from lockstep.training.weight_check import digest
 from support.configs import composed
 from support.worlds import in_world, train, train_all

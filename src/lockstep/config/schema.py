@@ -32,6 +32,7 @@ CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 FROM_DATA = ("shape", "classes")  # null in a config: the training data tells
 LARGEST_NUMBER: dict[type, float] = {int: 2**63 - 1, float: sys.float_info.max}
+SPELLED_TRUTHS = ("yes", "on", "1", "no", "off", "0")
 YAML_BOOLEANS = {"False": "off", "True": "on"}  # what YAML makes of off and on without quotes
 
 
@@ -147,6 +148,8 @@ class Rule:
     def _near(self, typed: Any) -> list[object]:
         if str(typed).lower() in ("none", "nil", "nan") and self.nullable:
             return [None]
+        if bool in self.kinds:
+            return [str(typed).lower() in ("yes", "on", "1")] if str(typed).lower() in SPELLED_TRUTHS else []
         number = typed if type(typed) in (int, float) else as_number(typed)
         if number is not None and not self.is_list and self.is_number:
             whole = int(number) if abs(number) < LARGEST_SEED and number == int(number) else number

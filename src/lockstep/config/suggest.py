@@ -75,7 +75,8 @@ def closest_key(key: str, value: str | None, keys: Sequence[str]) -> str | None:
         parent, _, name = candidate.rpartition(".")
         if (parent == section or not dot) and _accepts(candidate, value):
             names.setdefault(name, candidate)
-    meant = closest(last, names, similarity=0.8)
+    longer = [name for name in names if last.endswith(f"_{name}")]  # trainer.max_epochs for trainer.epochs
+    meant = longer[0] if len(longer) == 1 else closest(last, names, similarity=0.8)
     return None if meant is None else names[meant]
 
 

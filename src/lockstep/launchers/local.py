@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -21,9 +22,10 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from lockstep.compat import fork_server_pid, multiprocessing_folder
+from lockstep.compat import fork_server_pid
 from lockstep.config.schema import Count, Limits, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info
@@ -210,7 +212,10 @@ class SpawnLauncher(LocalLauncher):
 def start_fork_server(rank_imports: str) -> None:
     """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
     multiprocessing.set_forkserver_preload([rank_imports])
+    path = os.environ.get("PYTHONPATH")
     os.environ[LAUNCHER] = str(os.getpid())
+    # A fork server of Python 3.11 has no sys.path of its launcher, and skips a module that it does not find.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), path]))
     try:
         with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
             multiprocessing.forkserver.ensure_running()
@@ -221,7 +226,9 @@ def start_fork_server(rank_imports: str) -> None:
             f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
         ) from None
     finally:
-        del os.environ[LAUNCHER]
+        del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
 
 
 class Supervisor:
@@ -251,7 +258,8 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(multiprocessing_folder()) as link, Relay() as relay:
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
+        with MonitorLink(multiprocessing.util.get_temp_dir()) as link, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(link, relay, attempt, worker, args)
