@@ -61,10 +61,10 @@ def show_table(options: argparse.Namespace) -> int:
 
 def show_differences(options: argparse.Namespace) -> int:
     """Print what two runs differ in."""
-    from lockstep.runs.compare import explain
+    from lockstep.runs.compare import why
     from lockstep.runs.record import read_run
 
-    for line in explain(read_run(options.a), read_run(options.b)):
+    for line in why(read_run(options.a), read_run(options.b)):
         print(line)
     return EXIT_FINISHED
 

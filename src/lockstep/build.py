@@ -10,9 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lockstep.build_data import batch_transforms, complete_config, datasets, samples
-from lockstep.cli_record import ConfigRecord
-from lockstep.config.schema import as_dict, nodes_with_target
-from lockstep.config.targets import NOT_PASSED, instantiate, instantiate_as, matching_arguments
+from lockstep.config.record import ConfigRecord
+from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
+from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
@@ -54,7 +54,7 @@ def model_and_data(
     complete_config(cfg, train_data)
     with strategy.building(world.size):
         model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last)
+    memory_format = model_memory_format(model, trainer.channels_last, world.device)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
@@ -206,20 +206,16 @@ def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers
     """The profiler with profiler.enabled=true, else a timer that does nothing."""
     if not cfg.profiler.enabled:
         return StepTimer()
-    from lockstep.loggers.profiler import StepProfiler
+    from lockstep.training.step_records import StepProfiler
 
-    strategy, options = state.strategy, cfg.profiler
     return StepProfiler(
-        device=strategy.world.device,
-        rank=strategy.world.rank,
-        parameters=list(strategy.model.parameters()),
-        log_metrics=lambda metrics: loggers.log_metrics(metrics, state.progress.step),
-        run_dir=cfg.run_dir,
-        current_step=lambda: state.progress.step,
+        state,
+        loggers,
+        cfg.run_dir,
         whole_batches_per_epoch=len(train_loader) // state.settings.batch_size,
-        every=options.every,
-        trace_after=options.trace_after,
-        trace_steps=options.trace_steps,
+        every=cfg.profiler.every,
+        trace_after=cfg.profiler.trace_after,
+        trace_steps=cfg.profiler.trace_steps,
     )
 
 

@@ -6,15 +6,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lockstep.cli_record import ConfigRecord
 from lockstep.config.check import run_columns
+from lockstep.config.record import ConfigRecord
 from lockstep.config.targets import chooses_foreign_target, instantiate_as
 from lockstep.data.dataset import class_names
 from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
-from lockstep.loggers.run_facts import run_facts
-from lockstep.loggers.run_record import RunRecord
+from lockstep.loggers.run_json import RunJson, run_facts
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
@@ -28,10 +27,11 @@ def loggers(cfg: DictConfig, state: TrainState, before_writing: Callable[[], Non
         nodes = cfg.get("logger", {}).items()  # logger=[] leaves no section
         members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in nodes]
         if cfg.trainer.digest != "off":
-            from lockstep.loggers.step_digests import EVERY, StepDigests
+            from lockstep.training.step_records import EVERY, StepDigests
 
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
-        members.append(RunRecord(state, cfg.objective))
+        mode = state.task.mode(cfg.objective)
+        members.append(RunJson(cfg.objective, mode, lambda: state.reached_limit == "trainer.pause_after"))
     return LoggerList(members, before_writing)
 
 
@@ -47,11 +47,11 @@ def run_info(
         data["symbols"] = train_loader.dataset.text.symbols_hash
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
-    facts = run_facts(world, state.progress.step, record.facts, computed, data)
+    facts = run_facts(world, state.progress.step, record.run_json, computed, data)
     facts["classes"] = class_names(train_loader.dataset)
     return RunInfo(
         run_dir=snapshots.run_dir,
-        config_yaml=record.files["config.yaml"],
+        config_yaml=record.hydra_files["config.yaml"],
         hyperparameters=run_columns(record.shown, record.options, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
@@ -61,7 +61,8 @@ def run_info(
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,
+        best_step=state.progress.best_step,
         facts=facts,
-        script=Path(shlex.split(record.facts["command"])[1]),
-        trusted=[*filter(chooses_foreign_target, record.facts["overrides"]), *record.facts["flags"]],
+        script=Path(shlex.split(record.run_json["command"])[1]),
+        trusted=[*filter(chooses_foreign_target, record.run_json["overrides"]), *record.run_json["flags"]],
     )

@@ -26,17 +26,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import cli
-from lockstep.cli_arguments import refuse_foreign_launcher
-from lockstep.cli_errors import as_config_error
-from lockstep.cli_record import words_of_folders
+from lockstep.cli import refuse_foreign_launcher, words_of_folders
 from lockstep.config.check import check_value
 from lockstep.config.schema import Node, find_rule, flatten, nodes_with_target
+from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
-from lockstep.launchers.base import RankFailed
-from lockstep.preflight import preflight_job
+from lockstep.hydra_errors import as_config_error
+from lockstep.launchers.base import Launcher, RankFailed
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
@@ -360,6 +359,8 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
+    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+
     try:
         with _naming(overrides, fixed):
             preflight_job(DictConfig(values), overrides)
@@ -383,8 +384,9 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     if jobs.base.sweep.resume is not None:
         plan = with_earlier_jobs(plan, rows, settings.retries_failed)
     checked = jobs.check(plan.lists)
+    launcher = instantiate_as(Launcher, jobs.base.launch, "launch")
     objectives = [str(values["objective"]) for _, values in checked if isinstance(values, dict)]
-    check_search(settings, plan, objectives, submits=jobs.base.launch._target_.endswith(".SlurmLauncher"))
+    check_search(settings, plan, objectives, launcher.runs_elsewhere)
     modules = preflight_jobs(checked, plan)
 
     def open_search(slots: int = 1) -> tuple[OpenSweep, Search]:

@@ -5,8 +5,9 @@ The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 # Python's library, seen in 3.11.
@@ -34,10 +35,26 @@ def fork_server_pid() -> int | None:
     return pid
 
 
-# Hydra, seen in 1.3.8 and 1.4.0rc3.
+# Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
+
+
+def hydra_version_base() -> dict[str, str]:
+    """The argument `version_base` of Hydra's functions: without it 1.3 warns, and with it 1.4 does."""
+    import hydra
+
+    return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+def register_resolver(name: str, function: Callable[..., object]) -> None:
+    """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
+    import omegaconf
+
+    is_old = omegaconf.__version__.startswith("2.3.")
+    register = getattr(omegaconf.OmegaConf, "register_new_resolver" if is_old else "register_resolver")
+    register(name, function, replace=True)
 
 
 # torch, seen in 2.14.1.
@@ -100,8 +117,11 @@ def group_named(name: str) -> Any:
     return group(name)
 
 
-# Functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who failed
-# first, are less certain.
+# Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who
+# failed first, are less certain.
+COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")  # a rank that compiles is only slow
+CALLED_OPERATOR = "/torch/_ops.py"  # between the code of a collective and C++
+GENERATED = "/torchinductor_"  # the folder of compiled code, which may hold collectives
 BACKWARD = "_engine_run_backward"  # torch.autograd.graph: a backward pass, in which DistributedDataParallel waits
 GROUP_MAKERS = ("_store_based_barrier", "_create_gloo_process_group")  # a new process group: ranks meet at the store
 
@@ -120,3 +140,47 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
+
+
+def is_loader_signal_handler(handler: object) -> bool:
+    """Whether a handler of SIGCHLD is the one that a DataLoader with workers installs.
+
+    It raises its error about a dead worker anywhere: where a thread was being started a lock stayed locked, and the
+    rank hung; where torch made temporary files, one of them stayed. Missing: False, and the handler stays.
+    """
+    return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
+
+
+def wait_for_batches(iterator: Any, wait: Callable[[Callable[[float], Any]], Any]) -> None:
+    """Let an iterator of a DataLoader with workers wait by `wait(get)`, where get(seconds) is its own wait.
+
+    Its own one looks at the workers every 5 s only, and relies on the handler of SIGCHLD. Missing: a worker that dies
+    is noticed 5 s later.
+    """
+    get = getattr(iterator, "_try_get_data", None)
+    if get is not None:
+        iterator._try_get_data = partial(wait, get)
+
+
+def raise_error_of_worker() -> None:
+    """Raise torch's error about a worker that died by a signal, which names the signal. Missing: nothing is raised."""
+    import torch
+
+    getattr(torch._C, "_error_if_any_worker_fails", lambda: None)()
+
+
+def forget_workers(loader: Any) -> None:
+    """Make a DataLoader forget its workers, which are about to be killed: what it does by itself needs them alive.
+
+    Missing: the loader ends them when it is deleted, and may raise an error about their deaths.
+    """
+    import torch
+
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is None:
+        return
+    getattr(torch._C, "_remove_worker_pids", lambda key: None)(id(iterator))
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+    iterator._shutdown = True
+    loader._iterator = None

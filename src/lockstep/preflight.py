@@ -9,7 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from lockstep.config.targets import check_arguments, instantiate, instantiate_as, leave_out_untaken
+from lockstep.config.check import check_arguments
+from lockstep.config.targets import instantiate, instantiate_as, leave_out_untaken
 from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
@@ -28,7 +29,7 @@ from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.nan import validate_nan_policy
-from lockstep.training.setup import validate_digest, validate_training
+from lockstep.training.setup import model_memory_format, validate_digest, validate_training
 
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> None:
@@ -171,6 +172,8 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
         return
+    on_gpus = cfg.backend.name != "gloo" and torch.cuda.is_available()
+    model_memory_format(model, cfg.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
     if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):

@@ -27,7 +27,6 @@ from torch.utils.serialization import config  # of torch.save
 import lockstep.build
 import lockstep.build_loggers
 import lockstep.loggers.console
-import lockstep.loggers.progress_bar
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard
 import lockstep.snapshots.resume

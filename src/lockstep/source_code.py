@@ -37,14 +37,14 @@ DIGITS = 16  # hex digits of a hash
 
 def source_hashes(root: Path = ROOT) -> dict[str, str]:
     """{file: hash} of the Python and YAML files in src/ and conf/, sorted by their names relative to `root`."""
-    found = {}
+    hashes = {}
     for part in PARTS:
         for path in (root / part).rglob("*"):
             if path.suffix not in (".py", ".yaml") or path.is_relative_to(root / "conf" / "local"):
                 continue  # conf/local is of this machine; the config shows what it sets
             with suppress(OSError):  # an editor is just replacing it
-                found[str(path.relative_to(root))] = hash_of_file(path)
-    return dict(sorted(found.items()))
+                hashes[str(path.relative_to(root))] = hash_of_file(path)
+    return dict(sorted(hashes.items()))
 
 
 def hash_of_source(root: Path = ROOT) -> str:
@@ -61,7 +61,7 @@ def module_hashes(users_only: bool = False) -> dict[str, str]:
 
     users_only: without this project's own.
     """
-    found = {}
+    hashes = {}
     for name in list(sys.modules):
         if name in _libraries:
             continue
@@ -71,8 +71,8 @@ def module_hashes(users_only: bool = False) -> dict[str, str]:
             _libraries.add(name)
         if digest is not None and not (users_only and file.startswith(f"{ROOT / 'src'}/")):
             # A launcher's child imports the entry point under another name.
-            found[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
-    return found
+            hashes[Path(file).stem if name in ("__main__", "__mp_main__") else name] = digest
+    return hashes
 
 
 @cache

@@ -92,7 +92,7 @@ def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
         (["trainer.pause_after=2", "seed=1,2"], "leave trainer.pause_after= out"),
         (
             ["sweep.first_rung=5", "seed=1,2"],
-            "sweep.first_rung=5 wants less than trainer.epochs=5; type trainer.epochs=10",
+            "sweep.first_rung=5 must be less than trainer.epochs=5; type trainer.epochs=10",
         ),
         (["launch=slurm", "seed=1,2"], "launch=slurm does not; type launch=env"),
     ],

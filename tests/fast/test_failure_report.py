@@ -5,9 +5,11 @@ import os
 import shlex
 import signal
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,16 @@ def raised(error: Exception, file: Path = Path(__file__), function: str = "f") -
     return caught.value
 
 
+def raised_below(file: Path, error: Exception, inner: Path) -> Exception:
+    """`error` as if a function of `inner` had raised it, which a function of `file` has called."""
+    values: dict[str, Any] = {}
+    exec(compile("def g(error):\n    raise error\n", str(inner), "exec"), values)
+    exec(compile("def f(g, error):\n    g(error)\n", str(file), "exec"), values)
+    with pytest.raises(type(error)) as caught:
+        values["f"](values["g"], error)
+    return caught.value
+
+
 def lost(message: str = LOST) -> Exception:
     return raised(ConnectionError(message), PROJECT / "distributed/shared_memory.py")
 
@@ -59,9 +71,9 @@ def make_rank() -> Iterator[Any]:
             there.close()
             stack.callback(rank.close)
             rank.page.step_ended(2, 17)
-            rank.died_at = rank.died_at_wall_time = at
+            rank.died_at = at
             if error is not None:
-                rank.failure = exception_record(error) | {"time": at, "wall_time": at, "samples": [3, 4]}
+                rank.failure = exception_record(error) | {"time": at, "samples": [3, 4]}
             for name, value in known.items():
                 setattr(rank, name, value)
             return rank
@@ -111,6 +123,11 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (raised(RuntimeError("any words"), TORCH / "autograd/graph.py", "_engine_run_backward"), True),
         (raised(RuntimeError("a gradient is missing"), TORCH / "nn/parallel/distributed.py"), True),
         (chained(raised(ValueError("handled badly")), lost()), True),
+        (raised_below(TORCH / "distributed/x.py", RuntimeError("of an operator"), TORCH / "_ops.py"), True),
+        (raised_below(TORCH / "nn/functional.py", RuntimeError("of an operator"), TORCH / "_ops.py"), False),
+        (raised_below(PROJECT / "distributed/store.py", TimeoutError("a socket"), Path(socket.__file__)), True),
+        (raised_below(Path(__file__), TimeoutError("a socket"), Path(socket.__file__)), False),
+        (raised(RuntimeError("in compiled code"), Path("/tmp/torchinductor_me/ab/cab.py")), True),
         (raised(RuntimeError("Connection closed by peer")), False),  # the user's own, whatever it says
         (raised(ConnectionError("Connection closed by peer: a server of the user's")), False),
         (raised(RuntimeError("a shape"), TORCH / "nn/functional.py"), False),
@@ -122,6 +139,16 @@ def chained(error: Exception, cause: Exception) -> Exception:
 )
 def test_an_error_of_communication_is_known_by_its_type_and_place(error, is_communication):
     assert exception_record(error)["is_communication"] == is_communication
+
+
+def test_the_users_own_wait_for_a_collective_is_communication():
+    """Its RuntimeError comes from C++, so that the innermost frame is the user's."""
+    changed = deque([1])
+    work = SimpleNamespace(wait=iter(changed).__next__)
+    changed.append(2)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    assert exception_record(caught.value)["is_communication"]
 
 
 def test_a_mistake_in_a_backward_pass_is_first_by_its_time(make_rank):

@@ -14,10 +14,10 @@ ANSWERS = [
     ("dataset=[{a:1}]", "dataset=[{a:1}] cannot be composed"),
     ("backend=${oc.select:nope}", "backend=${oc.select:nope} cannot be composed ("),
     # numbers that no float holds
-    (f"trainer.ema={HUGE}", "wants a number between 0 and 1, both excluded, or null; type trainer.ema=0.999"),
-    (f"optimizer.lr={HUGE}", "wants a number above 0; type optimizer.lr=0.05"),
-    (f"trainer.epochs={HUGE}", "wants a whole number of 1 or more; type trainer.epochs=5"),
-    ("trainer.epochs=18446744073709551616", "wants a whole number of 1 or more; type trainer.epochs=5"),
+    (f"trainer.ema={HUGE}", "must be a number between 0 and 1, both excluded, or null; type trainer.ema=0.999"),
+    (f"optimizer.lr={HUGE}", "must be a number above 0; type optimizer.lr=0.05"),
+    (f"trainer.epochs={HUGE}", "must be a whole number of 1 or more; type trainer.epochs=5"),
+    ("trainer.epochs=18446744073709551616", "must be a whole number of 1 or more; type trainer.epochs=5"),
     # values where a node with a class belongs
     ("dataset.train=@", "dataset.train=@ reads no data; type dataset=<an option in conf/dataset>"),
     ("launch={_target_:1}", "launch._target_ names no class; type launch=<an option in conf/launch>"),

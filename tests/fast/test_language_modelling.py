@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.config.check import check_tokens
-from lockstep.config.schema import as_dict
+from lockstep.config.check import check_config
 from lockstep.config.targets import instantiate
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
@@ -100,7 +99,7 @@ def test_models_that_do_not_fit_are_refused_before_a_rank_starts(tmp_path: Path)
         (["model=convnet"], "type model=gpt"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_tokens(as_dict(composed("dataset=text", *typed)))
+            check_config(composed("dataset=text", *typed))
     for typed, said in (
         (["model.width=18", "model.heads=4"], "type model.width=16"),
         (["strategy=pipeline"], "embedding.tokens.weight|head.linear.weight.*type model.tied=false"),

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from lockstep.cli_arguments import prepare_arguments, refuse_sampling_sweep
+from lockstep.cli import prepare_arguments, refuse_sampling_sweep
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 from support.refusals import answer, assert_advice_helps
 
-OPTIONS_OF_NPROC = "launch.nproc_per_node is a key of launch=torchrun, spawn and fork"
+OPTIONS_OF_NPROC = "launch.nproc_per_node is a key of launch=fork, spawn and torchrun"
 ALL_KEYS = "type python src/train.py --cfg job to see all keys"
 
 ANSWERS = [
@@ -31,7 +31,7 @@ ANSWERS = [
     ("model=[mlp,convnet]", "chooses several options, and a run has one; type model=mlp, or for a sweep -m model=mlp,"),
     ("model=mlp,convnet", "model=mlp,convnet is a sweep; type -m model=mlp,convnet"),
     ("optimizer.lr=interval(0.1,1)", "is a sweep; type -m optimizer.lr=interval(0.1,1)"),
-    ("optimizer=null", "the run needs an optimizer; type optimizer=sgd or optimizer=adamw"),
+    ("optimizer=null", "the run needs an optimizer; type optimizer=adamw or optimizer=muon or"),
     ("sync_bn=true", "sync_bn=true is no option; type sync_bn=on"),
     ("sync_bn=False", "sync_bn=False is no option; type sync_bn=off"),
     ("trainer=foo", "trainer is a section, not a value; type trainer.<key>=foo"),
@@ -45,7 +45,7 @@ ANSWERS = [
     ("hydra.mode=foo", "cannot be composed (Invalid value 'foo', expected one of [RUN, MULTIRUN]); type hydra.mode="),
     ("hydra.searchpath=[file:///nowhere]", "/nowhere in hydra.searchpath is no folder; type --config-dir=<a folder"),
     ("dataset.augment=null", "is a section, not a value; type dataset.augment.pad=0 dataset.augment.flip=false"),
-    ("dataset.shape=null", "wants a list of 3 items, each a whole number of 1 or more; type the command without"),
+    ("dataset.shape=null", "must be a list of 3 items, each a whole number of 1 or more; type the command without"),
     ("dataset.transforms=[{a:1}]", "names no class or function; type _target_:<module>.<class> in dataset.transforms["),
     ("dataset.prepare={}", "names no class or function; type ++dataset.prepare._target_=<module>.<class>"),
     ("task.loss={}", "task.loss={} names no class or function; type ++task.loss._target_=<module>.<class>"),
@@ -60,14 +60,14 @@ ANSWERS = [
     ("+trainer.epochs=3", "trainer.epochs has a value already; type trainer.epochs=3"),
     ("+trainer.foo=3", f"trainer.foo is no key of this config; {ALL_KEYS}"),
     ("+dataset.augment.rotate=3", f"dataset.augment.rotate is no key of this config; {ALL_KEYS}"),
-    ("dataset.prepare._target_=a.b", "type +dataset.prepare._target_=a.b if your class takes it"),
+    ("dataset.prepare._target_=a.b", "type +dataset.prepare._target_=a.b"),
     ("device=cuda", "device is no key of this config; type backend=nccl"),
     ("trainer.device=cuda:0", "trainer.device is no key of this config; type backend=nccl"),
     ("device=cpu", "device is no key of this config; type backend=gloo"),
     ("gpus=2", "gpus is no key of this config; type launch=torchrun launch.nproc_per_node=2"),
     ("trainer.lr=3", "trainer.lr is no key of this config; type optimizer.lr=3"),
-    ("launch.nproc_per_node=2", f"{OPTIONS_OF_NPROC}; type launch=torchrun launch.nproc_per_node=2"),
-    ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and wants a whole number of 1 or more, auto, gpu or cpu; type"),
+    ("launch.nproc_per_node=2", f"{OPTIONS_OF_NPROC}; type launch=fork launch.nproc_per_node=2"),
+    ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and must be a whole number of 1 or more, auto, gpu or cpu; type"),
     (
         "logger=[console] logger.tensorboard.graph=true",
         "which this run does not have; type logger=[console,tensorboard] logger.tensorboard.graph=true",
@@ -79,10 +79,10 @@ ANSWERS = [
     ("model._target_=my.Net model.width=3", "model.width is no key of this config; type +model.width=3 if your class"),
     ("--config-dir=nowhere seed=1", "--config-dir=nowhere is no folder; type --config-dir=<a folder of configs>"),
     ("--config-path=nowhere", "--config-path=nowhere is no folder; type --config-path=<a folder of configs>"),
-    ("model.dropout=2", "and wants a number from 0 to less than 1; type model=mlp model.dropout=0.1"),
+    ("model.dropout=2", "and must be a number from 0 to less than 1; type model=mlp model.dropout=0"),
     ("~trainer.ema", "trainer.ema cannot be removed; type trainer.ema=null"),
     ("~trainer.epochs", "trainer.epochs cannot be removed; type trainer.epochs=5"),
-    ("~dataset.workers", "dataset.workers cannot be removed; type dataset.workers=2"),
+    ("~dataset.workers", "dataset.workers cannot be removed; type dataset.workers=0"),
     ("~trainer", "the run needs the section trainer; type trainer.<key>=<value> to change a value of it"),
     ("~scheduler", "the run needs a scheduler; type scheduler=constant"),
     ("~logger", "the list of loggers cannot be removed; type logger=[]"),
@@ -91,11 +91,27 @@ ANSWERS = [
     ("trainer.epochs={", "trainer.epochs={ cannot be read (no viable alternative at input '{'); type trainer."),
     ("optimizer.lr=${foo}", "optimizer.lr has no usable value (Interpolation key 'foo' not found); type optimizer.lr="),
     ("hydra/sweeper=nevergrad", "needs a plugin of Hydra; type pip install hydra-nevergrad-sweeper"),
-    ("hydra/launcher=ray", "hydra/launcher=ray needs a plugin of Hydra; type pip install hydra-ray-launcher"),
     ("--experimental-rerun=x", "needs a pickled config, which these runs do not write; type hydra.run.dir=<the run's"),
 ]
+# Suggestions are in the section that was typed, and are accepted when they are typed.
+ANSWERS += [
+    ("trainer.warmup_steps=100", f"trainer.warmup_steps is no key of this config; {ALL_KEYS}"),
+    ("trainer.max_epochs=3", "trainer.max_epochs is no key of this config; type trainer.epochs=3"),
+    ("trainer.epoch=x", f"trainer.epoch is no key of this config; {ALL_KEYS}"),
+    ("optimizer.name=adam", "optimizer.name is no key of this config; type optimizer=adamw"),
+    ("optimizer.momentun=0.8", "optimizer.momentun is no key of this config; type optimizer.momentum=0.8"),
+    ("task.class_weights=[1,5]", f"task.class_weights is no key of this config; {ALL_KEYS}"),
+    ("scheduler.step_size=3", f"scheduler.step_size is no key of this config; {ALL_KEYS}"),
+    ("mode.output=x", f"mode.output is no key of this config; {ALL_KEYS}"),
+    ("model=mlp model.hidden=64", f"model.hidden is no key of this config; {ALL_KEYS}"),
+    ("trainer.precision=16", "type trainer.precision=bf16 or trainer.precision=fp16"),
+    ("trainer.epochs=1e2", "trainer.epochs=100.0 must be a whole number of 1 or more; type trainer.epochs=100"),
+    ("trainer.max_grad_norm=None", "must be a number above 0, or null; type trainer.max_grad_norm=null"),
+    ("trainer.deterministic=yes", "must be true or false; type trainer.deterministic=true"),
+    ("optimizer=adam", "optimizer=adam is no option; type optimizer=adamw"),
+]
 # Advice that needs a GPU, torchvision (which takes seconds to import), the user's own class or the word refused.
-NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "_partial_")
+NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "_partial_", "=a.b")
 
 
 @pytest.mark.parametrize(("typed", "said"), ANSWERS, ids=[typed for typed, _ in ANSWERS])

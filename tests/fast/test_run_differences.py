@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.runs.compare import StepTable, again, explain, first_differing_step
+from lockstep.runs.compare import StepTable, again, first_differing_step, why
 from lockstep.runs.record import read_run, state_of, versions
 from lockstep.source_code import hash_of_source, module_hashes
 from support.made_runs import make_run
@@ -38,7 +38,7 @@ def test_everything_that_differs_has_a_line(tmp_path: Path) -> None:
     )
     (other / "uncommitted.diff").write_text("-one\n+two\n")
     change(other, code={"diff_sha256": "4444", "diff_bytes": 10})
-    lines = explain(read_run(one), read_run(other))
+    lines = why(read_run(one), read_run(other))
     assert [line.split() for line in lines if line.startswith(("config", "code", "env", "data", "ranks"))] == [
         ["config", "seed", "1", "0"],
         ["config", "trainer.epochs", "5", "7"],
@@ -66,7 +66,7 @@ def test_commits_that_change_neither_src_nor_conf_are_no_difference(tmp_path: Pa
     change(other, code={"commit": "75ebc391e89bf5e1bdf6e88733820cc1e8024536"})
     for folder in (one, other):
         (folder / "model.pt").write_bytes(b"weights")
-    lines = explain(read_run(one), read_run(other))
+    lines = why(read_run(one), read_run(other))
     assert "the same: config, code, environment, data, ranks" in lines
     assert "weights: the two model.pt hold the same bits" in lines
 
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, sent
     one, other = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     (other / name).write_bytes(content)
     with pytest.raises(ConfigError, match=sentence) as refused:
-        explain(read_run(one), read_run(other))
+        why(read_run(one), read_run(other))
     assert str(other) in str(refused.value)
 
 
@@ -175,7 +175,7 @@ def test_the_config_of_each_part_of_a_resumed_run_counts(tmp_path: Path) -> None
     parts = [{"config": {"optimizer.lr": 0.5}}, {"config": {"optimizer.lr": 0.2}}, {}]
     contents["lives"] = [contents["lives"][0] | part for part in parts]
     (other / "run.json").write_text(json.dumps(contents))
-    rows = [line.split(maxsplit=3) for line in explain(read_run(one), read_run(other))]
+    rows = [line.split(maxsplit=3) for line in why(read_run(one), read_run(other))]
     assert ["config", "optimizer.lr", "0.1", "0.5, then 0.2, then 0.1"] in rows
     assert not [row for row in rows if row[1] == "seed"]
 

@@ -76,6 +76,20 @@ def test_columns_and_orders(tmp_path: Path) -> None:
         assert len(order("--filter", shown)) == 3
 
 
+def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Path) -> None:
+    for name, best in (("a", 0.1), ("b", 0.9), ("c", 0.5)):
+        path = make_run(tmp_path / name, best) / "run.json"
+        if name == "c":
+            path.write_text(path.read_text().replace("test/accuracy", "test/loss").replace('"max"', '"min"'))
+    lines, _ = runs(tmp_path, "table", ".", "--sort", "objective", "--columns", "run,objective")
+    assert [line.split() for line in lines] == [
+        ["run", "objective"],
+        ["b", "test/accuracy", "0.9000"],
+        ["a", "test/accuracy", "0.1000"],
+        ["c", "test/loss", "0.5000"],
+    ]
+
+
 def test_links_and_damaged_records_cost_a_table_no_run(tmp_path: Path) -> None:
     """Records that are JSON, and lack what a table shows."""
     make_run(tmp_path / "o" / "good")

@@ -15,13 +15,16 @@ from PIL import Image
 
 from lockstep import cli
 from lockstep.build_sweep import Composer
+from lockstep.compat import hydra_version_base
 from lockstep.errors import ConfigError
+from lockstep.source_code import is_project
 from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
-from lockstep.sweeps.summary import plot_sweep, sorted_rows
+from lockstep.sweeps.summary import plot_sweep, print_summary, sorted_rows
 from lockstep.sweeps.table import Row, SweepTable, read_table
 from support.commands import ROOT
+from support.made_runs import make_run
 
 
 def named(number: int, changed: str, overrides: object) -> str:
@@ -87,7 +90,7 @@ def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
     """All of it, with the node `hydra`; or the same error."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         fixed = ["launch=fork", "trainer.max_steps=9"]
         master = loader.load_configuration("config", [*fixed, "sync_bn=on,off"], RunMode.MULTIRUN)
@@ -102,7 +105,7 @@ def test_a_job_has_no_value_of_the_sweep_that_it_does_not_have_itself() -> None:
     """A resumed sweep may type one value of a key that its jobs vary."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("config", ["seed=8", "launch=fork"], RunMode.MULTIRUN)
         assert Composer(loader, master, ["launch=fork"]).compose(["launch=fork"]).seed == 0
@@ -113,6 +116,12 @@ def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) 
         return OmegaConf.to_yaml(compose(words))
     except HydraException as error:
         return f"{type(error)} {error} {error.__cause__}"
+
+
+def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
+    assert is_project(str(ROOT / "src" / "hydra_plugins" / "lockstep_sweeper.py"))
+    assert is_project(str(ROOT / "src" / "lockstep" / "build_sweep.py"))
+    assert not is_project(str(ROOT / "tests" / "conftest.py"))
 
 
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +146,21 @@ def test_the_best_row_comes_first_and_failures_last(tmp_path: Path) -> None:
     table.add([Row(n, f"seed={n}", str(n), state, value) for n, (state, value) in enumerate(values)])
     assert [row.number for row in sorted_rows(table, "max")] == [4, 1, 2, 3, 0]
     assert [row.number for row in sorted_rows(table, "min")] == [1, 4, 2, 3, 0]
+
+
+def test_there_is_no_best_job_across_different_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = SweepTable(tmp_path)
+    table.add([Row(number, f"seed={number}", str(number), "finished", 0.5 + number) for number in range(2)])
+    for number, name in enumerate(("test/loss", "test/f1")):
+        make_run(tmp_path / str(number))
+        record = tmp_path / str(number) / "run.json"
+        record.write_text(record.read_text().replace("test/accuracy", name))
+    print_summary(table, "test/loss", "min", ["python", "src/train.py"], [])
+    shown = capsys.readouterr().out
+    assert [line.split()[2:4] for line in shown.splitlines()[3:5]] == [["test/loss", "0.5"], ["test/f1", "1.5"]]
+    assert "best:       none, as the objectives are different metrics: test/f1, test/loss\n" in shown
+    assert "run it again" not in shown
+    assert not (tmp_path / "sweep.png").exists()
 
 
 def test_the_plot_has_a_panel_for_each_parameter_and_marks_the_best(tmp_path: Path) -> None:

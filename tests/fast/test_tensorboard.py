@@ -8,9 +8,7 @@ import torch
 
 from lockstep.config.check import run_columns
 from lockstep.loggers.base import EpochSummary
-from lockstep.loggers.event_times import last_wall_time, read_events
-from lockstep.loggers.run_header import HEADER
-from lockstep.loggers.tensorboard import TensorBoardLogger
+from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, read_events
 from support.event_files import Backend, scalars
 from support.logged import run_info
 

@@ -1,6 +1,7 @@
 """Typed words that Hydra cannot read, and typed words that it reads and nothing else does."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,8 +42,8 @@ def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> No
     ("typed", "said"),
     [
         ("resume=a/b.lr=0.1", """(mismatched input '='); type 'resume="a/b.lr=0.1"'"""),
-        ("resume=日本", """resume=日本 cannot be read (日 wants quotes); type 'resume="日本"'"""),
-        ("data_dir=~/data", """data_dir=~/data cannot be read (~ wants quotes); type data_dir=/home/me/data"""),
+        ("resume=日本", """resume=日本 cannot be read (日 must be in quotes); type 'resume="日本"'"""),
+        ("data_dir=~/data", """data_dir=~/data cannot be read (~ must be in quotes); type data_dir=/home/me/data"""),
         ("seed=${oc.decode:${oc.env:S}}", """'}'); type 'seed="${oc.decode:${oc.env:S}}"'"""),
         ("trainer.epochs==3", "(extraneous input '='); type trainer.epochs=5"),
         ("resume=runs(1)/a", "); type 'resume=\"runs(1)/a\"'"),
@@ -89,5 +90,6 @@ def test_a_relative_folder_is_that_of_the_command_where_hydra_changes_the_folder
     cfg, _, hydra_cfg = typed_config("data_dir=data", "run_dir=/runs", chdir=True)
     whole = with_whole_folders(cfg, hydra_cfg)
     assert (whole.data_dir, whole.run_dir, whole.resume) == ("/here/data", "/runs", None)
-    cfg, _, hydra_cfg = typed_config("data_dir=data")
+    cfg, _, hydra_cfg = typed_config("data_dir=data", "resume='~/runs'")
+    assert with_whole_folders(cfg, hydra_cfg).resume == str(Path("~/runs").expanduser())
     assert with_whole_folders(cfg, hydra_cfg).data_dir == "data"

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.loggers.step_digests import StepDigests, in_memory_order
-from lockstep.runs.compare import explain, read_digests
+from lockstep.runs import compare
+from lockstep.runs.compare import read_digests
 from lockstep.runs.record import read_run
+from lockstep.training.step_records import StepDigests, in_memory_order
 from lockstep.training.weight_check import digest
 from support.configs import composed
 from support.worlds import in_world, train, train_all
@@ -27,7 +28,7 @@ def damaged(at_step: int, parameter: int) -> list[str]:
 
 def why(one: Path, other: Path) -> tuple[list[str], str]:
     """(the other lines, what is said of the steps) of `runs.py why`."""
-    *lines, steps = explain(read_run(one), read_run(other))
+    *lines, steps = compare.why(read_run(one), read_run(other))
     return lines, steps.removeprefix("steps:").strip()
 
 

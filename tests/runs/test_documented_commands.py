@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from lockstep.config.check import check_config
-from lockstep.config.schema import rules
-from lockstep.config.suggest import GROUPS
+from lockstep import cli
+from lockstep.config.check import check_arguments, check_config
+from lockstep.config.schema import GROUPS, values_in_conf
 from support.configs import composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines
 
@@ -16,7 +17,7 @@ OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
 # key=value, and no key of this config: of Python, torchrun or Slurm.
 FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
-NOT_HERE = ("backend.socket_ifname=", "hydra/launcher=", "hydra.")
+NOT_HERE = ("backend.socket_ifname=", "hydra.")
 
 OF_REFUSALS = "option_pairs.md"  # its options are refused, with the sentences that drills/test_option_pairs.py checks
 
@@ -62,10 +63,12 @@ def with_needed_options(overrides: list[str]) -> list[str]:
     needed = {}
     for word in overrides:
         group, _, name = word.partition("=")[0].partition(".")
-        options = [option for option, schema in GROUPS.get(group, {}).items() if name in rules(schema)]
+        options = [option for option in GROUPS.get(group, []) if name in values_in_conf(group, option)]
         if name and options and group not in chosen:
-            needed.setdefault(group, f"{group}={options[0]}")
-    return [*needed.values(), *overrides]
+            needed.setdefault(group, f"{group}={options[-1]}")
+    words = [*needed.values(), *overrides]
+    names_data = any(word.startswith(("dataset=", "experiment=", "+experiment=")) for word in words)
+    return ["dataset=text", *words] if "model=gpt" in words and not names_data else words
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != OF_REFUSALS], ids=lambda path: path.name)
@@ -76,6 +79,9 @@ def test_every_override_composes_and_is_accepted(page: Path) -> None:
         if "launch=slurm" in words:
             words.append("launch.overrides=[]")  # Hydra knows what was typed only in a run
         try:
-            check_config(composed(*words))
+            values = cli.resolve(composed(*words))
+            check_config(values)
+            if not any("_target_" in word for word in words):
+                check_arguments(OmegaConf.create(values))
         except Exception as error:
             pytest.fail(f"{page.name}: {' '.join(overrides)}: {error}")

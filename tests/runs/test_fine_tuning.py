@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
             "optimizer.groups=[{lr:0.1}]",
             "no match, the parameters' name; type optimizer.groups=[{match:fc,lr:0.1}]",
         ),
-        ("optimizer.groups=[{match:'4',lr:-1}]", "lr=-1 wants a number above 0; type optimizer.groups=[{match:4,lr:"),
+        ("optimizer.groups=[{match:'4',lr:-1}]", "lr=-1 must be a number above 0; type optimizer.groups=[{match:4,lr:"),
     ):
         assert said in str(answer(*start, words)), words
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16))

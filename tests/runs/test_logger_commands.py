@@ -45,7 +45,7 @@ def test_without_tensorboard_nothing_of_it_is_imported_or_written(start, tmp_pat
         line.rpartition("|")[2].strip() for line in command.output.splitlines() if line.startswith("import time:")
     }
     assert "torch" in imported
-    assert not {name for name in imported if "tensorboard" in name or "progress_bar" in name}
+    assert not {name for name in imported if "tensorboard" in name}
     assert "lockstep.tasks.reports" not in imported
     assert len(command.epochs) == 2
     assert not list((tmp_path / "run").glob("events.*"))

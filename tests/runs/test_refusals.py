@@ -36,11 +36,11 @@ def assert_refused(run: Command, *said: str) -> None:
             ["-m", "hydra/sweeper=basic", "optimizer.lr=interval(0.1,1)"],
             "type sweep.search=random sweep.trials=20, and",
         ),
-        (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan wants a number above 0; type optimizer.lr=0.05"),
+        (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan must be a number above 0; type optimizer.lr=0.05"),
         # What a rank alone could know comes from the parent, before it starts any process.
         (["launch=torchrun", "dataset=random"], "[channels,height,width], or null; type model=mlp or model=linear"),
         (["launch=torchrun", "model=resnet18", "model.name=foo"], "is no model of torchvision; type model.name="),
-        (["launch=torchrun", "dataset.classes=5"], "wants a whole number of 10 or more; type dataset.classes=10"),
+        (["launch=torchrun", "dataset.classes=5"], "must be a whole number of 10 or more; type dataset.classes=10"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -79,7 +79,7 @@ CUT_MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.CutMix,a
         (
             "Ragged",
             [],
-            ", and a batch wants one shape; type dataset.collate_fn='{_target_:<module>.<function>,",
+            ", and a batch must have one shape; type dataset.collate_fn='{_target_:<module>.<function>,",
         ),
         (
             "Gone",

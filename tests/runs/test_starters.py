@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.loggers.run_header import HEADER
+from lockstep.loggers.tensorboard import HEADER
 from lockstep.models.convnet import convnet
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command
 from support.event_files import scalars

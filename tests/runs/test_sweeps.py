@@ -25,7 +25,7 @@ SHORT = ["model=linear", "trainer.max_steps=2"]
 
 def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "optimizer.lr=0.1,-1,0.01", "hydra.sweep.dir=s").finish(2)
-    wrong = "optimizer.lr=-1 wants a number above 0; type optimizer.lr=0.05"
+    wrong = "optimizer.lr=-1 must be a number above 0; type optimizer.lr=0.05"
     assert run.sentence == f"lockstep: the job optimizer.lr=-1: {wrong}"
     assert not (run.cwd / "s").exists()
 
@@ -85,7 +85,7 @@ def test_a_halving_leaves_out_what_the_constraints_refuse(start):
 def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
     sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
     run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
-    assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 wants a number above 0; type" in run.output
+    assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 must be a number above 0; type" in run.output
     assert not (run.cwd / "s").exists()
 
 

@@ -75,8 +75,21 @@ def test_a_model_without_convolutions_stays_contiguous(tmp_path: Path) -> None:
     from lockstep.models.mlp import mlp
     from lockstep.training.setup import model_memory_format
 
-    assert model_memory_format(mlp([1, 8, 8], 10, 8, 1, 0.0), "auto") == torch.contiguous_format
-    assert model_memory_format(mlp([1, 8, 8], 10, 8, 1, 0.0), True) == torch.channels_last
+    net, cpu = mlp([1, 8, 8], 10, 8, 1, 0.0), torch.device("cpu")
+    assert model_memory_format(net, "auto", cpu) == torch.contiguous_format
+    assert model_memory_format(net, True, cpu) == torch.channels_last
+
+
+def test_a_shortcut_from_rgb_stays_contiguous_on_a_cpu_where_the_other_layout_damages_memory() -> None:
+    from lockstep.errors import ConfigError
+    from lockstep.training.setup import model_memory_format
+
+    net, cpu = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 1, stride=2)), torch.device("cpu")
+    assert model_memory_format(net, "auto", cpu) == torch.contiguous_format
+    assert model_memory_format(net, "auto", torch.device("cuda")) == torch.channels_last
+    assert model_memory_format(torch.nn.Conv2d(8, 16, 1, stride=2), "auto", cpu) == torch.channels_last
+    with pytest.raises(ConfigError, match=r"1x1 convolution .* \(0\) .*type trainer.channels_last=auto"):
+        model_memory_format(net, True, cpu)
 
 
 EVALUATED = [

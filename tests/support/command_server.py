@@ -33,7 +33,7 @@ IMPORTS = (
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.csv_logger",
     "lockstep.loggers.console",
-    "lockstep.loggers.progress_bar",
+    "tqdm",
     "lockstep.loggers.rank_logs",
     "lockstep.snapshots.resume",
     "torch.utils.tensorboard",

@@ -93,6 +93,17 @@ def _own_connection() -> None:
     raise ConnectionError("Connection closed by peer: a server of the user's")
 
 
+def _damage_heap() -> None:
+    """glibc says "free(): invalid pointer" and ends the process."""
+    buffer = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).free(ctypes.c_void_p(ctypes.addressof(buffer) + 8))
+
+
+def _words_of_gloo() -> None:
+    """An error of this rank alone, whose words are those of a lost rank."""
+    raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:2000")
+
+
 def _raising_child() -> None:
     """A child whose exception goes through the functions of the rank that it is a copy of."""
     if os.fork() == 0:
@@ -145,6 +156,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "segfault": lambda: ctypes.string_at(0),
     "segfault_once": _segfault_once,
     "abort": os.abort,
+    "heap": _damage_heap,
+    "comm": _words_of_gloo,
     "exit0": lambda: os._exit(0),
     "native_exit": lambda: ctypes.CDLL(None)._exit(0),
     "exit3": lambda: os._exit(3),

@@ -5,8 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lockstep.config.schema import OPEN_SECTIONS, SECTIONS, Rule, Run, flatten, rules
-from lockstep.config.suggest import GROUPS
+from lockstep.config.schema import GROUPS, SECTIONS, Dataset, Rule, Run, flatten, rules, rules_in_conf
 from support.commands import ROOT
 from support.configs import composed_with_hydra
 from support.fuzzed_values import inside, targets, typed, wild
@@ -53,11 +52,13 @@ KEY_FORMS += ["{0} ", " {0}", "{0}:x", "{0}=x", "é{0}", "'{0}'", "${{{0}}}", "{
 def _ruled_keys() -> list[tuple[str, str, Rule]]:
     """(option that has the key, key, rule) of each field of the schema. The option is empty for a key of every run."""
     found = []
-    for section, schema in {"": Run, **SECTIONS, **OPEN_SECTIONS}.items():
+    for section, schema in {"": Run, "dataset": Dataset, **SECTIONS}.items():
         found += [("", f"{section}.{name}".lstrip("."), rule) for name, rule in rules(schema).items()]
     for group, options in GROUPS.items():
-        for option, schema in options.items():
-            found += [(f"{group}={option}", f"{group}.{name}", rule) for name, rule in rules(schema).items()]
+        for option in options:
+            prefix = f"logger.{option}" if group == "logger" else group
+            known = rules_in_conf(group, option).items()
+            found += [(f"{group}={option}", f"{prefix}.{name}", rule) for name, rule in known]
     return found
 
 

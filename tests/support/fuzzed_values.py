@@ -76,15 +76,16 @@ def inside(rule: Rule) -> Text:
 def _item(rule: Rule) -> st.SearchStrategy[Any]:
     """One value of the kind that the rule asks for. Some are outside of its range."""
     limits = rule.limits
-    known = list(limits.words) + ([limits.example] if not isinstance(limits.example, list) else limits.example)
+    example = rule.example()
+    known = [*rule.words, *(example if isinstance(example, list) else [example])]
     low = next((edge for edge in (limits.min, limits.above) if edge is not None), -3)
-    if rule.kind is int:
+    if int in rule.kinds:
         return st.sampled_from([*known, int(low), int(low) + 1]) | st.integers(int(low), int(low) + 9)
-    if rule.kind is float:
+    if float in rule.kinds:
         edges = [edge for edge in (limits.min, limits.max, limits.above, limits.below) if edge is not None]
         near = [edge + step for edge in edges for step in (-1e-6, 1e-6)]
         return st.sampled_from([*known, *edges, *near]) | st.floats(float(low), float(low) + 2)
-    if rule.kind is bool:
+    if bool in rule.kinds:
         return st.booleans()
     return st.sampled_from(known)
 

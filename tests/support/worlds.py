@@ -25,7 +25,7 @@ PRELOAD = [
     "lockstep.data.builtin",
     "lockstep.loggers.tensorboard",
     "lockstep.loggers.console",
-    "lockstep.loggers.progress_bar",
+    "tqdm",
     "lockstep.loggers.rank_logs",
     "torch.utils.tensorboard",
 ]

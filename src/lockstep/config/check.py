@@ -1,7 +1,7 @@
-"""Checks of the values of a composed config, before anything is started."""
+"""Checks of a composed config: of its sections before anything is imported, of its classes and their options after."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -11,23 +11,26 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from lockstep.config.options import DATASETS, GPT, GROUPS, SGD, TARGETS, Text
 from lockstep.config.schema import (
-    HYDRA_KEYS,
-    OPEN_SECTIONS,
+    DATASETS,
+    GROUPS,
     SECTIONS,
-    Augment,
-    Dataset,
     Node,
     Rule,
     Run,
+    Text,
     as_dict,
     as_number,
+    default_of,
     enumerate_words,
     flatten,
     join,
+    node_in_conf,
     nodes_with_target,
+    option_rules,
     rules,
+    rules_of_readers,
+    section_rules,
     show,
 )
 from lockstep.config.suggest import (
@@ -39,93 +42,84 @@ from lockstep.config.suggest import (
     value_for_section,
     without_package,
 )
+from lockstep.config.targets import CHECKED, check_signature, locate
 from lockstep.errors import ConfigError
 
 NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
+ALL_SECTIONS = ("", "dataset", *SECTIONS)
+FOLDERS = ("data_dir", "resume", "init", "run_dir")
+
+
+# ---- Sections, without an import of what the config names
+
+
+def with_whole_folders(cfg: DictConfig, hydra_cfg: HydraConf) -> DictConfig:
+    """`cfg` with ~ as the home folder, and with folders that mean the same where hydra.job.chdir=true makes the run's
+    folder the current one."""
+    typed = {key: OmegaConf.select(cfg, key) for key in FOLDERS}
+    paths = {key: Path(path).expanduser() for key, path in typed.items() if isinstance(path, str)}
+    if hydra_cfg.job.chdir:
+        paths = {key: Path(hydra_cfg.runtime.cwd, path) for key, path in paths.items()}
+    changed = {key: str(path) for key, path in paths.items() if hydra_cfg.job.chdir or typed[key].startswith("~")}
+    return cast(DictConfig, OmegaConf.merge(cfg, changed)) if changed else cfg
+
+
+def as_declared(config: Node) -> Node:
+    """A composed config with the values of its sections as their rules declare them, changed in place.
+
+    A whole number becomes a float where one is declared, the number in an environment variable a number, and
+    {watch: {weights: off}} of a YAML file "off".
+    """
+    for section in ALL_SECTIONS:
+        node = _node(config, section)
+        if isinstance(node, dict):
+            for name, rule in section_rules(config, section).items():
+                if name in node:
+                    node[name] = rule.as_declared(rule.from_text(rule.as_declared(node[name])))
+    return config
 
 
 def check_config(cfg: DictConfig | Node) -> None:
-    """Check every value that has a schema. Raises ConfigError for the first that is of the wrong type or out of range.
-
-    Values of a node with a `_target_` that is not this project's own are not checked.
-    """
+    """Check what the values of the sections show alone. Raises ConfigError for the first that cannot work."""
     config = as_dict(cfg)
     _check_sections(config)
-    for prefix, node, schema in described_nodes(config):
-        for name, rule in rules(schema).items():
-            if name in node:
-                check_value(join(prefix, name), node[name], rule)
-    check_dataset(config["dataset"])
-    check_model_fits_data(config["model"], config["dataset"])
-    _check_called(config)
+    for section in ALL_SECTIONS:
+        node = _node(config, section)
+        for name, rule in section_rules(config, section).items():
+            check_value(join(section, name), node[name], rule)
+    _check_dataset(config["dataset"])
+    _check_tokens(config)
+    _check_classes_of_torch(config)
     _check_loggers(config)
-    check_task(config)
-    check_optimizer(config["optimizer"])
-    check_scheduler(config["scheduler"])
 
 
-def check_value(key: str, value: object, rule: Rule) -> None:
-    """Raise ConfigError if `rule` does not accept the value of `key`."""
+def check_value(key: str, value: object, rule: Rule, default: object = None) -> None:
+    """Raise ConfigError if `rule` does not accept the value of `key`. default: its value in conf/."""
     if rule.accepts(value):
         return
-    number = as_number(value) if rule.kind in (int, float) else None
+    number = as_number(value) if rule.is_number else None
     if number is not None and rule.accepts(number):
         decoded = f"""'{key}="${{oc.decode:${{oc.env:NAME}}}}"'"""
         raise ConfigError(
-            f'{key}="{value}" is text, and wants {rule.wants}; type {key}={show(number)}, or {decoded} for the number '
-            f"in an environment variable"
+            f'{key}="{value}" is text, and must be {rule.must_be}; type {key}={show(number)}, or {decoded} for the '
+            f"number in an environment variable"
         )
-    raise ConfigError(wrong_value(key, value, rule))
+    raise ConfigError(wrong_value(key, value, rule, default))
 
 
-def wrong_value(key: str, value: object, rule: Rule) -> str:
+def wrong_value(key: str, value: object, rule: Rule, default: object = None) -> str:
     """The sentence for a value that `rule` does not accept."""
-    shown = str(value) if rule.kind is int and isinstance(value, float) else show(value)  # 2.0, where 2 is right
-    return f"{key}={shown} wants {rule.wants}; type {rule.what_to_type(key)}"
+    shown = str(value) if isinstance(value, float) and float not in rule.kinds else show(value)  # 2.0, where 2 is right
+    default = default_of(key) if default is None else default
+    return f"{key}={shown} must be {rule.must_be}; type {rule.what_to_type(key, value, default)}"
 
 
-def unchecked_keys(cfg: DictConfig) -> list[str]:
-    """One sentence for each key that only the config or only the schema has. Empty for every option in conf/."""
-    config = as_dict(cfg)
-    problems, described = [], set()
-    for prefix, node, schema in described_nodes(config):
-        names = set(rules(schema))
-        described |= {join(prefix, name) for name in names}
-        problems += [f"{join(prefix, name)} has a schema and no value in conf/" for name in sorted(names - set(node))]
-    for key, parents in _leaves(config, "", []):
-        if key not in described and not described & set(parents):
-            problems.append(f"{key} has a value in conf/ and no schema")
-    return problems
-
-
-def described_nodes(config: Node) -> Iterator[tuple[str, Node, type]]:
-    """(key, node, schema) of every node that has a schema: sections first, then the options of the groups."""
-    yield "", config, Run
-    for name, schema in SECTIONS.items():
-        if name in config:
-            yield name, config[name], schema
-    dataset = config.get("dataset")
-    if isinstance(dataset, dict):
-        reader = dataset.get("train")
-        target = reader.get("_target_") if isinstance(reader, dict) else None
-        yield "dataset", dataset, DATASETS.get(str(target), Dataset)
-        augment = dataset.get("augment")
-        if isinstance(augment, dict):
-            yield "dataset.augment", augment, Augment
-    for key, node in nodes_with_target(config):
-        if node["_target_"] in TARGETS:
-            yield key, node, TARGETS[node["_target_"]]
-
-
-def _leaves(node: object, key: str, parents: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """(key, keys of the nodes around it) of every value. A node with a `_target_` starts a new list of parents."""
-    if not isinstance(node, dict):
-        yield key, parents
-        return
-    inside = [] if "_target_" in node else [*parents, key]
-    for name, child in node.items():
-        if name not in HYDRA_KEYS:
-            yield from _leaves(child, join(key, name), inside)
+def _node(config: Node, section: str) -> Any:
+    """The node with this dotted name, the whole config for an empty name."""
+    node: Any = config
+    for name in filter(None, section.split(".")):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def _check_sections(config: Node) -> None:
@@ -136,65 +130,28 @@ def _check_sections(config: Node) -> None:
     if len(SECTIONS.keys() - config.keys()) > len(SECTIONS) // 2:
         raise ConfigError(NOT_ON_CONFIG)
     for name in (*SECTIONS, *NEEDED_GROUPS):
-        if name not in config or config[name] is None:
+        node = _node(config, name)
+        if node is None and name != "dataset.augment":
             raise ConfigError(removed_key(name, []))
-        if not isinstance(config[name], dict):
-            raise ConfigError(value_for_section(name, show(config[name])))
-        target = config[name].get("_target_")
+        if not isinstance(node, dict):
+            raise ConfigError(value_for_section(name, show(node)))
+        target = node.get("_target_")
         if name in NEEDED_GROUPS and name != "dataset" and not (isinstance(target, str) and target):
             raise ConfigError(f"{name}._target_ names no class; type {name}=<an option in conf/{name}>")
-    for section, schema in (("", Run), *OPEN_SECTIONS.items()):
-        node = _open_section(config, section)
-        for key in rules(schema):
-            if key not in node:
+    for section in ALL_SECTIONS:
+        for key in section_rules(config, section):
+            if key not in _node(config, section):
                 raise ConfigError(removed_key(join(section, key), []))
-    for name, schema in (*SECTIONS.items(), ("dataset.augment", Augment)):
-        for key, value in _open_section(config, name).items():
-            if key not in rules(schema):
-                raise ConfigError(unknown_key(join(name, key), show(value), _known_keys(config), {}))
+    keys = [key for key in flatten(config) if key.partition(".")[0] in (*SECTIONS, *NEEDED_GROUPS)]
+    for section in SECTIONS:
+        known = section_rules(config, section)
+        for key, value in _node(config, section).items():
+            if key not in known:
+                others = [other for other in keys if other != join(section, key)]
+                raise ConfigError(unknown_key(join(section, key), show(value), others, {}))
 
 
-def _open_section(config: Node, section: str) -> Node:
-    """The node with this dotted name, the whole config for an empty name."""
-    node: Any = config
-    for name in filter(None, section.split(".")):
-        node = node.get(name, {})
-        if not isinstance(node, dict):
-            raise ConfigError(value_for_section(section, show(node)))
-    return cast(Node, node)
-
-
-def _known_keys(config: Node) -> list[str]:
-    sections = SECTIONS | {"dataset.augment": Augment}
-    keys = [join(section, key) for section, schema in sections.items() for key in rules(schema)]
-    return keys + [join(group, key) for group in NEEDED_GROUPS for key in config[group]]
-
-
-def _check_called(config: Node) -> None:
-    """What is called has a `_target_`: a node without one stays a dict, or is left out without a word."""
-    dataset, task = config["dataset"], config["task"]
-    nodes = {f"dataset.{name}": dataset[name] for name in ("prepare", "collate_fn")}
-    for name in ("transforms", "test_transforms", "batch_transforms"):
-        nodes |= {f"dataset.{name}[{index}]": node for index, node in enumerate(dataset[name])}
-    if task["_target_"] in TARGETS:
-        nodes["task.loss"] = task.get("loss")
-        nodes |= {f"task.measures.{name}": node or {} for name, node in task.get("measures", {}).items()}
-    for key, node in nodes.items():
-        if node is not None and not (isinstance(node, dict) and node.get("_target_")):
-            typed = f"_target_:<module>.<class> in {key}" if "[" in key else f"++{key}._target_=<module>.<class>"
-            raise ConfigError(f"{key}={show(node)} names no class or function; type {typed}")
-
-
-def _check_loggers(config: Node) -> None:
-    loggers = config.get("logger", {})  # logger=[] leaves no section
-    for key, node in loggers.items() if isinstance(loggers, dict) else [("", loggers)]:
-        if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-            raise ConfigError(
-                f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
-            )
-
-
-def check_dataset(dataset: dict[str, Any]) -> None:
+def _check_dataset(dataset: Node) -> None:
     """Both halves have a reader, and mean and std have one number for each channel, or one for all."""
     for half in ("train", "test"):
         reader = dataset.get(half)
@@ -208,27 +165,122 @@ def check_dataset(dataset: dict[str, Any]) -> None:
                 f"dataset.{half}={show(reader)} reads no data; type dataset=<an option in conf/dataset>, "
                 f"or +dataset.{half}._target_=<module>.<class>"
             )
-    shape, augment = dataset.get("shape"), dataset["augment"]
-    if isinstance(shape, list) and len(shape) != 3 and (augment["pad"] or augment["flip"]):
+    shape, augment = dataset["shape"], dataset["augment"]
+    if shape is not None and len(shape) != 3 and (augment["pad"] or augment["flip"]):
         raise ConfigError(
             f"dataset.augment is for images, and the samples have the shape {show(shape)}; "
             f"type dataset.augment.pad=0 dataset.augment.flip=false"
         )
-    if not isinstance(shape, list) or len(shape) != 3:
+    if shape is None or len(shape) != 3:
         return
     for name in ("mean", "std"):
         values = dataset[name]
         if values is not None and len(values) not in (1, shape[0]):
             numbers = "1 number" if shape[0] == 1 else f"1 or {shape[0]} numbers"
             raise ConfigError(
-                f"dataset.{name}={show(values)} wants {numbers}, as the images have the shape {show(shape)}; "
+                f"dataset.{name}={show(values)} must be {numbers}, as the images have the shape {show(shape)}; "
                 f"type dataset.{name}=[0.5] or dataset.{name}=null"
             )
 
 
-def check_model_fits_data(model: dict[str, Any], dataset: dict[str, Any]) -> None:
+def _check_tokens(config: Node) -> None:
+    """A model that reads token numbers gets them, and no other model of this project does."""
+    reads_tokens = config["model"]["_target_"] == "lockstep.models.gpt.gpt"
+    data = DATASETS.get(config["dataset"]["train"]["_target_"])
+    if data is None or not _is_own(config["model"]) or reads_tokens == (data is Text):
+        return
+    if data is Text:
+        raise ConfigError("dataset=text has token numbers, which this model does not read; type model=gpt")
+    raise ConfigError("model=gpt reads token numbers, which this data set does not have; type dataset=text")
+
+
+# What these optimizers of torch need, and no training here gives them.
+UNFIT = {
+    "torch.optim.LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
+    "torch.optim.SparseAdam": ("needs sparse gradients", "optimizer=adamw"),
+    "torch.optim.Muon": ("is for matrices only", "optimizer=muon, which leaves the other parameters to AdamW"),
+}
+
+
+def _check_classes_of_torch(config: Node) -> None:
+    """Optimizers and schedules of torch that no training here can step are refused."""
+    target = config["optimizer"]["_target_"]
+    if target in UNFIT:
+        problem, advice = UNFIT[target]
+        raise ConfigError(f"optimizer._target_={target} {problem}; type {advice}")
+    for _, node in nodes_with_target(config["scheduler"]):
+        if node["_target_"].endswith("lr_scheduler.ReduceLROnPlateau"):
+            raise ConfigError("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
+
+
+def _check_loggers(config: Node) -> None:
+    loggers = config.get("logger", {})  # logger=[] leaves no section
+    for key, node in loggers.items() if isinstance(loggers, dict) else [("", loggers)]:
+        if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+            raise ConfigError(
+                f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
+            )
+
+
+def _is_own(node: Node) -> bool:
+    """Whether the node names a class or function of this project."""
+    return str(node["_target_"]).startswith("lockstep.")
+
+
+# ---- Classes and their options, which are imported
+
+
+def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
+    """Check what the config names: that it exists, takes the keys of its node, and accepts their values.
+
+    Values for classes of the user's own are passed on unchecked. Raises ConfigError.
+    """
+    config = as_dict(cfg)
+    for group in groups:
+        found = {key: locate(f"{key}._target_", node["_target_"], group) for key, node in _nodes(config, group)}
+        if group == "dataset":
+            _check_values("dataset", config[group], rules_of_readers(config[group], found), config[group])
+        for key, node in _nodes(config, group):
+            check_signature(key, node, found[key])
+            _check_values(key, node, option_rules(key, node["_target_"], found[key]), node)
+    if groups is CHECKED:
+        _check_called(config)
+        _check_model_fits_data(config["model"], config["dataset"])
+        _check_task(config)
+        _check_optimizer(config["optimizer"])
+
+
+def _nodes(config: Node, group: str) -> list[tuple[str, Node]]:
+    return list(nodes_with_target(config.get(group), group))
+
+
+def _check_values(key: str, node: Node, known: Mapping[str, Rule], named: Node) -> None:
+    for name, rule in known.items():
+        if name in node:
+            value = rule.as_declared(node[name])
+            if not rule.accepts(value):
+                default = node_in_conf(key, str(named.get("_target_"))).get(name)
+                check_value(join(key, name), value, rule, default)
+
+
+def _check_called(config: Node) -> None:
+    """What is called has a `_target_`: a node without one stays a dict, or is left out without a word."""
+    dataset, task = config["dataset"], config["task"]
+    nodes = {f"dataset.{name}": dataset[name] for name in ("prepare", "collate_fn")}
+    for name in ("transforms", "test_transforms", "batch_transforms"):
+        nodes |= {f"dataset.{name}[{index}]": node for index, node in enumerate(dataset[name])}
+    if _is_own(task):
+        nodes["task.loss"] = task.get("loss")
+        nodes |= {f"task.measures.{name}": node or {} for name, node in task.get("measures", {}).items()}
+    for key, node in nodes.items():
+        if node is not None and not (isinstance(node, dict) and node.get("_target_")):
+            typed = f"_target_:<module>.<class> in {key}" if "[" in key else f"++{key}._target_=<module>.<class>"
+            raise ConfigError(f"{key}={show(node)} names no class or function; type {typed}")
+
+
+def _check_model_fits_data(model: Node, dataset: Node) -> None:
     """A model of this project takes the samples of the data set, and has an output for each of its classes."""
-    if model["_target_"] not in TARGETS or not {"shape", "classes"} <= model.keys() & dataset.keys():
+    if not _is_own(model) or not {"shape", "classes"} <= model.keys() & dataset.keys():
         return
     if model["shape"] != dataset["shape"]:
         raise ConfigError(
@@ -242,52 +294,25 @@ def check_model_fits_data(model: dict[str, Any], dataset: dict[str, Any]) -> Non
         )
 
 
-def check_tokens(config: dict[str, Any]) -> None:
-    """Raise ConfigError if model and data set are of this project, and only one of them has token numbers."""
-    dataset = config.get("dataset")
-    reader = DATASETS.get(_target(dataset.get("train") if isinstance(dataset, dict) else None))
-    model = TARGETS.get(_target(config.get("model")))
-    if model is None or reader is None or (model is GPT) == (reader is Text):
-        return
-    if reader is Text:
-        raise ConfigError("dataset=text has token numbers, which this model does not read; type model=gpt")
-    raise ConfigError("model=gpt reads token numbers, which this data set does not have; type dataset=text")
-
-
-def _target(node: object) -> str:
-    return str(node.get("_target_")) if isinstance(node, dict) else ""
-
-
 LANGUAGE_MODELLING = "lockstep.tasks.language_modelling.LanguageModelling"
 OF_LANGUAGE_MODELLING = ("loss", "perplexity")
 
 
-def check_task(config: dict[str, Any]) -> None:
-    """Raise ConfigError for keys that do not go together."""
-    task = config.get("task") or {}
-    if task.get("_target_") not in TARGETS:
+def _check_task(config: Node) -> None:
+    """The keys of a task of this project fit each other and the data set, and none would change nothing."""
+    task = config["task"]
+    if not _is_own(task):
         return
-    if "loss" not in task.get("metrics", {}):
+    metrics = task["metrics"]
+    if "loss" not in metrics:
         raise ConfigError("task.metrics has no loss, which every run reports; type ++task.metrics.loss=min")
-    _check_metrics(task)
-    _check_own_parts(task)
-    classes, known = task.get("classes"), config["dataset"].get("classes")
-    if None not in (classes, known) and classes < known:
-        raise ConfigError(f"task.classes={classes} is less than dataset.classes={known}; type task.classes={known}")
-
-
-def _check_metrics(task: dict[str, Any]) -> None:
-    for name, mode in task.get("metrics", {}).items():
+    for name, mode in metrics.items():
         key = f"task.metrics.{name}"
         if mode not in ("min", "max"):
-            raise ConfigError(f"{key}={show(mode)} wants min or max; type {key}=min or {key}=max")
+            raise ConfigError(f"{key}={show(mode)} must be min or max; type {key}=min or {key}=max")
         if task["_target_"] == LANGUAGE_MODELLING and name not in OF_LANGUAGE_MODELLING:
             known = " and ".join(OF_LANGUAGE_MODELLING)
             raise ConfigError(f"{key} is not measured by this task, which has {known}; type ~{key}")
-
-
-def _check_own_parts(task: dict[str, Any]) -> None:
-    """A key that would change nothing is refused."""
     smoothing = task.get("label_smoothing")
     if task.get("loss") and smoothing:
         raise ConfigError(
@@ -295,95 +320,44 @@ def _check_own_parts(task: dict[str, Any]) -> None:
             f"type task.label_smoothing=0, and ++task.loss.label_smoothing={smoothing} if your loss takes it"
         )
     for name in task.get("measures") or {}:
-        if name not in task["metrics"]:
+        if name not in metrics:
             raise ConfigError(
                 f"task.measures.{name} is not in task.metrics, which says whether more is better; "
                 f"type +task.metrics.{name}=max or +task.metrics.{name}=min"
             )
+    classes, known_classes = task.get("classes"), config["dataset"].get("classes")
+    if None not in (classes, known_classes) and classes < known_classes:
+        raise ConfigError(
+            f"task.classes={classes} is less than dataset.classes={known_classes}; type task.classes={known_classes}"
+        )
 
 
-EXAMPLE = "optimizer.groups=[{match:fc,lr:0.1}]"
-# What these optimizers of torch want, and no training here gives them.
-UNFIT = {
-    "LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
-    "SparseAdam": ("wants sparse gradients", "optimizer=adamw"),
-    "Muon": ("is for matrices only", "optimizer=muon, which leaves the other parameters to AdamW"),
-}
-
-
-def check_optimizer(node: dict[str, Any]) -> None:
-    """Raise ConfigError for hyperparameters that contradict each other, or groups that are none."""
-    target = str(node.get("_target_"))
-    name = target.rpartition(".")[2]
-    if target.startswith("torch.optim.") and name in UNFIT:
-        problem, advice = UNFIT[name]
-        raise ConfigError(f"optimizer._target_={target} {problem}; type {advice}")
-    schema = TARGETS.get(target)
-    if schema is SGD and node.get("nesterov") and not node.get("momentum"):
-        raise ConfigError("optimizer.nesterov=true wants a momentum above 0; type optimizer.momentum=0.9")
+def _check_optimizer(node: Node) -> None:
+    """Hyperparameters do not contradict each other, and each group has a match and values that are accepted."""
+    target = node["_target_"]
+    if target == "torch.optim.SGD" and node.get("nesterov") and not node.get("momentum"):
+        raise ConfigError("optimizer.nesterov=true needs a momentum above 0; type optimizer.momentum=0.9")
+    known = option_rules("optimizer", target, locate("optimizer._target_", target, "optimizer"))
     for group in node.get("groups") or ():
-        _check_group(group, schema)
+        patterns = group.get("match")
+        listed = patterns if isinstance(patterns, list) else [patterns]
+        if not listed or not all(isinstance(pattern, str | int) for pattern in listed):
+            example = "optimizer.groups=[{match:fc,lr:0.1}]"
+            raise ConfigError(f"optimizer.groups: {show(group)} says no match, the parameters' name; type {example}")
+        for name, value in group.items():
+            rule = known.get(name)
+            if rule is not None and not rule.accepts(rule.as_declared(value)):
+                example = show(rule.example(node_in_conf("optimizer", target).get(name)))
+                raise ConfigError(
+                    f"optimizer.groups: {name}={show(value)} must be {rule.must_be}; "
+                    f"type optimizer.groups=[{{match:{show(patterns)},{name}:{example}}}]"
+                )
 
 
-def check_scheduler(node: dict[str, Any]) -> None:
-    """Raise ConfigError for torch's schedule whose steps want a metric: a step or an epoch has none."""
-    schedule = node.get("schedule")
-    targets = [node.get("_target_"), schedule.get("_target_") if isinstance(schedule, dict) else None]
-    if any(str(target).endswith("lr_scheduler.ReduceLROnPlateau") for target in targets):
-        raise ConfigError("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
-
-
-def _check_group(group: object, schema: type | None) -> None:
-    patterns = group.get("match") if isinstance(group, dict) else None
-    listed = patterns if isinstance(patterns, list) else [patterns]
-    if not isinstance(group, dict) or not listed or not all(isinstance(pattern, str | int) for pattern in listed):
-        raise ConfigError(f"optimizer.groups: {show(group)} says no match, the parameters' name; type {EXAMPLE}")
-    if schema is None:
-        return
-    for name, value in group.items():
-        rule = rules(schema).get(name)
-        if rule is not None and not rule.accepts(value):
-            typed = f"{{match:{show(patterns)},{name}:{show(rule.limits.example)}}}"
-            raise ConfigError(
-                f"optimizer.groups: {name}={show(value)} wants {rule.wants}; type optimizer.groups=[{typed}]"
-            )
-
-
-def with_floats(config: Node) -> Node:
-    """A checked config, changed in place: every field for floats holds floats. AdamW refuses betas=[0.9,0]."""
-    for _, node, schema in described_nodes(config):
-        for name, rule in rules(schema).items():
-            if name in node and rule.kind is float:
-                node[name] = _as_float(node[name])
-    return config
-
-
-def _as_float(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_as_float(item) for item in value]
-    return float(value) if type(value) is int else value
-
-
-WORDS = {"False": "off", "True": "on"}  # also as text: a field for text turns a truth value into it
-
-
-def with_yaml_booleans_as_words(config: Node) -> Node:
-    """A config that is not checked yet, changed in place: {watch: {weights: off}} in a YAML file is "off"."""
-    for _, node, schema in described_nodes(config):
-        if not isinstance(node, dict):
-            continue
-        suspects = {name: WORDS[str(value)] for name, value in node.items() if str(value) in WORDS}
-        if not suspects:
-            continue
-        for name, rule in rules(schema).items():
-            words = rule.limits.words
-            if suspects.get(name) in words and True not in words and False not in words:
-                node[name] = suspects[name]
-    return config
+# ---- What was typed, and nothing reads
 
 
 GROUPS_AND_SECTIONS = {*GROUPS, *SECTIONS}
-FOLDERS = ("data_dir", "resume", "init", "run_dir")
 READ = {*GROUPS_AND_SECTIONS, *rules(Run), "local", "experiment"}
 
 
@@ -429,13 +403,7 @@ def _unread(cfg: DictConfig, hydra_cfg: HydraConf) -> dict[str, str]:
     return {key: value for key, value in own.items() if key.partition(".")[0] not in read}
 
 
-def with_whole_folders(cfg: DictConfig, hydra_cfg: HydraConf) -> DictConfig:
-    """`cfg` with folders that mean the same where hydra.job.chdir=true makes the run's folder the current one."""
-    if not hydra_cfg.job.chdir:
-        return cfg
-    typed = {key: OmegaConf.select(cfg, key) for key in FOLDERS}
-    whole = {key: str(Path(hydra_cfg.runtime.cwd, path)) for key, path in typed.items() if isinstance(path, str)}
-    return cast(DictConfig, OmegaConf.merge(cfg, whole))
+# ---- Values that environment variables decide, and the columns by which runs are compared
 
 
 RESOLVER = "oc.env"

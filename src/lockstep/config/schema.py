@@ -1,112 +1,172 @@
-"""The sections of the config: types, ranges and a line of help for each key. How fields say what they accept."""
+"""What an option accepts, said once: by the annotations of its class's constructor, or of its section's dataclass.
 
+    def mlp(shape: Shape, classes: Count, width: Count, dropout: Fraction) -> nn.Module:
+        '''Hidden layers of ReLU units.
+
+        width: units of a hidden layer.
+        dropout: share of the units that are dropped.
+        '''
+
+A type, `Literal` words and `Limits` in `Annotated` are the rule of a parameter; its line in the docstring, or a text in
+`Annotated`, is its help. `rules` reads them. The values stand in conf/. No torch here.
+"""
+
+import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from hydra.core.config_store import ConfigStore
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-LARGEST_SEED = 2**63 - 1
+Node = dict[str, Any]
+
+CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
+HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+FROM_DATA = ("shape", "classes")  # null in a config: the training data tells
 LARGEST_NUMBER: dict[type, float] = {int: 2**63 - 1, float: sys.float_info.max}
+SPELLED_TRUTHS = ("yes", "on", "1", "no", "off", "0")
+YAML_BOOLEANS = {"False": "off", "True": "on"}  # what YAML makes of off and on without quotes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a field accepts beyond its annotation.
+    """What a value must be beyond its type.
 
-    min, max: included; above, below: excluded. words: strings and truth values that are accepted as they are.
-    length: of a list. pattern: a regular expression for the whole of a string. wants: replaces the description of the
-    accepted values. advice: replaces `key=example` as what to type.
+    min, max: included. above, below: excluded.
+    length: of a list.
+    pattern: a regular expression for the whole of a text.
+    must_be: replaces the description of the accepted values.
+    example: what to type where the value in conf/ does not help, because it is null or left out.
+    advice: replaces `key=example` as what to type.
     """
 
-    help: str
-    example: object = None
     min: float | None = None
     max: float | None = None
     above: float | None = None
     below: float | None = None
-    words: tuple[object, ...] = ()
     length: int | None = None
     pattern: str | None = None
-    wants: str | None = None
+    must_be: str | None = None
+    example: object = None
     advice: str | None = None
 
 
-def value(help: str, **limits: Any) -> Any:
-    """A field of a schema dataclass. It has no default: the values stand in conf/. `limits` are those of `Limits`."""
-    return field(metadata={"limits": Limits(help, **limits)})
-
-
-def number(help: str, example: object, **limits: Any) -> Any:
-    """A field for a number, or for a list of numbers if the annotation is a list."""
-    return value(help, example=example, **limits)
-
-
-def names(help: str, example: list[str]) -> Any:
-    """A field for a list of parameters' names, annotated as list[int]: the name of a layer may be a whole number."""
-    return value(help, example=example, pattern=".+", wants="a list of names")
-
-
-def choice(*words: object, help: str) -> Any:
-    """A field that accepts `words` and nothing else. The first is the example."""
-    return value(help, example=words[0], words=words)
+LARGEST_SEED = 2**63 - 1
+Count = Annotated[int, Limits(min=1)]
+Whole = Annotated[int, Limits(min=0)]
+Seed = Annotated[int, Limits(min=0, max=LARGEST_SEED)]
+Positive = Annotated[float, Limits(above=0)]
+NotNegative = Annotated[float, Limits(min=0)]
+Fraction = Annotated[float, Limits(min=0, below=1)]
+Names = Annotated[list[str | int], Limits(must_be="a list of names")]  # the name of a layer may be a whole number
+Ranks = Annotated[Count | Literal["auto", "gpu", "cpu"], Limits(example=2)]
+StartMethod = Literal["spawn", "fork", "forkserver"]
+Shape = Annotated[Sequence[int], "Shape of a sample; null: from the data.", Limits(min=1)]
+ImageShape = Annotated[
+    Shape,
+    Limits(length=3, must_be="images of shape [channels,height,width]", advice="model=mlp or model=linear"),
+]
+Classes = Annotated[int, "Outputs; null: from the data.", Limits(min=1)]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One field of the schema: what it accepts, and how that is said."""
+    """What one option accepts, and how that is said. words: accepted as they are."""
 
-    kind: type  # int, float, bool, str, dict or object (anything)
+    kinds: tuple[type, ...]  # of int, float, bool, str and dict; empty where only words are accepted
     is_list: bool
     nullable: bool
+    words: tuple[object, ...]
     limits: Limits
+    help: str
 
     @property
-    def wants(self) -> str:
+    def must_be(self) -> str:
         """The accepted values in words: "a whole number of 1 or more, or null"."""
-        text = self.limits.wants or self._describe()
+        text = self.limits.must_be or self._describe_item()
+        if self.is_list and not self.limits.must_be:
+            count = "items" if self.limits.length is None else f"{self.limits.length} items"
+            text = f"a list of {count}, each {text}"
         return f"{text}, or null" if self.nullable else text
+
+    @property
+    def is_number(self) -> bool:
+        return int in self.kinds or float in self.kinds
 
     def accepts(self, value: object) -> bool:
         if value is None:
-            return self.nullable or self.kind is object
+            return self.nullable
         if not self.is_list:
             return self._accepts_item(value)
         if not isinstance(value, list) or self.limits.length not in (None, len(value)):
             return False
         return all(self._accepts_item(item) for item in value)
 
-    def what_to_type(self, key: str) -> str:
-        """`key=example`, or the advice of this field."""
-        return self.limits.advice or f"{key}={show(self.limits.example)}"
+    def as_declared(self, value: Any) -> Any:
+        """`value` as its class takes it: floats where floats are declared (AdamW refuses betas=[0.9,0]), and off and on
+        where YAML has made truth values of them."""
+        if isinstance(value, list):
+            return [self.as_declared(item) for item in value]
+        if type(value) is int and float in self.kinds and self._in_range(value):
+            return float(value)
+        word = YAML_BOOLEANS.get(str(value))
+        return word if word in self.words and bool not in map(type, self.words) else value
 
-    def _describe(self) -> str:
-        item = self._describe_item()
-        if not self.is_list:
-            return item
-        count = "items" if self.limits.length is None else f"{self.limits.length} items"
-        return f"a list of {count}, each {item}"
+    def from_text(self, value: Any) -> Any:
+        """The number or truth value that a text stands for, as environment variables hold them; else `value`."""
+        number = as_number(value) if self.is_number else None
+        truth = {"true": True, "false": False}.get(str(value).lower()) if isinstance(value, str) else None
+        return next((found for found in (value, number, truth) if found is not None and self.accepts(found)), value)
+
+    def example(self, default: object = None) -> object:
+        """A value that is accepted. default: the value in conf/, which is taken where it can be typed."""
+        if self.limits.example is not None:
+            return self.limits.example
+        if default is not None and "${" not in str(default) and self.accepts(default):
+            return default
+        if self.nullable and not self.words:
+            return None
+        low = self.limits.min if self.limits.min is not None else (self.limits.above or 0) + 1
+        item = self.words[0] if self.words else low if self.is_number else bool in self.kinds or "<text>"
+        return [item] * (self.limits.length or 1) if self.is_list else item
+
+    def what_to_type(self, key: str, typed: object = None, default: object = None) -> str:
+        """`key=value` with a value near to `typed` that is accepted, or else with an example; or this rule's advice."""
+        if self.limits.advice:
+            return self.limits.advice
+        near = [f"{key}={show(value)}" for value in self._near(typed)]
+        return " or ".join(near) or f"{key}={show(self.example(default))}"
+
+    def _near(self, typed: Any) -> list[object]:
+        if str(typed).lower() in ("none", "nil", "nan") and self.nullable:
+            return [None]
+        if bool in self.kinds:
+            return [str(typed).lower() in ("yes", "on", "1")] if str(typed).lower() in SPELLED_TRUTHS else []
+        number = typed if type(typed) in (int, float) else as_number(typed)
+        if number is not None and not self.is_list and self.is_number:
+            whole = int(number) if abs(number) < LARGEST_SEED and number == int(number) else number
+            return [whole] if self.accepts(whole) else []
+        return [word for word in self.words if str(typed) and str(typed).lower() in show(word)] if self.words else []
 
     def _describe_item(self) -> str:
-        words = [show(word) for word in self.limits.words]
-        if self.kind in (int, float):
-            words.insert(0, self._describe_number())
-        elif not words:
-            words = {bool: ["true", "false"], str: ["text"], dict: ["keys with values"], object: ["any value"]}[
-                self.kind
-            ]
-        return enumerate_words(words, "or")
+        described = [show(word) for word in self.words]
+        if self.is_number:
+            described.insert(0, self._describe_number())
+        elif not described:
+            names = {bool: "true or false", str: "text", dict: "keys with values"}
+            described = [names[kind] for kind in self.kinds]
+        return enumerate_words(described, "or")
 
     def _describe_number(self) -> str:
-        limits = self.limits
-        noun = "a whole number" if self.kind is int else "a number"
+        limits, noun = self.limits, "a number" if float in self.kinds else "a whole number"
         if limits.above is not None and limits.below is not None:
             return f"{noun} between {limits.above} and {limits.below}, both excluded"
         if limits.min is not None and limits.below is not None:
@@ -120,24 +180,21 @@ class Rule:
         return noun if limits.above is None else f"{noun} above {limits.above}"
 
     def _accepts_item(self, value: object) -> bool:
-        if any(type(value) is type(word) and value == word for word in self.limits.words):
+        if any(type(value) is type(word) and value == word for word in self.words):
             return True
-        if self.limits.pattern is not None and isinstance(value, str):
-            return re.fullmatch(self.limits.pattern, value) is not None
-        if self.kind is int:
-            return type(value) is int and self._in_range(value)
-        if self.kind is float:
-            return type(value) in (int, float) and self._in_range(value)  # type: ignore[arg-type]
-        if self.limits.words:
-            return False
-        if self.kind is str:
-            return isinstance(value, str) and value != ""
-        return isinstance(value, self.kind)
+        if isinstance(value, str):
+            pattern = self.limits.pattern
+            return str in self.kinds and value != "" and (pattern is None or re.fullmatch(pattern, value) is not None)
+        if isinstance(value, bool | dict):
+            return type(value) in self.kinds
+        if isinstance(value, int | float):
+            return (float in self.kinds or type(value) in self.kinds) and self._in_range(value)
+        return False
 
     def _in_range(self, value: float) -> bool:
-        limits = self.limits
+        limits, largest = self.limits, LARGEST_NUMBER[float if float in self.kinds else int]
         return (
-            -LARGEST_NUMBER[self.kind] <= value <= LARGEST_NUMBER[self.kind]  # no nan, and what torch can hold
+            -largest <= value <= largest  # no nan, and what torch can hold
             and (limits.min is None or value >= limits.min)
             and (limits.max is None or value <= limits.max)
             and (limits.above is None or value > limits.above)
@@ -145,226 +202,295 @@ class Rule:
         )
 
 
-def rules(schema: type) -> dict[str, Rule]:
-    """{name: rule} of a schema dataclass, in the order of its fields."""
-    hints = get_type_hints(schema)
-    return {item.name: _rule(item, hints[item.name]) for item in fields(schema)}
+@cache
+def rules(described: Callable[..., Any]) -> dict[str, Rule]:
+    """{parameter: rule} of a dataclass, a class or a function, in the order of its parameters.
+
+    A parameter whose annotation no config can hold, such as a tensor, has no rule.
+    """
+    found: dict[str, Rule] = {}
+    help: dict[str, str] = {}
+    for function, text in _constructors(described):
+        help = _lines(text) | help
+        for name, parameter in inspect.signature(function).parameters.items():
+            rule = _rule(parameter.annotation)
+            if rule is not None and name not in found and parameter.kind is not parameter.VAR_KEYWORD:
+                found[name] = rule
+    return {name: _with_help(rule, help.get(name, "")) for name, rule in found.items()}
 
 
-def _rule(item: Field[Any], hint: Any) -> Rule:
-    members = list(get_args(hint)) if isinstance(hint, types.UnionType) else [hint]
-    nullable = type(None) in members
-    limits: Limits = item.metadata["limits"]
-    kinds = [member for member in members if member is not type(None)]
-    is_list = get_origin(kinds[0]) is list
-    kind = get_args(kinds[0])[0] if is_list else kinds[0]
-    kind = get_origin(kind) or kind
-    return Rule(object if kind is Any else kind, is_list, nullable, limits)
+def _constructors(described: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], str]]:
+    """(function that takes the parameters, its docstrings). A class has its parents' lines too, and their parameters
+    where it passes **options on."""
+    if not isinstance(described, type):
+        yield described, inspect.getdoc(described) or ""
+        return
+    passes_on = True
+    for kind in described.__mro__[:-1]:
+        init = kind.__dict__.get("__init__")
+        text = "\n".join(inspect.cleandoc(text or "") for text in (kind.__doc__, getattr(init, "__doc__", "")))
+        yield (init if init is not None and passes_on else lambda: None), text
+        if init is not None:
+            passes_on = passes_on and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values())
 
 
-def show(value: object) -> str:
-    """A value as it is typed on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value)) if abs(value) < 1e15 else str(value)
-    if isinstance(value, list):
-        return f"[{','.join(show(item) for item in value)}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
-    return str(value)
+def _lines(text: str) -> dict[str, str]:
+    """{name: text} of the lines `name: text` in a docstring. A line goes on where the next one is indented."""
+    found = re.findall(r"^(\w+): (.+(?:\n[ \t]+\S.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(line.split()) for name, line in found}
 
 
-def as_number(value: object) -> int | float | None:
-    """The number that a text is, None for other texts and values."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(value) if isinstance(value, str) else None
-    return None
+def _with_help(rule: Rule, line: str) -> Rule:
+    is_word = line.partition(":")[0] in rule.words  # spawn: a fresh interpreter
+    help = line if is_word else line[:1].upper() + line[1:] or rule.help
+    return Rule(rule.kinds, rule.is_list, rule.nullable, rule.words, rule.limits, help)
 
 
-def enumerate_words(words: list[str], conjunction: str) -> str:
-    """["a", "b", "c"] -> "a, b or c"."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+def _rule(annotation: Any) -> Rule | None:
+    """None for an annotation that no value of a config fits."""
+    kinds, words, nullable, is_list, help = list[type](), list[object](), False, False, ""
+    limits: dict[str, Any] = {}
+    waiting = [annotation]
+    while waiting:
+        hint = waiting.pop(0)
+        origin, members = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            waiting.insert(0, members[0])
+            for extra in members[1:]:
+                if isinstance(extra, Limits):
+                    limits = {name: value for name, value in asdict(extra).items() if value is not None} | limits
+                elif isinstance(extra, str):
+                    help = help or extra
+        elif origin in (Union, types.UnionType):
+            waiting[:0] = members
+        elif origin is Literal:
+            words += members
+        elif hint in (None, type(None)):
+            nullable = True
+        elif isinstance(origin, type) and issubclass(origin, Mapping) or origin is Callable or hint is dict:
+            kinds.append(dict)  # what is called is a node with a `_target_`
+        elif isinstance(origin, type) and issubclass(origin, Iterable):
+            is_list = True
+            waiting.insert(0, members[0])
+        elif hint in (int, float, bool, str):
+            kinds.append(hint)
+        elif hint is not Path:
+            return None
+    return Rule(tuple(kinds), is_list, nullable, tuple(words), Limits(**limits), help)
 
 
-CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
-SCHEMA_NAME = "lockstep_schema"  # its name in the defaults list of conf/config.yaml
+# ---- The sections that always have the same keys
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """The keys at the top."""
 
-    seed: int = number(
-        "Seed of the weights, the order of the samples and the augmentations.", example=0, min=0, max=LARGEST_SEED
-    )
-    data_dir: str = value("Folder of the data sets.", example="data")
-    resume: str | None = value("A run folder or a snapshot to start from, or to evaluate.", example="null")
-    init: str | None = value("File of weights, snapshot or run folder whose weights a run begins with.", example="null")
-    new_layers: list[int] = names("With init: parameters that keep their random weights.", example=["fc"])
-    freeze: list[int] = names("Parameters that are not trained.", example=["layer1"])
-    objective: str = value(
+    seed: Annotated[Seed, "Seed of the weights, the order of the samples and the augmentations."]
+    data_dir: Annotated[str, "Folder of the data sets.", Limits(example="data")]
+    resume: Annotated[str | None, "A run folder or a snapshot to start from, or to evaluate."]
+    init: Annotated[str | None, "File of weights, snapshot or run folder whose weights a run begins with."]
+    new_layers: Annotated[Names, "With init: parameters that keep their random weights."]
+    freeze: Annotated[Names, "Parameters that are not trained."]
+    objective: Annotated[
+        str,
         "Decides which weights are the best, and is what a run returns to a sweeper: test/<metric of the task>.",
-        example="test/loss",
-    )
-    run_dir: str = value("Folder of this run; type hydra.run.dir=<folder> to choose it.", example="outputs/my-run")
+        Limits(example="test/loss"),
+    ]
+    run_dir: Annotated[
+        str, "Folder of this run; type hydra.run.dir=<folder> to choose it.", Limits(example="outputs/my-run")
+    ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trainer:
-    epochs: int = number("Passes over the training data.", min=1, example=5)
-    max_steps: int | None = number("End after this many optimizer steps, whatever epochs says.", min=1, example=100)
-    pause_after: int | None = number(
-        "End with a snapshot after this many epochs; the schedule stays that of epochs.", min=1, example=1
-    )
-    batch_size: int = number("Samples of a global batch, over all ranks.", min=1, example=128)
-    batch_size_per_rank: int | None = number(
-        "Replaces batch_size by this times the number of ranks that share a batch.", min=1, example=64
-    )
-    gradient_accumulation_steps: int = number("Micro-batches that a global batch is cut into.", min=1, example=2)
-    max_grad_norm: float | None = number("Clip the norm of the gradient to this.", above=0, example=1.0)
-    precision: str = choice("fp32", "bf16", "fp16", "fp64", help="bf16 and fp16 are autocast.")
-    channels_last: bool | str = choice("auto", True, False, help="Memory layout; auto: for models with convolutions.")
-    compile: bool | str = choice(False, True, "reduce-overhead", "max-autotune", help="torch.compile, or a mode of it.")
-    deterministic: bool = value("Use deterministic algorithms only.", example=True)
-    digest: int | bool | str = number(  # bool: on and off without quotes in a YAML file, see switches.py
+    epochs: Annotated[Count, "Passes over the training data."]
+    max_steps: Annotated[
+        Count | None, "End after this many optimizer steps, whatever epochs says.", Limits(example=100)
+    ]
+    pause_after: Annotated[
+        Count | None, "End with a snapshot after this many epochs; the schedule stays that of epochs."
+    ]
+    batch_size: Annotated[Count, "Samples of a global batch, over all ranks."]
+    batch_size_per_rank: Annotated[
+        Count | None, "Replaces batch_size by this times the number of ranks that share a batch.", Limits(example=64)
+    ]
+    gradient_accumulation_steps: Annotated[Count, "Micro-batches that a global batch is cut into."]
+    max_grad_norm: Annotated[Positive | None, "Clip the norm of the gradient to this."]
+    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], "bf16 and fp16 are autocast."]
+    channels_last: Annotated[Literal["auto", True, False], "Memory layout; auto: for models with convolutions."]
+    compile: Annotated[Literal[False, True, "reduce-overhead", "max-autotune"], "torch.compile, or a mode of it."]
+    deterministic: Annotated[bool, "Use deterministic algorithms only."]
+    digest: Annotated[
+        Count | Literal["off", "on"],
         "Steps between two rows of digests of loss, gradients and weights; on: 10.",
-        min=1,
-        words=("off", "on"),
-        example="on",
-    )
-    ema: float | None = number(
-        "Decay of a moving average of the weights and running statistics.", above=0, below=1, example=0.999
-    )
+        Limits(example="on"),
+    ]
+    ema: Annotated[
+        float | None,
+        "Decay of a moving average of the weights and running statistics.",
+        Limits(above=0, below=1, example=0.999),
+    ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
-    batch_size: int = number("Samples of a rank's forward pass.", min=1, example=128)
-    every: int = number("Epochs between two evaluations.", min=1, example=1)
-    patience: int | None = number("End after this many evaluations without a better objective.", min=1, example=3)
+    batch_size: Annotated[Count, "Samples of a rank's forward pass."]
+    every: Annotated[Count, "Epochs between two evaluations."]
+    patience: Annotated[Count | None, "End after this many evaluations without a better objective.", Limits(example=3)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
-    every: str = value(
+    every: Annotated[
+        str,
         "Time between two snapshots, in epochs, steps or minutes.",
-        example="1epochs",
-        pattern=r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?",
-        wants="epochs, steps or minutes, such as 1epochs, 50steps or 10min",
-    )
-    keep_last: int = number("Newest snapshots that stay; best.pt stays too.", min=1, example=3)
-    format: str = choice(
-        "auto", "full", "sharded", help="One file, or one for each rank; auto: by the strategy and the size."
-    )
+        Limits(
+            pattern=r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?",
+            must_be="epochs, steps or minutes, such as 1epochs, 50steps or 10min",
+        ),
+    ]
+    keep_last: Annotated[Count, "Newest snapshots that stay; best.pt stays too."]
+    format: Annotated[
+        Literal["auto", "full", "sharded"], "One file, or one for each rank; auto: by the strategy and the size."
+    ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Logging:
-    every: int = number("Steps between two points of train/running_loss and train/lr.", min=1, example=10)
+    every: Annotated[Count, "Steps between two points of train/running_loss and train/lr."]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Watch:
-    every: int = number("Steps between two comparisons of the ranks' weights.", min=1, example=100)
-    weights: str = choice(
-        "stop", "majority", "off", help="What to do when ranks hold different weights; majority: take those of most."
-    )
-    nan: str = choice("stop", "skip", "rollback", help="What to do when a loss or a gradient is NaN or infinite.")
-    timeout: float | None = number(
-        "Seconds without progress that are a hang; null: by the median step.", above=0, example=60
-    )
-    on_hang: str = choice("stop", "report", help="End a run that hangs, or only report it.")
-    straggler: float | None = number("Name a rank whose steps take this many times as long.", above=1, example=1.5)
+    every: Annotated[Count, "Steps between two comparisons of the ranks' weights."]
+    weights: Annotated[
+        Literal["stop", "majority", "off"],
+        "What to do when ranks hold different weights; majority: take those of most.",
+    ]
+    nan: Annotated[Literal["stop", "skip", "rollback"], "What to do when a loss or a gradient is NaN or infinite."]
+    timeout: Annotated[
+        Positive | None, "Seconds without progress that are a hang; null: by the median step.", Limits(example=60)
+    ]
+    on_hang: Annotated[Literal["stop", "report"], "End a run that hangs, or only report it."]
+    straggler: Annotated[
+        float | None, "Name a rank whose steps take this many times as long.", Limits(above=1, example=1.5)
+    ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profiler:
-    enabled: bool = value("Measure the phases of some steps, and record a trace of a few.", example=True)
-    every: int = number("Steps between two measured ones.", min=1, example=101)
-    trace_after: int = number("Steps before the trace.", min=1, example=10)
-    trace_steps: int = number("Steps in the trace.", min=1, example=3)
+    enabled: Annotated[bool, "Measure the phases of some steps, and record a trace of a few."]
+    every: Annotated[Count, "Steps between two measured ones."]
+    trace_after: Annotated[Count, "Steps before the trace."]
+    trace_steps: Annotated[Count, "Steps in the trace."]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sweep:
-    resume: str | None = value("The folder of a sweep that goes on.", example="outputs/multirun/a")
-    retry: str | None = choice("failed", help="failed: run the failed jobs of a resumed sweep again.")
-    changes: str = choice("refuse", "accept", help="Whether a sweep goes on with another base config or other code.")
-    max_failures: int | None = number("End the sweep when so many jobs have failed.", min=1, example=3)
-    slots: int | str = number("Jobs at once, each with its own cores or GPUs.", min=1, words=("auto",), example="auto")
-    search: str = choice(
-        "list", "halving", "random", "tpe", help="halving: train only the best jobs further; random, tpe: draw jobs."
-    )
-    trials: int | None = number("Jobs that a search draws.", min=1, example=20)
-    seed: int = number("Seed of what a search draws.", min=0, max=LARGEST_SEED, example=0)
-    constraints: list[str] = value(
+    resume: Annotated[str | None, "The folder of a sweep that goes on.", Limits(example="outputs/multirun/a")]
+    retry: Annotated[Literal["failed"] | None, "failed: run the failed jobs of a resumed sweep again."]
+    changes: Annotated[Literal["refuse", "accept"], "Whether a sweep goes on with another base config or other code."]
+    max_failures: Annotated[Count | None, "End the sweep when so many jobs have failed.", Limits(example=3)]
+    slots: Annotated[Count | Literal["auto"], "Jobs at once, each with its own cores or GPUs."]
+    search: Annotated[
+        Literal["list", "halving", "random", "tpe"],
+        "halving: train only the best jobs further; random, tpe: draw jobs.",
+    ]
+    trials: Annotated[Count | None, "Jobs that a search draws.", Limits(example=20)]
+    seed: Annotated[Seed, "Seed of what a search draws."]
+    constraints: Annotated[
+        list[str],
         "What the values of each job must satisfy, other jobs are left out.",
-        example=["optimizer.lr * trainer.epochs <= 10"],
-    )
-    eta: int = number("Halving: the best 1/eta of a rung go on, to eta times as many epochs.", min=2, example=2)
-    first_rung: int = number("Halving: epochs of the first rung.", min=1, example=1)
+        Limits(example=["optimizer.lr * trainer.epochs <= 10"]),
+    ]
+    eta: Annotated[int, "Halving: the best 1/eta of a rung go on, to eta times as many epochs.", Limits(min=2)]
+    first_rung: Annotated[Count, "Halving: epochs of the first rung."]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Backend:
-    name: str = choice("auto", "gloo", "nccl", "mpi", help="auto: nccl if every rank has a GPU, else gloo.")
-    timeout: float = number("Seconds that a rank waits for another before it fails.", min=1, example=300)
-    socket_ifname: str | None = value("Network interface for gloo and NCCL.", example="eth0")
-    debug: str | None = value("NCCL_DEBUG: WARN, INFO, ...", example="INFO")
-    p2p_disable: bool | None = value("NCCL_P2P_DISABLE.", example=True)
-    ib_disable: bool | None = value("NCCL_IB_DISABLE.", example=True)
+    name: Annotated[Literal["auto", "gloo", "nccl", "mpi"], "auto: nccl if every rank has a GPU, else gloo."]
+    timeout: Annotated[float, "Seconds that a rank waits for another before it fails.", Limits(min=1)]
+    socket_ifname: Annotated[str | None, "Network interface for gloo and NCCL.", Limits(example="eth0")]
+    debug: Annotated[str | None, "NCCL_DEBUG: WARN, INFO, ...", Limits(example="INFO")]
+    p2p_disable: Annotated[bool | None, "NCCL_P2P_DISABLE."]
+    ib_disable: Annotated[bool | None, "NCCL_IB_DISABLE."]
 
 
-@dataclass
+@dataclass(frozen=True)
 class SyncBN:
-    mode: str = choice("auto", "on", "off", help="Batch norm over the global batch; auto: where the strategy can.")
+    mode: Annotated[Literal["auto", "on", "off"], "Batch norm over the global batch; auto: where the strategy can."]
 
 
-def _transforms(of: str) -> Any:
-    return value(
-        f"Transforms {of}, in this order: nodes with a `_target_`.",
-        wants="a list of nodes with a _target_",
+@dataclass(frozen=True)
+class Augment:
+    pad: Annotated[Whole, "Random shifts by up to this many pixels."]
+    flip: Annotated[bool, "Random mirror images."]
+
+
+Transforms = Annotated[
+    list[dict[str, Any]],
+    Limits(
+        must_be="a list of nodes with a _target_",
         example=[{"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}],
-    )
+    ),
+]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
 
-    prepare: dict[str, Any] | None = value(
-        "Called in one process of each machine before any rank reads.", example="null"
-    )
-    shape: list[int] | None = number("Shape of a sample; null: that of the first one.", min=1, example=[1, 28, 28])
-    classes: int | None = number("Outputs of the model; null: as the data has classes.", min=1, example=10)
-    mean: list[float] | None = number("Mean of each channel, of images scaled to 0..1.", example=[0.5])
-    std: list[float] | None = number("Standard deviation of each channel.", above=0, example=[0.25])
-    workers: int = number("DataLoader processes of each rank.", min=0, example=2)
-    transforms: list[dict[str, Any]] = _transforms("of training samples")
-    test_transforms: list[dict[str, Any]] = _transforms("of test samples")
-    batch_transforms: list[dict[str, Any]] = value(
+    prepare: Annotated[dict[str, Any] | None, "Called in one process of each machine before any rank reads."]
+    shape: Annotated[Shape | None, "Shape of a sample; null: that of the first one.", Limits(example=[1, 28, 28])]
+    classes: Annotated[Count | None, "Outputs of the model; null: as the data has classes."]
+    mean: Annotated[list[float] | None, "Mean of each channel, of images scaled to 0..1.", Limits(example=[0.5])]
+    std: Annotated[list[Positive] | None, "Standard deviation of each channel.", Limits(example=[0.25])]
+    workers: Annotated[Whole, "DataLoader processes of each rank."]
+    transforms: Annotated[Transforms, "Transforms of training samples, in this order: nodes with a `_target_`."]
+    test_transforms: Annotated[Transforms, "Transforms of test samples, in this order: nodes with a `_target_`."]
+    batch_transforms: Annotated[
+        Transforms,
         "Transforms of training batches with their targets, on the device.",
-        wants="a list of nodes with a _target_",
-        example=[{"_target_": "lockstep.data.transforms.RandomErasing", "p": 0.25}],
-    )
-    collate_fn: dict[str, Any] | None = value(
-        "The function that makes (inputs, targets) of a list of samples; null: torch's default.", example="null"
-    )
-    on_error: str = choice(
-        "fail", "skip", help="A sample that cannot be read; skip: the next one is trained on, and it is not evaluated."
-    )
+        Limits(example=[{"_target_": "lockstep.data.transforms.RandomErasing", "p": 0.25}]),
+    ]
+    collate_fn: Annotated[
+        dict[str, Any] | None,
+        "The function that makes (inputs, targets) of a list of samples; null: torch's default.",
+    ]
+    on_error: Annotated[
+        Literal["fail", "skip"],
+        "A sample that cannot be read; skip: the next one is trained on, and it is not evaluated.",
+    ]
 
 
-@dataclass
-class Augment:
-    pad: int = number("Random shifts by up to this many pixels.", min=0, example=4)
-    flip: bool = value("Random mirror images.", example=True)
+ImagesShape = Annotated[
+    list[int], "Shape of an image.", Limits(min=1, length=3, advice="the command without dataset.shape")
+]
+
+
+@dataclass(frozen=True)
+class TenClasses(Dataset):
+    shape: ImagesShape
+    classes: Annotated[int, "Outputs of the model; the labels are 0 to 9.", Limits(min=10)]
+
+
+@dataclass(frozen=True)
+class Images(Dataset):
+    shape: ImagesShape
+
+
+@dataclass(frozen=True)
+class Text(Dataset):
+    shape: Annotated[list[int], "Tokens of a sample, as a shape.", Limits(min=1, length=1)]
+    classes: Annotated[Count, "Different symbols of the whole text."]
+
+
+@dataclass(frozen=True)
+class RandomPairs(Dataset):
+    shape: Annotated[Shape, "Shape of a sample."]
+    classes: Annotated[int, "Outputs of the model.", Limits(min=1, max=1)]
 
 
 # Sections that are complete: a key that they do not have is refused when the config is composed.
@@ -378,25 +504,158 @@ SECTIONS: dict[str, type] = {
     "sweep": Sweep,
     "backend": Backend,
     "sync_bn": SyncBN,
+    "dataset.augment": Augment,
 }
-# Sections beside which the user's own keys may stand.
-OPEN_SECTIONS: dict[str, type] = {"dataset": Dataset, "dataset.augment": Augment}
+DATASETS: dict[str, type] = {  # by the reader of dataset.train; a reader of the user's own makes a Dataset
+    "lockstep.data.builtin.digits": TenClasses,
+    "lockstep.data.builtin.cifar10": TenClasses,
+    "lockstep.data.builtin.mnist": TenClasses,
+    "lockstep.data.images.image_folder": Images,
+    "lockstep.data.text.training_text": Text,
+    "lockstep.data.builtin.random_pairs": RandomPairs,
+}
+
+
+# ---- What is not passed to the class that a node names, and classes of torch, whose constructors say no limits
+
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    """Keys of every optimizer, which the optimizer itself does not get."""
+
+    no_decay: Annotated[Names, "Parameters without weight decay.", Limits(example=["bias", "norm"])]
+    groups: Annotated[
+        list[dict[str, Any]],
+        "Hyperparameters of their own for some parameters.",
+        Limits(example=[{"match": "fc", "lr": 0.1}]),
+    ]
+
+
+@dataclass(frozen=True)
+class SGD:
+    lr: Annotated[Positive, "Learning rate."]
+    momentum: Annotated[Fraction, "Momentum."]
+    nesterov: Annotated[bool, "Nesterov's momentum."]
+    weight_decay: Annotated[NotNegative, "Weight decay."]
+    fused: Annotated[bool | None, "One kernel for all weights."]
+
+
+@dataclass(frozen=True)
+class AdamW:
+    lr: Annotated[Positive, "Learning rate."]
+    betas: Annotated[list[Fraction], "Decay of the two moments.", Limits(length=2)]
+    eps: Annotated[NotNegative, "Added to the denominator."]
+    weight_decay: Annotated[NotNegative, "Decoupled weight decay."]
+    fused: Annotated[bool | None, "One kernel for all weights."]
+
+
+@dataclass(frozen=True)
+class ExponentialLR:
+    gamma: Annotated[Positive, "Factor of each change."]
+
+
+OF_TORCH: dict[str, type] = {
+    "torch.optim.SGD": SGD,
+    "torch.optim.AdamW": AdamW,
+    "torch.optim.lr_scheduler.ExponentialLR": ExponentialLR,
+}
+NOT_PASSED = {"optimizer": frozenset(rules(OptimizerKeys))}
+
+
+# ---- The groups of conf/, and nodes of a config
+
+
+GROUPS: dict[str, list[str]] = {  # {group: its options}
+    folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+    for folder in sorted(CONF.iterdir())
+    if folder.is_dir() and folder.name not in ("hydra", "local", "experiment")
+}
+
+
+@cache
+def values_in_conf(group: str = "", option: str = "config") -> Node:
+    """The keys and values of an option as its YAML has them, interpolations unresolved; of conf/config.yaml without."""
+    text = (CONF / group / f"{option}.yaml").read_text()
+    written: Node = yaml.safe_load(text) or {}
+    if text.startswith("# @package _global_"):
+        written = written[group]
+    found: Node = {}
+    for other in written.pop("defaults", []):
+        if group and isinstance(other, str) and other in GROUPS[group]:
+            found |= values_in_conf(group, other)
+    return found | written
+
+
+def section_rules(config: Node, section: str) -> dict[str, Rule]:
+    """The rules of a section of `config`, of the keys at the top for "". A data set may have its own."""
+    if section == "dataset":
+        reader = config.get("dataset", {}).get("train")
+        return rules(DATASETS.get(str(reader.get("_target_")) if isinstance(reader, dict) else "", Dataset))
+    return rules({"": Run, **SECTIONS}[section])
 
 
 def find_rule(key: str) -> Rule | None:
-    """The rule of a key of a fixed section, such as trainer.epochs, or of the top level; None for other keys."""
+    """The rule of a key of a section, such as trainer.epochs, or of the top level; None for other keys."""
     section, _, name = key.rpartition(".")
-    schema = {"": Run, **SECTIONS, **OPEN_SECTIONS}.get(section)
-    return rules(schema).get(name) if schema else None
+    described = {"": Run, "dataset": Dataset, **SECTIONS}.get(section)
+    return rules(described).get(name) if described else None
 
 
-def register_schema() -> None:
-    """Tell Hydra the types of `SECTIONS`. Must run before a config is composed."""
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=dict(SECTIONS), provider="lockstep")
+def default_of(key: str) -> object:
+    """The value of a key of a section in conf/config.yaml; None for other keys."""
+    node: Any = values_in_conf()
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
-Node = dict[str, Any]
-HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+def option_rules(key: str, path: str, target: Callable[..., Any]) -> dict[str, Rule]:
+    """The rules of the node `key`, whose `_target_` is `path`. Values for a class of the user's own have none."""
+    own = OF_TORCH.get(path, target if path.startswith("lockstep.") else None)
+    found = dict(rules(own)) if own is not None else {}
+    found |= {name: replace(found[name], nullable=True) for name in FROM_DATA if name in found}
+    return found | rules(OptimizerKeys) if key == "optimizer" else found
+
+
+def rules_of_readers(dataset: Node, readers: Mapping[str, Callable[..., Any]]) -> dict[str, Rule]:
+    """{key: rule} of the keys beside the readers, such as dataset.root, which have the names of readers' parameters.
+
+    readers: {"dataset.train": what its `_target_` names, ...}.
+    """
+    own: dict[str, Rule] = {}
+    for half in ("prepare", "test", "train"):
+        if f"dataset.{half}" in readers and dataset[half]["_target_"].startswith("lockstep."):
+            own |= rules(readers[f"dataset.{half}"])
+    values = {name for name, value in dataset.items() if not isinstance(value, dict | list)}
+    return {name: rule for name, rule in own.items() if name in values - set(rules(Dataset))}
+
+
+def rules_in_conf(group: str, option: str) -> dict[str, Rule]:
+    """The rules of the keys of an option in conf/. It imports what the option names."""
+    from hydra.utils import get_object
+
+    values = values_in_conf(group, option)
+    if group in SECTIONS:
+        return rules(SECTIONS[group])
+    nodes = dict(nodes_with_target(values, group))
+    paths = {key: node["_target_"] for key, node in nodes.items()}
+    named = {key: get_object(path) for key, path in paths.items()}
+    if group == "dataset":
+        return rules_of_readers(values, named)
+    key = f"{group}.{option}" if group == "logger" else group
+    return {name: rule for name, rule in option_rules(key, paths[key], named[key]).items() if name in nodes[key]}
+
+
+def node_in_conf(key: str, target: str) -> Node:
+    """The node `key`, which begins with its group, of the option in conf/ with this `_target_` there; else empty."""
+    group, *names = key.split(".")
+    for option in GROUPS.get(group, ()):
+        node: Any = values_in_conf(group, option)
+        for name in names:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict) and node.get("_target_") == target:
+            return node
+    return {}
 
 
 def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]:
@@ -434,3 +693,36 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     for name, child in node.items():
         values.update(flatten(child, join(prefix, name)))
     return values
+
+
+# ---- Values as text
+
+
+def show(value: object) -> str:
+    """A value as it is typed on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value)) if abs(value) < 1e15 else str(value)
+    if isinstance(value, list):
+        return f"[{','.join(show(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def as_number(value: object) -> int | float | None:
+    """The number that a text is, None for other texts and values."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value) if isinstance(value, str) else None
+    return None
+
+
+def enumerate_words(words: list[str], conjunction: str) -> str:
+    """["a", "b", "c"] -> "a, b or c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

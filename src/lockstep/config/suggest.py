@@ -1,4 +1,8 @@
-"""The key or option that was probably meant, for one that does not exist."""
+"""What was probably meant by a key or an option that does not exist.
+
+One rule: a suggestion is in the section that was typed, and is accepted when it is typed. Where there is none, the
+sentence names the command that shows all keys. No torch here, but for the rules of a class that is suggested.
+"""
 
 import difflib
 import re
@@ -6,9 +10,19 @@ from collections.abc import Iterable, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.config.options import GROUPS
-from lockstep.config.schema import SECTIONS, enumerate_words, find_rule, rules
+from lockstep.config.schema import (
+    GROUPS,
+    SECTIONS,
+    Rule,
+    default_of,
+    enumerate_words,
+    find_rule,
+    join,
+    rules_in_conf,
+    values_in_conf,
+)
 
+# Other names of keys, in whatever section they are typed.
 ALIASES = {
     "devices": "launch=torchrun launch.nproc_per_node",
     "gpus": "launch=torchrun launch.nproc_per_node",
@@ -48,21 +62,36 @@ def closest_group(name: str, option: str | None) -> str | None:
     return closest(name, with_option) or closest(name, same_letters) or closest(name, GROUPS)
 
 
-def closest_key(key: str, keys: Sequence[str]) -> str | None:
-    """The key that was probably meant: with the same last part, or one spelled alike, first in the same section."""
-    section, _, last = key.rpartition(".")
+def closest_key(key: str, value: str | None, keys: Sequence[str]) -> str | None:
+    """The key of the section that was typed which is spelled like `key`. Without a section: of any, by its last part.
+
+    value: as typed; a key that does not accept it is none that was meant. None if unknown.
+    """
+    section, dot, last = key.rpartition(".")
     if last.startswith("_"):  # _target_ and such stand in many nodes
         return None
-    same_end = [candidate for candidate in keys if _last_part(candidate) == last and candidate != key]
-    if same_end:
-        return same_end[0]
-    in_section = {_last_part(candidate): candidate for candidate in keys if candidate.rpartition(".")[0] == section}
-    anywhere = {_last_part(candidate): candidate for candidate in reversed(keys)}
-    for names, similarity in ((in_section, 0.6), (anywhere, 0.7)):
-        meant = closest(last, names, similarity)
-        if meant is not None:
-            return names[meant]
-    return None
+    names: dict[str, str] = {}
+    for candidate in keys:
+        parent, _, name = candidate.rpartition(".")
+        if (parent == section or not dot) and _accepts(candidate, value):
+            names.setdefault(name, candidate)
+    longer = [name for name in names if last.endswith(f"_{name}")]  # trainer.max_epochs for trainer.epochs
+    meant = longer[0] if len(longer) == 1 else closest(last, names, similarity=0.8)
+    return None if meant is None else names[meant]
+
+
+def _accepts(key: str, value: str | None) -> bool:
+    rule = find_rule(key)
+    return rule is None or value is None or _is_accepted(rule, value)
+
+
+def _is_accepted(rule: Rule, value: str) -> bool:
+    """Whether a rule accepts a value as typed. What Hydra cannot read is explained when it is read."""
+    try:
+        parsed = OverridesParser.create().parse_override(f"key={value}").value()
+    except Exception:
+        return True
+    return rule.accepts(rule.as_declared(parsed)) or "${" in value
 
 
 def without_package(group: str) -> str:
@@ -84,10 +113,6 @@ def value_for_section(key: str, value: str) -> str:
     return f"{key} is a section, not a value; type {typed}"
 
 
-def _last_part(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
 def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[str, str]) -> str:
     """The sentence for a key that the config does not have.
 
@@ -102,59 +127,72 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
         return f"experiment/{group} is no config group; type `override /{group}: <option>` in the preset"
     if key in GROUPS or (find_rule(key) is not None and not key.startswith("dataset.")):
         return NOT_ON_CONFIG
+    typed = "<value>" if value is None else value
     group, _, name = key.partition(".")
     if group == "launch" and name in RANK_COUNTS and chosen.get("launch") != "dry":
         launcher = "" if "launch.nproc_per_node" in keys else "launch=torchrun "
-        typed = "<value>" if value is None else value
         return f"{key} is no key of this config; type {launcher}launch.nproc_per_node={typed}"
-    if group in OWN_CLASSES and chosen.get(group) not in (None, *GROUPS[group]):
-        return f"{key} is no key of this config; type +{key}={value or '<value>'} if your class takes it"
-    logger, _, option = name.partition(".")
-    if group == "logger" and logger in GROUPS["logger"] and option in rules(GROUPS["logger"][logger]):
-        typed = f"logger=[console,{logger}] {key}={'<value>' if value is None else value}"
-        return f"{key} is a key of logger={logger}, which this run does not have; type {typed}"
-    other_options = _key_of_other_options(key, value, chosen)
-    if other_options is not None:
-        return other_options
-    return f"{key} is no key of this config; type {_replacement(key, value, keys)}"
+    if group in OWN_CLASSES and name and chosen.get(group) not in (None, *GROUPS[group]):
+        return f"{key} is no key of this config; type +{key}={typed} if your class takes it"
+    return _key_of_other_options(key, value, chosen) or (
+        f"{key} is no key of this config; type {_replacement(key, value, keys)}"
+    )
 
 
 def _replacement(key: str, value: str | None, keys: Sequence[str]) -> str:
     typed = "<value>" if value is None else value
-    last = _last_part(key)
+    section, _, last = key.rpartition(".")
+    if last == "_target_":
+        return f"+{key}={typed}"
     if last == "device":
         return f"backend={DEVICE_BACKENDS.get(typed.partition(':')[0], 'auto')}"
-    if last in ALIASES and not any(candidate.endswith(f".{last}") for candidate in keys):
+    if last in ALIASES and join(section, last) not in keys:
         return f"{ALIASES[last]}={typed}"
-    meant = None if "." in key else closest_group(key, value)
-    meant = meant or closest_key(key, keys)
+    option = closest(typed, GROUPS.get(section, ())) if last in ("name", "type", "option") else None
+    if option is not None:  # optimizer.name=adam
+        return f"{section}={option}"
+    meant = None if section else closest_group(key, value)
+    meant = meant or closest_key(_with_known_section(key), value, keys)
+    if meant in GROUPS:
+        option = typed if typed in GROUPS[meant] else closest(typed, GROUPS[meant]) or "<option>"
+        return f"{meant}={typed if value is None else option}"
     if meant is not None:
         return f"{meant}={typed}"
     if key.startswith(OPEN_HYDRA_KEYS):
         return f"+{key}={typed}"
-    group, _, rest = key.partition(".")
-    if rest and group in GROUPS.keys() - SECTIONS.keys() and not key.startswith("dataset.augment."):
-        return f"+{key}={typed} if your class takes it"
     return ALL_HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
 
 
+def _with_known_section(key: str) -> str:
+    """trainr.epoch -> trainer.epoch."""
+    first, dot, rest = key.partition(".")
+    known = {*GROUPS, *SECTIONS}
+    return f"{closest(first, known, similarity=0.8)}.{rest}" if dot and first not in known else key
+
+
 def _key_of_other_options(key: str, value: str | None, chosen: dict[str, str]) -> str | None:
-    """launch.nproc_per_node with launch=env: the options of the group that have this key."""
+    """The sentence for launch.nproc_per_node with launch=env: the options of the group that have this key."""
     group, _, name = key.partition(".")
-    owners = [option for option, schema in GROUPS.get(group, {}).items() if name in rules(schema)]
-    owners = [option for option in owners if option != chosen.get(group)]
+    logger, _, option_of_logger = name.partition(".")
+    if group == "logger" and logger in GROUPS["logger"]:
+        if option_of_logger not in values_in_conf("logger", logger)[logger]:
+            return None
+        typed = f"logger=[console,{logger}] {key}={'<value>' if value is None else value}"
+        return f"{key} is a key of logger={logger}, which this run does not have; type {typed}"
+    if group in SECTIONS or name.startswith("_"):
+        return None
+    options = [option for option in GROUPS.get(group, ()) if option != chosen.get(group)]
+    owners = [option for option in options if name in values_in_conf(group, option)]
+    if chosen.get("dataset") != "text":
+        owners.sort(key=lambda option: f"{group}={option}" == "model=gpt")  # it reads token numbers only
     if not owners:
         return None
     listed = enumerate_words([f"{group}={owners[0]}", *owners[1:]], "and")
-    rule = rules(GROUPS[group][owners[0]])[name]
-    if value is not None and not rule.accepts(_parse(value)):
-        return f"{key} is a key of {listed} and wants {rule.wants}; type {group}={owners[0]} {rule.what_to_type(key)}"
+    rule = None if value is None else rules_in_conf(group, owners[0]).get(name)
+    if value is not None and rule is not None and not _is_accepted(rule, value):
+        advice = rule.what_to_type(key, value, values_in_conf(group, owners[0])[name])
+        return f"{key} is a key of {listed} and must be {rule.must_be}; type {group}={owners[0]} {advice}"
     return f"{key} is a key of {listed}; type {group}={owners[0]} {key}={'<value>' if value is None else value}"
-
-
-def _parse(typed: str) -> object:
-    """The value that Hydra reads from the text behind `key=`."""
-    return OverridesParser.create().parse_override(f"key={typed}").value()
 
 
 def removed_key(key: str, keys: Sequence[str]) -> str:
@@ -165,12 +203,11 @@ def removed_key(key: str, keys: Sequence[str]) -> str:
         return "the run needs a scheduler; type scheduler=constant"
     rule = find_rule(key)
     if rule is not None:
-        if rule.nullable:
-            return f"{key} cannot be removed; type {key}=null"
-        return f"{key} cannot be removed; type {rule.what_to_type(key)}"
+        typed = f"{key}=null" if rule.nullable else rule.what_to_type(key, default=default_of(key))
+        return f"{key} cannot be removed; type {typed}"
     if key in GROUPS:
         article = "an" if key[0] in "aeiou" else "a"
         return f"the run needs {article} {key}; type {' or '.join(f'{key}={option}' for option in GROUPS[key])}"
     if key in SECTIONS:
         return f"the run needs the section {key}; type {key}.<key>=<value> to change a value of it"
-    return f"there is no {key} to remove; type {closest_key(key, keys) or ALL_KEYS}"
+    return f"there is no {key} to remove; type {closest_key(key, None, keys) or ALL_KEYS}"

@@ -8,6 +8,7 @@
 No torch here: this runs before anything is imported that a config names. docs/security.md has the limits.
 """
 
+import copy
 import importlib
 import inspect
 import re
@@ -27,11 +28,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lockstep.config.schema import (
     CONF,
     HYDRA_KEYS,
+    NOT_PASSED,
+    OF_TORCH,
     Node,
     as_dict,
     enumerate_words,
     join,
     nodes_with_target,
+    option_rules,
     show,
 )
 from lockstep.config.suggest import closest
@@ -182,25 +186,12 @@ POSITIONAL = {
 TRANSFORM = re.compile(r"dataset\.(test_)?transforms\[\d+\]")
 OWN_PART = re.compile(r"task\.loss|task\.measures\.[^.]+")
 PASSED_BY_NAME = {"scheduler": frozenset({"steps_per_epoch", "total_steps", "objective_mode"})}
-# What build.py does not pass.
-NOT_PASSED = {"optimizer": frozenset({"no_decay", "groups"})}
 # Modules that a config may well name, and the package that has them. Another one that is missing is the user's own.
 PACKAGES = {name: name for name in ("datasets", "einops", "kornia", "lightning", "monai", "timm", "torchaudio")}
 PACKAGES |= {name: name for name in ("albumentations", "peft", "torchmetrics", "transformers", "webdataset")}
 PACKAGES |= {"cv2": "opencv-python", "open_clip": "open_clip_torch", "sklearn": "scikit-learn"}
 PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torch_geometric": "torch-geometric"}
 _TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
-    """Raise ConfigError for a `_target_` that cannot be imported, or does not take the keys of its node."""
-    config = as_dict(cfg)
-    for group in groups:
-        for key, node in nodes_with_target(config.get(group), group):
-            target = locate(f"{key}._target_", node["_target_"], group)
-            if key in POSITIONAL and not node.get("_partial_"):
-                raise ConfigError(f"{key} is called later, with {POSITIONAL[key]}; type ++{key}._partial_=true")
-            _check_signature(key, node, target)
 
 
 def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
@@ -293,7 +284,10 @@ def _import_submodule(parent: str, name: str, path: str) -> None:
         raise AttributeError(message, name=name, obj=sys.modules[parent]) from None
 
 
-def _check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
+def check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
+    """Raise ConfigError if `target` does not take the keys of its node, or needs others."""
+    if key in POSITIONAL and not node.get("_partial_"):
+        raise ConfigError(f"{key} is called later, with {POSITIONAL[key]}; type ++{key}._partial_=true")
     parameters = _parameters(target)
     if parameters is None:
         return
@@ -370,7 +364,7 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
     if node is None:
         return None
     try:
-        return hydra.utils.instantiate(node, _convert_="all")
+        return hydra.utils.instantiate(_as_declared(node), _convert_="all")
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
@@ -381,6 +375,20 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
                 f"{key}._target_={node._target_} takes no {refused} ({error.__cause__}); type ~{key}.{refused}"
             ) from error
         raise
+
+
+def _as_declared(node: Any) -> Any:
+    """`node` with every value as its class declares it: a whole number as the float that AdamW needs."""
+    declared = node
+    for key, inner in nodes_with_target(OmegaConf.to_container(node, resolve=True)):
+        path = inner["_target_"]
+        if path in OF_TORCH or is_open(path):
+            for name, rule in option_rules("", path, hydra.utils.get_object(path)).items():
+                value = rule.as_declared(inner.get(name))
+                if repr(value) != repr(inner.get(name)):
+                    declared = copy.deepcopy(node) if declared is node else declared
+                    OmegaConf.update(declared, join(key, name), value)
+    return declared
 
 
 def _refused_key(node: Any, error: BaseException | None) -> str | None:

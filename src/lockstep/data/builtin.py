@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.schema import Count, Seed
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.errors import ConfigError
 
@@ -30,7 +31,10 @@ IDX_HEADER = 16  # bytes that hold the header of images: a number for the type, 
 
 
 def digits(train: bool) -> InMemoryDataset:
-    """1437 training or 360 test images (N, 1, 8, 8) uint8, of 10 classes. Raises ConfigError without scikit-learn."""
+    """1437 training or 360 test images (N, 1, 8, 8) uint8, of 10 classes. Raises ConfigError without scikit-learn.
+
+    train: whether this is the training data.
+    """
     table = _table()[:DIGITS_TO_TRAIN_ON] if train else _table()[DIGITS_TO_TRAIN_ON:]
     images = (table[:, :64] * 15).reshape(-1, 1, 8, 8)  # 0..16 -> 0..240
     return InMemoryDataset(images, table[:, 64].long())
@@ -49,9 +53,13 @@ def _table() -> Tensor:
 
 
 def mnist(data_dir: str, name: str, train: bool) -> InMemoryDataset:
-    """60000 training or 10000 test images (N, 1, 28, 28) uint8, of 10 classes. name: MNIST or FashionMNIST.
+    """60000 training or 10000 test images (N, 1, 28, 28) uint8, of 10 classes.
 
     The files are memory-mapped, so all ranks of a machine share one copy.
+
+    data_dir: folder of the data sets.
+    name: folder of the files inside data_dir: MNIST or FashionMNIST.
+    train: whether this is the training data.
     """
     require_downloaded(data_dir, name)
     folder, split = Path(data_dir) / name / "raw", "train" if train else "t10k"
@@ -65,7 +73,11 @@ def _read_idx(path: Path, header: int) -> Tensor:
 
 
 def cifar10(data_dir: str, train: bool) -> InMemoryDataset:
-    """50000 training or 10000 test images (N, 3, 32, 32) uint8, of 10 classes."""
+    """50000 training or 10000 test images (N, 3, 32, 32) uint8, of 10 classes.
+
+    data_dir: folder of the data sets.
+    train: whether this is the training data.
+    """
     from torchvision.datasets import CIFAR10
 
     require_downloaded(data_dir, "CIFAR10")
@@ -74,17 +86,26 @@ def cifar10(data_dir: str, train: bool) -> InMemoryDataset:
     return InMemoryDataset(images, torch.tensor(stored.targets))
 
 
-def random_pairs(samples: int, features: int, seed: int, train: bool) -> InMemoryDataset:
-    """Inputs (samples, features) and targets (samples, 1), uniform in 0..1."""
+def random_pairs(samples: Count, features: Count, seed: Seed, train: bool) -> InMemoryDataset:
+    """Inputs (samples, features) and targets (samples, 1), uniform in 0..1.
+
+    samples: pairs in each half.
+    features: numbers in a sample.
+    seed: as seed.
+    train: whether this is the training data.
+    """
     generator = torch.Generator().manual_seed(2 * seed + (not train))
     inputs = torch.rand(samples, features, generator=generator)
     return InMemoryDataset(inputs, torch.rand(samples, 1, generator=generator))
 
 
 def download(data_dir: str, name: str) -> None:
-    """Make sure that torchvision's data set `name` (MNIST, FashionMNIST, CIFAR10) is in `data_dir`.
+    """Make sure that a data set of torchvision (MNIST, FashionMNIST, CIFAR10) is there.
 
     Raises ConfigError if it is not there and cannot be downloaded, and for files of it that are not whole.
+
+    data_dir: folder of the data sets.
+    name: name of the data set in torchvision.
     """
     folder, problem = _folder(Path(data_dir), name), None
     try:

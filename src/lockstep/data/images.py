@@ -17,12 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.schema import Count, Positive
 from lockstep.data.builtin import one_at_a_time, say
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.data.samples import EVALUATION, Key
@@ -99,12 +100,12 @@ def _class_names(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[Path]:
     """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
-    found: list[Path] = []
+    images: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         here = os.path.realpath(place)
         folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
-        found += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
-    return sorted(found)
+        images += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
+    return sorted(images)
 
 
 def _holds(folder: Path, place: str) -> bool:
@@ -171,9 +172,15 @@ def _with_8_bits(file: Any) -> Any:
 
 
 class ImageFolder(ImageFiles, torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """These files, decoded each time they are read. size: as for ImageReader."""
+    """These files, decoded each time they are read.
 
-    def __init__(self, root: str, split: str, size: int | None, classes: int | None) -> None:
+    root: folder that holds <split>/<class>/*.jpg.
+    split: folder in root.
+    size: pixels of the square that each image is resized and cropped to; null: images keep their size.
+    classes: folders in train/; null: as many as there are.
+    """
+
+    def __init__(self, root: str, split: str, size: Count | None, classes: Count | None) -> None:
         super().__init__(root, split, classes)
         self.read = ImageReader(size)
         self.name_empty_classes()
@@ -206,12 +213,22 @@ class DecodedImages(InMemoryDataset):
         return DecodedImages(self.samples.to(device), self.targets.to(device), self.source)
 
 
+Cache = Literal["auto", "on", "off"]
+
+
 def image_folder(
-    root: str, split: str, size: int | None, classes: int | None, cache: str, cache_dir: str
+    root: str, split: str, size: Count | None, classes: Count | None, cache: Cache, cache_dir: str
 ) -> DecodedImages | ImageFolder:
     """The images of `root`/`split`, decoded if `decode_images` has done that.
 
     Raises ConfigError as ImageFiles does, and with cache=on if they are not decoded.
+
+    root: folder that holds train/<class>/*.jpg and test/<class>/*.jpg.
+    split: folder in root.
+    size: pixels of the square that each image is resized and cropped to; null: images keep their size, for transforms.
+    classes: folders in train/; null: as many as there are.
+    cache: keep the decoded pixels in a file; auto: where that can be done.
+    cache_dir: folder of the decoded pixels.
     """
     if cache != "off" and size is not None:
         decoded = PixelFile(ImageFiles(root, split, classes), size, cache_dir).open()
@@ -229,21 +246,28 @@ def image_folder(
 def decode_images(
     root: str,
     test_split: str,
-    train_size: int | None,
-    test_size: int | None,
-    classes: int | None,
-    cache: str,
+    train_size: Count | None,
+    test_size: Count | None,
+    classes: Count | None,
+    cache: Cache,
     cache_dir: str,
-    limit: float,
-    on_error: str,
+    cache_limit: Positive,
+    on_error: Literal["fail", "skip"],
 ) -> None:
     """`dataset.prepare` of an image folder: decode the training and the test images, unless that is done.
 
     With cache=auto a half that cannot be decoded is read from its files, and the log says why; with cache=on that
     raises ConfigError. So does a file that cannot be read, unless on_error is skip.
 
-    train_size, test_size: as for ImageReader.
-    limit: GB of each half.
+    root: folder that holds train/<class>/*.jpg and test/<class>/*.jpg.
+    test_split: folder in root of the test images.
+    train_size: as dataset.train.size.
+    test_size: as dataset.test.size.
+    classes: as dataset.classes.
+    cache: keep the decoded pixels in a file; auto: where that can be done.
+    cache_dir: folder of the decoded pixels.
+    cache_limit: GB of decoded pixels of each half; more are not kept.
+    on_error: as dataset.on_error.
     """
     if cache == "off":
         return
@@ -253,7 +277,7 @@ def decode_images(
         files = ImageFiles(root, split, classes)
         reason: str | None = "they keep their size"
         if size is not None:
-            reason = PixelFile(files, size, cache_dir).decode_once(limit, on_error)
+            reason = PixelFile(files, size, cache_dir).decode_once(cache_limit, on_error)
         if reason is not None and cache == "on":
             raise ConfigError(
                 f"dataset.cache=on, but the images of {files.folder} cannot be decoded once: {reason}; "

@@ -4,11 +4,13 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.schema import Count
 from lockstep.data.dataset import IGNORED, InMemoryDataset
 from lockstep.errors import ConfigError
 
@@ -75,8 +77,17 @@ def _how_to_get(path: str, error: OSError) -> str:
     )
 
 
-def check_text(path: str, symbols: str, block: int, classes: int) -> None:
-    """Raise ConfigError if the text cannot be read, is too short, or has another number of symbols than `classes`."""
+Symbols = Literal["characters", "bytes"]
+
+
+def check_text(path: str, symbols: Symbols, block: Count, classes: Count) -> None:
+    """Raise ConfigError if the text cannot be read, is too short, or has another number of symbols than `classes`.
+
+    path: the text file.
+    symbols: what a token is.
+    block: tokens of a sample.
+    classes: different symbols of the whole text.
+    """
     text = read_text(path, symbols)
     if len(text.symbols) != classes:
         raise ConfigError(
@@ -97,20 +108,27 @@ def _train_tokens(text: Text) -> int:
     return int(TRAIN_SHARE * len(text.tokens))
 
 
-def training_text(path: str, symbols: str, block: int, samples: int | None) -> "TextWindows":
-    """Every window of `block` tokens in the text's first 90 %, of which an epoch draws `samples` at random.
+def training_text(path: str, symbols: Symbols, block: Count, samples: Count | None) -> "TextWindows":
+    """Every window of `block` tokens in the text's first 90 %, of which an epoch draws some at random.
 
-    samples: None for as many as fit side by side.
+    path: the text file.
+    symbols: what a token is.
+    block: tokens of a sample.
+    samples: samples that an epoch draws; null: as many as fit side by side.
     """
     text = read_text(path, symbols)
     tokens = text.tokens[: _train_tokens(text)]
     return TextWindows(*_windows(tokens, block), text, tokens, samples or (len(tokens) - 1) // block)
 
 
-def held_out_text(path: str, symbols: str, block: int) -> InMemoryDataset:
+def held_out_text(path: str, symbols: Symbols, block: Count) -> InMemoryDataset:
     """The rest of the text, in blocks (N, block) side by side, so that each token but the first is a target once.
 
     The last block is filled up with targets of -100, which are not counted.
+
+    path: the text file.
+    symbols: what a token is.
+    block: tokens of a sample.
     """
     text = read_text(path, symbols)
     tokens = text.tokens[_train_tokens(text) :]

@@ -8,13 +8,14 @@ on the device, targets included. To add one of these: a class derived from `Batc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.schema import Classes, Limits, Positive
 from lockstep.data.dataset import TARGET_KEYS, map_tensors
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
@@ -174,11 +175,13 @@ class MixUp(BatchTransform):
 
     ratio is drawn from Beta(alpha, alpha), one for a global batch, as in torchvision. Targets become probabilities
     (N, classes).
+
+    alpha: the share of an image is drawn from Beta(alpha, alpha).
     """
 
     mixes = True
 
-    def __init__(self, alpha: float, classes: int) -> None:
+    def __init__(self, alpha: Positive, classes: Classes) -> None:
         self.alpha, self.classes = alpha, classes
 
     def plan(self, count: int, generator: torch.Generator) -> Tensor:
@@ -201,11 +204,13 @@ class CutMix(BatchTransform):
 
     The rectangle is one for a global batch: its area is 1 - ratio of the image, ratio from Beta(alpha, alpha), before
     it is cut at the edges. Images are (N, C, H, W).
+
+    alpha: the share of an image is drawn from Beta(alpha, alpha).
     """
 
     mixes = True
 
-    def __init__(self, alpha: float, classes: int) -> None:
+    def __init__(self, alpha: Positive, classes: Classes) -> None:
         self.alpha, self.classes = alpha, classes
 
     def plan(self, count: int, generator: torch.Generator) -> Tensor:
@@ -229,10 +234,17 @@ class CutMix(BatchTransform):
 class RandomErasing(BatchTransform):
     """With probability p a rectangle of an image becomes 0 (Zhong et al. 2020): the mean of normalised images.
 
-    scale: least and largest area of the rectangle as a share of the image. ratio: of its height to its width.
+    p: probability that a rectangle is erased.
+    scale: least and largest area, as a share of the image.
+    ratio: least and largest height over width.
     """
 
-    def __init__(self, p: float, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
+    def __init__(
+        self,
+        p: Annotated[float, Limits(min=0, max=1)],
+        scale: Annotated[Sequence[float], Limits(min=0, max=1, length=2)] = (0.02, 0.33),
+        ratio: Annotated[Sequence[Positive], Limits(length=2)] = (0.3, 3.3),
+    ) -> None:
         self.p, self.scale, self.ratio = p, scale, ratio
 
     def plan(self, count: int, generator: torch.Generator) -> Tensor:
@@ -308,11 +320,11 @@ class PerSample(BatchTransform):
 
 def as_batch_transforms(transforms: Sequence[Any]) -> list[BatchTransform]:
     """What dataset.batch_transforms lists. Raises ConfigError for what cannot change batches alike on all ranks."""
-    v2, found = sys.modules.get("torchvision.transforms.v2"), list[BatchTransform]()
+    v2, ours = sys.modules.get("torchvision.transforms.v2"), list[BatchTransform]()
     for transform in transforms:
         name = type(transform).__name__
         if isinstance(transform, BatchTransform):
-            found.append(transform)
+            ours.append(transform)
         elif v2 is None or not isinstance(transform, v2.Transform):
             raise ConfigError(
                 f"dataset.batch_transforms has an object of {name}, and lockstep.data.transforms.BatchTransform or a "
@@ -326,8 +338,8 @@ def as_batch_transforms(transforms: Sequence[Any]) -> list[BatchTransform]:
                 f"classes: ${{dataset.classes}}}}]"
             )
         else:
-            found.append(PerSample(transform))
-    return found
+            ours.append(PerSample(transform))
+    return ours
 
 
 class BatchTransforms:

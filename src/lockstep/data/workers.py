@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
+from lockstep.compat import forget_workers, is_loader_signal_handler, raise_error_of_worker, wait_for_batches
 from lockstep.data.samples import Key
 from lockstep.distributed.host import end_with_parent
 from lockstep.distributed.signals import STOP_SIGNALS
@@ -51,9 +51,6 @@ class DatasetReader:
     """
 
     def __init__(self, samples: Source, workers: int, pin_memory: bool) -> None:
-        # A worker hands over tensors through a socket in its rank's folder for temporary files. Made before the workers
-        # fork, that folder is one for all of them, and is removed with the rank, also if they are killed.
-        multiprocessing.util.get_temp_dir()
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches, self._begun = _BatchList(), context.Semaphore(0)
         self._loader: DataLoader[Any] = DataLoader(
@@ -69,6 +66,9 @@ class DatasetReader:
         )
         self._workers: list[multiprocessing.process.BaseProcess] = []
         if workers:
+            # A worker hands over tensors through a socket in its rank's folder for temporary files. Made before the
+            # workers fork, it is one folder for all of them, and is removed with the rank, also if they are killed.
+            multiprocessing.util.get_temp_dir()
             self._start(workers)
             self._owner = os.getpid()
             # Python waits at its exit for workers that still run, and these ignore the signal that it sends them.
@@ -83,7 +83,7 @@ class DatasetReader:
         for _ in range(STARTS):
             with _without_sigchld_handler():
                 iterator: Any = iter(self._loader)
-            iterator._try_get_data = partial(self._wait_for_batch, iterator._try_get_data)
+            wait_for_batches(iterator, self._wait_for_batch)
             self._workers = [child for child in multiprocessing.active_children() if child not in others]
             if all(self._begun.acquire(timeout=START_SECONDS) for _ in range(workers)):
                 return
@@ -112,13 +112,15 @@ class DatasetReader:
 
     def _wait_for_batch(self, get: Callable[[float], Any], timeout: float = CHECK_SECONDS) -> Any:
         """torch's `get` with a shorter timeout. Raises RuntimeError, with the cause, if a worker is dead or dies."""
-        torch._C._error_if_any_worker_fails()
+        raise_error_of_worker()
         try:
             return get(timeout)
         except RuntimeError as error:
             for worker in self._workers:
-                if worker.exitcode is not None:
-                    raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {_end_of(worker.exitcode)}") from error
+                code = worker.exitcode
+                if code is not None:
+                    end = f"is killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exited with code {code}"
+                    raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {end}") from error
             raise
 
     def close(self) -> None:
@@ -130,8 +132,7 @@ class DatasetReader:
 
     def _end_workers(self) -> None:
         if self._workers:  # first: torch's handler, where user code has installed it, raises an error for their deaths
-            _discard(self._loader._iterator)
-            self._loader._iterator = None
+            forget_workers(self._loader)
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
@@ -140,14 +141,6 @@ class DatasetReader:
             for left in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
                 left.unlink(missing_ok=True)
         self._workers = []
-
-
-def _discard(iterator: Any) -> None:
-    """Forget torch's iterator, whose workers are about to be killed. What it does by itself needs them alive."""
-    torch._C._remove_worker_pids(id(iterator))
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()
-    iterator._shutdown = True
 
 
 class _BatchList:
@@ -164,19 +157,14 @@ class _BatchList:
 def _without_sigchld_handler() -> Iterator[None]:
     """Take torch's handler of SIGCHLD, which the block installs, out again: `_wait_for_batch` looks at the workers.
 
-    The handler raises its error about a dead worker anywhere. Where a thread was being started, a lock stayed locked,
-    and the rank hung. Where torch made temporary files, one of them stayed.
+    The handler raises its error about a dead worker anywhere.
     """
     before = signal.getsignal(signal.SIGCHLD)
-    if getattr(before, "__module__", "") == _set_SIGCHLD_handler.__module__:  # of a DataLoader of the user's
+    if is_loader_signal_handler(before):  # of a DataLoader of the user's
         before = signal.SIG_DFL
     yield
     if threading.current_thread() is threading.main_thread():  # others have no handlers
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
-
-
-def _end_of(code: int) -> str:
-    return f"is killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exited with code {code}"
 
 
 def _prepare_worker(rank: int, begun: Semaphore, number: int) -> None:

@@ -133,7 +133,7 @@ def stop_after_saving() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stop_requested() and is_communication_error(error):
+        if stop_requested() and read_rank_info().world_size > 1 and is_communication_error(error):
             raise unanswered_stop() from error
         raise
 

@@ -209,9 +209,8 @@ def failed(error: BaseException) -> None:
     if _reporter.connection is None or _reporter.reported is error:
         return
     _end_copy(error)
-    now = time.monotonic()
-    _reporter.reported = error
-    record = exception_record(error) | {"time": now, "wall_time": time.time(), "samples": _samples(_reporter.batch)}
+    now, _reporter.reported = time.monotonic(), error
+    record = exception_record(error) | {"time": now, "samples": _samples(_reporter.batch)}
     record["is_communication"] &= _reporter.world_size > 1
     record["phase"] = _reporter.page.phase  # by the time of the report it may close its files
     record["log_lines"] = last_lines(_reporter.log_file)

@@ -8,7 +8,7 @@ from itertools import dropwhile
 from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep.compat import BACKWARD
+from lockstep.compat import BACKWARD, CALLED_OPERATOR, GENERATED
 from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged, printable
 from lockstep.source_code import PROJECT, is_library, is_project, is_users
 
@@ -39,9 +39,9 @@ def is_communication_error(error: BaseException) -> bool:
 
     By its type and by the frame that raised it, not by its words: torch's own errors of communication; a broken
     connection, a timeout or a plain RuntimeError of C++ in torch.distributed, in a backward pass, in which torch
-    averages gradients, in a `wait()`, or in this project's own code. A RuntimeError there may be a mistake of this rank
-    alone, so the time decides, see `lockstep.failures.causes.first_failure`. An error while such a one is handled
-    counts, too.
+    averages gradients, in compiled code, in a `wait()`, or in this project's own code. A RuntimeError there may be a
+    mistake of this rank alone, so the time decides, see `lockstep.failures.causes.first_failure`. An error while such a
+    one is handled counts, too.
     """
     if isinstance(error, ConfigError):  # it says what to type
         return False
@@ -54,16 +54,23 @@ def is_communication_error(error: BaseException) -> bool:
     if type(error) is not RuntimeError and not isinstance(error, ConnectionError | TimeoutError):
         return False
     entries = _entries(error.__traceback__)
-    while entries and is_library(_file(entries[-1])) and "/torch/" not in _file(entries[-1]):
-        entries.pop()  # such as Python's socket.py: who has called it?
+    while entries and _is_between(_file(entries[-1])):
+        entries.pop()
     if not entries:
         return False
     file, function = _file(entries[-1]), entries[-1].tb_frame.f_code.co_name
+    if GENERATED in file:
+        return True
     if is_library(file):
         return function == BACKWARD or "/torch/distributed/" in file or "/torch/nn/parallel/" in file
     if is_project(file):
         return not file.startswith(COMPUTING)
     return _operation(entries[-1]).endswith(".wait()")
+
+
+def _is_between(file: str) -> bool:
+    """Whether it matters who has called this code, such as Python's socket.py."""
+    return file.endswith(CALLED_OPERATOR) or (is_library(file) and "/torch/" not in file)
 
 
 def message_of(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from lockstep.failures import channel
@@ -70,7 +69,7 @@ class MonitorLink:
         if self.connection is not None:
             self.reader = channel.Reader(self.connection)
             os.register_at_fork(after_in_child=self.connection.close)  # its end shows that the launcher has ended
-            channel.send(self.connection, {"launcher": True})
+            self._send({"launcher": True})
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,29 +83,26 @@ class MonitorLink:
         """
         if self.connection is None:
             return None
-        try:
-            channel.send(self.connection, {"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
-        except OSError:
-            return None
+        self._send({"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
         answer = self.reader.wait_for("report", REPORT_SECONDS, attempt=self.attempt)
         return None if answer is None else answer["report"]
 
     def next_attempt(self, number: int) -> None:
         """The ranks are about to start again. number: how often they were started before."""
         self.attempt = number
+        self._send({"next_attempt": number})
+
+    def _send(self, message: channel.Message) -> None:
         if self.connection is not None:
             with suppress(OSError):  # the monitor was killed: the run goes on without a report
-                channel.send(self.connection, {"next_attempt": number})
+                channel.send(self.connection, message)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self._send({"over": True})
         if self.connection is not None:
-            with suppress(OSError):
-                channel.send(self.connection, {"over": True})
             self.connection.close()
 
 

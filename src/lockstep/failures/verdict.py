@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep.compat import BACKWARD, GROUP_MAKERS
+from lockstep.compat import BACKWARD, COMPILERS, GROUP_MAKERS
 from lockstep.source_code import is_project, is_users
 from lockstep.text import aligned
 
@@ -23,7 +24,6 @@ LONGEST_PATH, SHOWN_PARTS = 30, 2
 LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 THREAD = re.compile(r"^(?:Current thread|Thread) (?P<ident>0x[0-9a-f]+)")
 
-COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")
 DEBUGGERS = ("/bdb.py", "/pdb.py", "/code.py", "/pydevd")
 COLLECTIVES = ("/torch/distributed/", "/lockstep/distributed/", "/torch/nn/parallel/")
 LOADERS = ("/torch/utils/data/", "/lockstep/data/")
@@ -140,7 +140,6 @@ def parse_stack(text: str, main_thread: str | None = None) -> Stack:
 Call = tuple[str, str]
 """(operation, shapes) of a collective, such as ("all_reduce", "(10,) Float")."""
 
-UNCERTAIN: Call = ("", "")
 # A sum over ranks, and copies. NCCL gathers other shapes of each rank, too.
 SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce", "gloo:all_gather", "gloo:gather"}
 
@@ -223,17 +222,14 @@ def parse_records(text: str) -> Record:
 class Difference:
     """Where the ranks of a process group first do different things.
 
-    entries: of each rank, None if it has not come there. odd: the ranks that do not do what is usual; all ranks if it
-    cannot be told what is usual. skipped: whether the odd ranks do what usually comes next.
+    entries: of each rank, None if it has not come there.
+    odd: the ranks that do not do what is usual; all ranks if it cannot be told what is usual.
+    skipped: whether the odd ranks do what usually comes next.
     """
 
     entries: dict[int, Collective | None]
     odd: tuple[int, ...]
     skipped: bool
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self.entries if rank not in self.odd)
 
 
 def first_difference(records: Mapping[int, Record]) -> Difference | None:
@@ -244,51 +240,39 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
     """
     for group in dict.fromkeys(entry.group for record in records.values() for entry in record.entries):
         # Not all ranks belong to all groups.
-        members = {rank: calls for rank, record in records.items() if (calls := record.of_group(group))}
+        members = {rank: known for rank, record in records.items() if (known := record.of_group(group))}
+        history: list[Call | None] = []  # of all members alike
+        in_common_call: set[int] = set()
         first_known = max(map(min, members.values()))  # how far all records reach back
         for number in range(first_known, max(map(max, members.values())) + 1):
-            found = {rank: calls.get(number) for rank, calls in members.items()}
-            is_alike = len({entry.call if entry else None for entry in found.values()}) == 1
-            if not is_alike and not all(entry is None or entry.finished for entry in found.values()):
-                if any(found[rank] is None and _is_in_common_call(rank, members) for rank in found):
+            entries = {rank: known.get(number) for rank, known in members.items()}
+            waiting = {rank for rank, entry in entries.items() if entry and not entry.finished}
+            calls = {entry.call if entry else None for entry in entries.values()}
+            if len(calls) == 1:
+                history += calls
+                in_common_call |= waiting
+            elif waiting:
+                if any(entries[rank] is None for rank in in_common_call):
                     break
-                shortest = min(members.values(), key=len)
-                return _compare(found, [shortest[past].call for past in range(first_known, number) if past in shortest])
+                return _difference(entries, history)
     return None
 
 
-def _is_in_common_call(rank: int, members: Mapping[int, Mapping[int, Collective]]) -> bool:
-    """Whether `rank` has a call that has not ended, and that all members of its process group have made alike."""
-    for number, call in members[rank].items():
-        of_all = [calls.get(number) for calls in members.values()]
-        if not call.finished and all(entry is not None and entry.call == call.call for entry in of_all):
-            return True
-    return False
-
-
-def _compare(entries: dict[int, Collective | None], history: Sequence[Call]) -> Difference:
-    by_call: dict[Call | None, list[int]] = {}
-    for rank, entry in entries.items():
-        by_call.setdefault(entry.call if entry else None, []).append(rank)
-    usual = _usual_call(by_call, history)
-    if usual is UNCERTAIN:
-        return Difference(entries, tuple(entries), skipped=False)
-    odd = tuple(rank for call, ranks in by_call.items() if call != usual for rank in ranks)
-    after = usual_followers(history).get(usual, set())
-    calls = {entry.call if (entry := entries[rank]) else None for rank in odd}
-    return Difference(entries, odd, skipped=usual is not None and calls <= {None, *after})
-
-
-def _usual_call(by_call: Mapping[Call | None, Sequence[int]], history: Sequence[Call]) -> Call | None:
-    """What most ranks do. Of several such calls, such as those of two ranks, what the earlier steps make usual:
+def _difference(entries: dict[int, Collective | None], history: Sequence[Call | None]) -> Difference:
+    """Usual is what most ranks do. Of several such calls, such as those of two ranks, what earlier steps make usual:
 
     1. the call that has come after the last common call before; 2. the call that the others have followed before;
     3. the call that was made before at all; 4. None, which stands for "not come there yet", if only it and calls that
-    no rank has made before are left. UNCERTAIN if nothing of this decides.
+    no rank has made before are left. history: the common calls before, in order.
     """
+    by_call: dict[Call | None, list[int]] = {}
+    for rank, entry in entries.items():
+        by_call.setdefault(entry.call if entry else None, []).append(rank)
+    followers: dict[Call | None, set[Call | None]] = {}  # what has come right after a call; None stands for the start
+    for before, after in pairwise([None, *history]):
+        followers.setdefault(before, set()).add(after)
     most = max(map(len, by_call.values()))
     leaders = [call for call, ranks in by_call.items() if len(ranks) == most]
-    followers = usual_followers(history)
     expected = followers.get(history[-1] if history else None, set())
     for usual in (
         leaders,
@@ -298,16 +282,11 @@ def _usual_call(by_call: Mapping[Call | None, Sequence[int]], history: Sequence[
         [None] if None in leaders and history and not set(leaders) & set(history) else [],
     ):
         if len(usual) == 1:
-            return usual[0]
-    return UNCERTAIN
-
-
-def usual_followers(history: Sequence[Call]) -> dict[Call | None, set[Call]]:
-    """{call: the calls that have come right after it}; None stands before the first."""
-    followers: dict[Call | None, set[Call]] = {}
-    for before, after in zip([None, *history], history, strict=False):
-        followers.setdefault(before, set()).add(after)
-    return followers
+            odd = tuple(rank for call, ranks in by_call.items() if call != usual[0] for rank in ranks)
+            next_calls = {None, *followers.get(usual[0], set())}
+            skipped = usual[0] is not None and {*by_call} - {usual[0]} <= next_calls
+            return Difference(entries, odd, skipped)
+    return Difference(entries, tuple(entries), skipped=False)
 
 
 # The facts of a rank.
@@ -535,8 +514,12 @@ class Diagnosis:
 
     @property
     def is_certain(self) -> bool:
-        """Not where the cause may be a rank of another machine that is only slow, or a download that takes hours."""
-        return self.verdict.kind is not Kind.ELSEWHERE and all(rank.phase != "prepare" for rank in self.facts)
+        """Not where the cause may be a rank of another machine that is only slow.
+
+        Nor in a download, which may take hours, or in a mode that only works with a trained net.
+        """
+        may_take_hours = any(rank.phase in ("prepare", "mode") for rank in self.facts)
+        return self.verdict.kind is not Kind.ELSEWHERE and not may_take_hours
 
     def lines(self) -> list[str]:
         """What is printed if the run is not ended."""

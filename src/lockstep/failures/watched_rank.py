@@ -47,7 +47,6 @@ class WatchedRank:
     ended: str | None = None  # "finished" or "stopped"
     connected: bool = True
     died_at: float | None = None
-    died_at_wall_time: float | None = None
     exit_code: int | None = None
     killed_by_monitor: bool = False
     out_of_memory: bool = False  # whether the kernel has killed for want of memory in this rank's control group
@@ -92,10 +91,9 @@ class WatchedRank:
         return self.died_at or time.monotonic()
 
     @property
-    def failed_at_time_of_day(self) -> float | None:
-        """In seconds since 1970, by the clock of rank 0's machine. None if it did not fail by itself."""
-        at = self.died_at_wall_time if self.failure is None else self.failure["wall_time"]
-        return None if at is None else at - self.clock_ahead
+    def failed_at_time_of_day(self) -> float:
+        """In seconds since 1970, by the clock of rank 0's machine."""
+        return time.time() - time.monotonic() + self.failed_at - self.clock_ahead
 
     @property
     def end_is_known(self) -> bool:
@@ -116,7 +114,7 @@ class WatchedRank:
     def note_death(self) -> None:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it."""
         if self.died_at is None:
-            self.died_at, self.died_at_wall_time = time.monotonic(), time.time()
+            self.died_at = time.monotonic()
             self.exit_code = _zombie_exit_code(self.pid)
             self.out_of_memory = _oom_kills(self.oom_counters) > self.oom_kills_at_start
             if self.exit_code is None:  # mpirun takes it before; faulthandler has written how it crashed
@@ -129,9 +127,8 @@ class WatchedRank:
     @property
     def _crash(self) -> str:
         """What faulthandler has written of a crash, "" for none: its name and the stacks."""
-        with suppress(OSError):
-            return os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)[2]
-        return ""
+        _, is_crash, text = os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)
+        return text if is_crash else ""
 
     @property
     def crashed_in_python(self) -> bool:
@@ -153,8 +150,7 @@ class WatchedRank:
 
     def hangs(self, diagnosis: dict[str, Any]) -> None:
         """This rank is the cause of a hang. diagnosis: what the report says of it."""
-        self.failure = {"kind": "hang", "time": time.monotonic(), "wall_time": time.time(), **diagnosis}
-        self.failure["log_lines"] = last_lines(self.log)
+        self.failure = {"kind": "hang", "time": time.monotonic(), "log_lines": last_lines(self.log), **diagnosis}
 
     def leave(self) -> None:
         """Ask the rank to exit as one that hangs. It does so if its Python threads can run."""

@@ -55,7 +55,7 @@ class RankFailed(Exception):
 
     def __init__(self, screen: str, contents: dict[str, Any] | None = None) -> None:
         super().__init__(screen)
-        self.contents = contents or {}  # unpickled, as in a sweep of submitit's, it is set afterwards
+        self.contents = contents or {}
 
     @property
     def headline(self) -> str:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from lockstep import compat
+from lockstep.config.schema import Count
 from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import shares_in_words
 from lockstep.distributed.world import World
@@ -132,11 +133,14 @@ class DryWorld(World):
 
 
 class DryLauncher(Launcher):
-    """ranks: of the job that is planned, each on a machine of its own."""
+    """Plans a job, each rank on a machine of its own.
+
+    ranks: ranks of the job that is planned.
+    """
 
     runs_elsewhere = plans = True
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: Count) -> None:
         self.ranks = ranks
 
     def validate(self) -> None:

@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -21,9 +22,11 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
-from lockstep.compat import fork_server_pid, multiprocessing_folder
+from lockstep.compat import fork_server_pid
+from lockstep.config.schema import Count, Limits, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info
 from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
@@ -173,28 +176,34 @@ class LocalLauncher(Launcher):
 class TorchrunLauncher(LocalLauncher):
     """launch=torchrun: ranks on this machine, and restarts as torchrun makes them.
 
-    nproc_per_node: ranks, or auto, gpu or cpu. max_restarts: how often ranks that fail are restarted together.
+    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
+    nproc_per_node: ranks on this machine; gpu: as many as GPUs; auto: GPUs, else CPUs.
+    max_restarts: how often failed ranks are started again, all together.
     """
 
-    def __init__(self, start_method: str, nproc_per_node: int | str, max_restarts: int) -> None:
+    def __init__(self, start_method: StartMethod, nproc_per_node: Ranks, max_restarts: Whole) -> None:
         super().__init__("torchrun", start_method, nproc_per_node, max_restarts)
 
 
 class SpawnLauncher(LocalLauncher):
     """launch=spawn and launch=fork. On several nodes the same command runs on each, with its own `node_rank`.
 
-    start_method: spawn, fork or forkserver. nproc_per_node: ranks, or auto, gpu or cpu; the same number on each node.
-    master_addr, master_port: where node 0 listens. Port 0 takes a free one, for one node only.
+    start_method: spawn: a fresh interpreter for each rank; fork: a copy of this one; forkserver: a copy of a helper.
+    nproc_per_node: ranks on this machine, the same number on each; gpu: as many as GPUs; auto: GPUs, else CPUs.
+    nnodes: machines, for launch=spawn; run the same command on each with its own node_rank.
+    node_rank: number of this machine.
+    master_addr: address of the machine with node_rank 0.
+    master_port: port there; 0: any free one, for one machine.
     """
 
     def __init__(
         self,
-        start_method: str,
-        nproc_per_node: int | str,
-        nnodes: int,
-        node_rank: int,
+        start_method: StartMethod,
+        nproc_per_node: Ranks,
+        nnodes: Count,
+        node_rank: Whole,
         master_addr: str,
-        master_port: int,
+        master_port: Annotated[int, Limits(min=0, max=65535, example=29500)],
     ) -> None:
         name = "fork" if start_method == "fork" else "spawn"
         super().__init__(name, start_method, nproc_per_node, 0, nnodes, node_rank, master_addr, master_port)
@@ -203,7 +212,10 @@ class SpawnLauncher(LocalLauncher):
 def start_fork_server(rank_imports: str) -> None:
     """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
     multiprocessing.set_forkserver_preload([rank_imports])
+    path = os.environ.get("PYTHONPATH")
     os.environ[LAUNCHER] = str(os.getpid())
+    # A fork server of Python 3.11 has no sys.path of its launcher, and skips a module that it does not find.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), path]))
     try:
         with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
             multiprocessing.forkserver.ensure_running()
@@ -214,7 +226,9 @@ def start_fork_server(rank_imports: str) -> None:
             f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
         ) from None
     finally:
-        del os.environ[LAUNCHER]
+        del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
 
 
 class Supervisor:
@@ -244,7 +258,8 @@ class Supervisor:
 
         Raises what `Launcher.launch` raises.
         """
-        with MonitorLink(multiprocessing_folder()) as link, Relay() as relay:
+        # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
+        with MonitorLink(multiprocessing.util.get_temp_dir()) as link, Relay() as relay:
             attempt = 0
             while True:
                 failure, value = self._attempt(link, relay, attempt, worker, args)

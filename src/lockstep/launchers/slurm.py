@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
+from lockstep.config.schema import Count, Limits, Whole
 from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
 from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
@@ -34,26 +35,46 @@ exit $code
 """
 
 
+TimeLimit = Annotated[
+    str | int | Literal["UNLIMITED", "INFINITE"],
+    Limits(
+        min=1,
+        pattern=r"\d+|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}",
+        must_be="minutes, such as 30, or a time, such as 08:00:00",
+        example=30,
+    ),
+]
+
+
 class SlurmLauncher(Launcher):
     """Submits this run; srun starts its ranks on the job's nodes, and `launch=env` joins them there.
 
-    run_dir: the run folder, on a file system that all nodes share. overrides: the words that composed this run, with
-    %24 for $ and %25 for %: the script gets ${oc.env:KEY} as it was typed, and no secret.
-    time: the limit, as sbatch reads it. warning: seconds before the limit at which the ranks are told to save.
-    options: more options for sbatch. setup: shell lines before srun. dry_run: print the script and submit nothing.
+    nodes: machines.
+    ntasks_per_node: ranks on each machine.
+    cpus_per_task: CPU cores of each rank.
+    partition: partition of the cluster.
+    account: account that is charged.
+    time: time limit; null: the partition's own.
+    warning: seconds before the time limit at which the ranks save.
+    options: more options of sbatch.
+    setup: shell lines before srun.
+    dry_run: print the script and submit nothing.
+    run_dir: folder of this run, on a file system that all nodes share.
+    overrides: the words that composed this run, with %24 for $ and %25 for %: the script gets ${oc.env:KEY} as it was
+        typed, and no secret.
     """
 
     runs_elsewhere = True
 
     def __init__(
         self,
-        nodes: int,
-        ntasks_per_node: int,
-        cpus_per_task: int | None,
+        nodes: Count,
+        ntasks_per_node: Count,
+        cpus_per_task: Count | None,
         partition: str | None,
         account: str | None,
-        time: str | int | None,
-        warning: int,
+        time: TimeLimit | None,
+        warning: Whole,
         options: list[str],
         setup: list[str],
         dry_run: bool,

@@ -37,10 +37,15 @@ Hyperparameter = bool | int | float | str
 class RunInfo:
     """What is known about a run when it starts or resumes.
 
-    config_yaml: the composed config. hyperparameters: {key: number, text or truth value} by which runs are compared.
-    metrics: the names that an evaluation measures. data_parallel_size: into how many shares a global batch is cut.
-    batch_size: samples of a global batch. start_step: optimizer steps already done, 0 for a fresh run.
-    facts: plain values for run.json, see `lockstep.loggers.run_facts`. script: the path of src/train.py, as typed.
+    config_yaml: the composed config.
+    hyperparameters: {key: number, text or truth value} by which runs are compared.
+    metrics: the names that an evaluation measures.
+    data_parallel_size: into how many shares a global batch is cut.
+    batch_size: samples of a global batch.
+    start_step: optimizer steps already done, 0 for a fresh run.
+    best_step: the step of the best evaluation so far; None without one.
+    facts: plain values for run.json, see `lockstep.loggers.run_json`.
+    script: the path of src/train.py, as typed.
     trusted: words that a command with this run has to repeat, as the record of a run may not choose what they choose.
     """
 
@@ -55,6 +60,7 @@ class RunInfo:
     batch_size: int
     epochs: int
     start_step: int
+    best_step: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     script: Path = Path("src/train.py")
     trusted: Sequence[str] = ()
@@ -64,10 +70,13 @@ class RunInfo:
 class EpochSummary:
     """The results of one epoch. They are not passed to `log_metrics` as well.
 
-    epoch: counted from 1. step: optimizer steps done. metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a
-    mean over all samples; "train" is missing if no sample was counted, "test" if the epoch had no evaluation.
-    samples_per_second: of training, over all ranks; None if this process has trained no step of the epoch. best:
-    {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one. best_step: its step.
+    epoch: counted from 1.
+    step: optimizer steps done.
+    metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a mean over all samples; "train" is missing if no sample
+        was counted, "test" if the epoch had no evaluation.
+    samples_per_second: of training, over all ranks; None if this process has trained no step of the epoch.
+    best: {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one.
+    best_step: its step.
     counted_per_second: of what the task counts, such as {"tokens": 8192.0}; empty if it counts samples.
     """
 

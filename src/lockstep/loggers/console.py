@@ -1,18 +1,26 @@
-"""One line per epoch on the console and in train.log, and a few lines at the start and the end."""
+"""What a run shows on the console: a line for each epoch, also in train.log, and a progress bar on a terminal."""
 
 import logging
+import os
 import shlex
+import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep.data.partition import shares_in_words
+from lockstep.distributed.run_folder import BAR_COLUMNS
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
+
+if TYPE_CHECKING:
+    pass
 
 log = logging.getLogger(__name__)
 
 
 class ConsoleLogger(Logger):
-    """Writes through `logging`; `rank_logs` decides where the lines go."""
+    """One line per epoch, and a few at the start and the end. `rank_logs` decides where the lines go."""
 
     def __init__(self) -> None:
         self._last: EpochSummary | None = None  # of this process
@@ -65,3 +73,71 @@ class ConsoleLogger(Logger):
         # It is not there if the run was resumed in another folder, and has not become better since.
         where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
         log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
+
+
+class ProgressBarLogger(Logger):
+    """A tqdm bar on stderr over the samples of an epoch, with the running loss. It disappears when the training of the
+    epoch ends.
+
+    Jobs of a sweep that run at once draw it for the sweep's process, which shows the bars of all.
+
+    A log line takes the bar's place, and the bar comes back below it with the next step.
+    """
+
+    def __init__(self) -> None:
+        from tqdm import tqdm  # not needed by logger=[console]
+
+        # tqdm's own lock adds a semaphore for several processes, which Python calls leaked when a rank exits.
+        tqdm.set_lock(threading.RLock())
+        self._bar: tqdm[Any] | None = None
+        self._samples_left = 0
+
+    def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
+        self._samples_left = samples - samples_done
+        from tqdm import tqdm
+
+        columns = os.environ.get(BAR_COLUMNS)
+        self._bar = tqdm(
+            total=samples,
+            initial=samples_done,
+            desc=f"epoch {epoch}/{epochs}",
+            unit=" samples",
+            leave=False,
+            ncols=None if columns is None else int(columns),
+            disable=None if columns is None else False,  # None: on if stderr is a terminal
+        )
+        for handler in _console_handlers():
+            handler.addFilter(self._clear_line)
+
+    def on_step(self, step: int, samples: int) -> None:
+        if self._bar is not None:
+            self._bar.update(samples)
+            self._samples_left -= samples
+            if self._samples_left <= 0:
+                self.close()  # not during the evaluation, which may take long
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        loss = metrics.get("train/running_loss")
+        if self._bar is not None and loss is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+
+    def on_epoch_end(self, summary: EpochSummary) -> None:
+        self.close()  # an epoch that trainer.max_steps ends leaves samples over
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+            for handler in _console_handlers():
+                handler.removeFilter(self._clear_line)
+
+    def _clear_line(self, record: logging.LogRecord) -> bool:
+        """Called before a log line is written."""
+        if self._bar is not None and not self._bar.disable:
+            self._bar.clear()
+        return True
+
+
+def _console_handlers() -> list[logging.Handler]:
+    streams = (sys.stdout, sys.stderr)
+    return [handler for handler in logging.getLogger().handlers if getattr(handler, "stream", None) in streams]

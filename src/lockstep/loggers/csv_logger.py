@@ -16,7 +16,10 @@ Row = tuple[int, str, float]
 
 
 class CSVLogger(Logger):
-    """Appends one row for each number. Rows that could not be written, on a full disk, are written later."""
+    """Appends one row for each number. Rows that could not be written, on a full disk, are written later.
+
+    run_dir: folder of this run.
+    """
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / "metrics.csv"

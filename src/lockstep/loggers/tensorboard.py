@@ -1,27 +1,46 @@
-"""TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done."""
+"""TensorBoard events in the run folder. A step on the x-axis is the number of optimizer steps done.
+
+What TensorBoard shows of a run beside its curves, the config, a row of the HParams table and a layout of charts, is in
+one small file beside them, which every start writes anew. TensorBoard keeps the first hyperparameters that it reads of
+a run, and it reads files in the order of their names: so this file comes first.
+"""
 
 import logging
+import os
+import shlex
+import struct
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tensorboard.compat.proto.summary_pb2 import Summary
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-from lockstep.loggers.event_times import last_wall_time
-from lockstep.loggers.run_header import finished, write_header
+from lockstep.config.schema import Whole
+from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.tasks.base import ReadSample, Report
 
 log = logging.getLogger(__name__)
 
+HEADER = "events.out.tfevents.0.header"
 REOPEN_SECONDS = 10.0  # from a failed write to the next event file
 PROBE_BYTES = 4096
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
+LENGTH = struct.Struct("<Q")  # of an event in its file
+CHECKSUM_BYTES = 4  # after the length, and after the content
+LARGEST_READ = 65536  # bytes; an event with images is longer, and events with numbers stand beside it
+
+Chart = tuple[str, list[str]]
 
 
 class TensorBoardLogger(Logger):
@@ -32,10 +51,14 @@ class TensorBoardLogger(Logger):
 
     A SummaryWriter that failed once, on a full disk, fails for ever. It is replaced by a new one REOPEN_SECONDS later;
     what is logged in between is lost.
+
+    run_dir: folder of this run.
+    images: test images that an evaluation shows; 0: no images of it.
+    histograms: histograms of weights and gradients, at each evaluation.
+    graph: the graph of the model.
     """
 
-    def __init__(self, run_dir: str | Path, images: int, histograms: bool, graph: bool) -> None:
-        """images: test samples in the grid of an evaluation; 0: no images of an evaluation."""
+    def __init__(self, run_dir: str | Path, images: Whole, histograms: bool, graph: bool) -> None:
         self.run_dir, self.images, self.histograms, self.graph = Path(run_dir), images, histograms, graph
         self._draw: Callable[[], None] = lambda: None  # the newest report, if it is not drawn yet
         self._drawn_at, self._drawing_seconds = time.monotonic(), FIRST_DRAWING
@@ -110,8 +133,9 @@ class TensorBoardLogger(Logger):
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         self._draw()
-        self._add_summary(finished(), self._last_step)
-        log.info("curves:     tensorboard --logdir %s", run_dir)
+        _, _, end = hparams({}, {})  # marks the run as finished in the HParams table
+        self._add_summary(end, self._last_step)
+        log.info("curves:     tensorboard --logdir %s", shlex.quote(str(run_dir)))
 
     def close(self) -> None:
         if self._writer is not None:
@@ -154,3 +178,101 @@ class TensorBoardLogger(Logger):
             with suppress(OSError):
                 self._writer.file_writer.event_writer.close()  # type: ignore[attr-defined]
             self._writer = None
+
+
+def write_header(run: RunInfo) -> None:
+    """Write the file, or replace it whole. Raises OSError on a full disk.
+
+    No experiment is written: TensorBoard takes the columns of its HParams table from the first experiment that it
+    finds, so that keys which only other runs have would be lost. Without one it takes the keys of all runs.
+    """
+    config = text("config", f"```yaml\n{run.config_yaml}```")
+    events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+    for summary in (config, hyperparameters(run.hyperparameters), custom_scalars(layout(run))):
+        events.append(Event(wall_time=time.time(), step=0, summary=summary))
+    unfinished = run.run_dir / "header.tmp"
+    try:
+        with unfinished.open("wb") as file:
+            writer = RecordWriter(file)
+            for event in events:
+                writer.write(event.SerializeToString())
+        os.replace(unfinished, run.run_dir / HEADER)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def hyperparameters(values: Mapping[str, Hyperparameter]) -> Summary:
+    """A row of the HParams table. torch's `hparams` would make numbers of truth values."""
+    start = SessionStartInfo(start_time_secs=time.time())
+    for key, value in values.items():
+        if isinstance(value, bool):
+            start.hparams[key].bool_value = value
+        elif isinstance(value, int | float):
+            start.hparams[key].number_value = value
+        else:
+            start.hparams[key].string_value = value
+    content = HParamsPluginData(session_start_info=start, version=PLUGIN_DATA_VERSION).SerializeToString()
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=PLUGIN_NAME, content=content))
+    return Summary(value=[Summary.Value(tag=SESSION_START_INFO_TAG, metadata=metadata)])
+
+
+def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
+    """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
+    results = {name: _lines(f"(train|test)/{name}") for name in run.metrics}
+    results["best so far"] = _lines("best/.*")
+    training = {
+        "loss of the last steps": _lines("train/running_loss"),
+        "learning rate": _lines("train/lr"),
+        "gradient norm": _lines("train/grad_norm"),
+    }
+    speed = {
+        "samples per second": _lines("speed/(samples|tokens)_per_s"),
+        "step time (ms)": _lines("speed/step_ms"),
+        "parts of a step (ms)": _lines("time/.*_ms", "profile/.*_ms"),
+    }
+    ranks = {
+        "own time of the slowest and the fastest rank in a step (ms)": _lines("world/(slowest|fastest)_rank_ms"),
+        "memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib"),
+    }
+    return {"results: train and test": results, "training": training, "speed": speed, "ranks": ranks}
+
+
+def _lines(*tags: str) -> Chart:
+    return "Multiline", [f"^{tag}$" for tag in tags]
+
+
+def last_wall_time(run_dir: Path, last_step: int) -> float | None:
+    """The latest wall time, in seconds, of the events up to `last_step`, without step 0; None if there are none.
+
+    With it a resumed run's relative x-axis has no pause in it.
+    """
+    times = [
+        event.wall_time
+        for path in run_dir.glob("events.out.tfevents.*")
+        for event in read_events(path)
+        if 0 < event.step <= last_step and event.HasField("summary")
+    ]
+    return max(times, default=None)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a file, except large ones, up to where a kill cut it off, or a crash of the machine left zeros.
+
+    TensorBoard's own reader compares checksums in Python, which takes a second for each megabyte.
+    """
+    with path.open("rb") as file:
+        while len(length := file.read(LENGTH.size)) == LENGTH.size:
+            (size,) = LENGTH.unpack(length)
+            file.seek(CHECKSUM_BYTES, 1)
+            if size > LARGEST_READ:
+                file.seek(size + CHECKSUM_BYTES, 1)
+                continue
+            content = file.read(size)
+            if len(content) < size:
+                return
+            try:
+                event = Event.FromString(content)
+            except DecodeError:
+                return
+            yield event
+            file.seek(CHECKSUM_BYTES, 1)

@@ -2,11 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.schema import Classes, ImageShape, Limits
 from lockstep.errors import ConfigError
 from lockstep.models.base import image_shape
 
@@ -16,12 +18,17 @@ SMALLEST_VARIANCE = 5e-4  # added to that of a patch's direction, so that noise 
 SMALLEST_SIDE = 9  # pixels: the whitening takes one, and each of three blocks halves what is left
 
 
-def airbench(shape: Sequence[int], classes: int, widths: Sequence[int], views: str) -> nn.Module:
-    """(N, *shape) images -> (N, classes) logits. widths: channels of the three blocks.
+def airbench(
+    shape: ImageShape,
+    classes: Classes,
+    widths: Annotated[Sequence[int], Limits(min=1, length=3)],
+    views: Literal["one", "mirrored", "mirrored_and_shifted"],
+) -> nn.Module:
+    """(N, *shape) images -> (N, classes) logits. Raises ConfigError for images of less than 9x9 pixels.
 
-    views: what an evaluation averages the logits over: "one", the image itself; "mirrored", with its mirror image;
-    "mirrored_and_shifted", also both of them one pixel up and left, and down and right. Raises ConfigError for images
-    of less than 9x9 pixels.
+    widths: channels of the three blocks.
+    views: views of an image that an evaluation averages the logits over: the image itself; also its mirror image; also
+        both of them one pixel up and left, and down and right.
     """
     channels, height, width = image_shape(shape, "airbench")
     if min(height, width) < SMALLEST_SIDE:

@@ -1,19 +1,20 @@
 """The convolutional net of the MNIST tutorial."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from torch import nn
 
+from lockstep.config.schema import Classes, ImageShape
 from lockstep.errors import ConfigError
 from lockstep.models.base import image_shape
 
 
-def convnet(shape: Sequence[int], classes: int) -> nn.Sequential:
+def convnet(shape: ImageShape, classes: Classes) -> nn.Sequential:
     """Two 5x5 convolutions with batch norm, ReLU and pooling, and one linear layer.
 
-    shape: (channels, height, width), height and width at least 4. (N, *shape) -> (N, classes) logits. Parameters are
-    named as the tutorial names them: layer1.0.weight ... fc.bias.
+    (N, *shape) -> (N, classes) logits. Parameters are named as the tutorial names them: layer1.0.weight ... fc.bias.
+
+    shape: (channels, height, width), height and width at least 4; null: from the data.
     """
     channels, height, width = image_shape(shape, "convnet")
     if min(height, width) < 4:

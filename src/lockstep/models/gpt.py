@@ -2,24 +2,28 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.schema import Classes, Count, Fraction, Shape
 from lockstep.errors import ConfigError
 
 WEIGHT_STD = 0.02  # of the initial weights, as in GPT-2
 
 
 def gpt(
-    shape: Sequence[int], classes: int, layers: int, heads: int, width: int, dropout: float, tied: bool
+    shape: Shape, classes: Classes, layers: Count, heads: Count, width: Count, dropout: Fraction, tied: bool
 ) -> nn.Sequential:
     """Token numbers (N, T) int64, T at most shape[0] -> logits of the next token (N, T, classes).
 
-    layers: blocks of attention and MLP. heads: of each attention; they share its `width` numbers a token.
+    Raises ConfigError if the heads cannot share the width.
+
+    layers: blocks of attention and MLP.
+    heads: heads of each attention; divides width.
+    width: numbers of a token inside the model.
+    dropout: share of the numbers that are dropped.
     tied: the output layer uses the weights of the token embedding (Press and Wolf 2017).
-    Raises ConfigError if `heads` does not divide `width`.
     """
     if width % heads:
         raise ConfigError(

@@ -1,12 +1,13 @@
 """One linear layer."""
 
 import math
-from collections.abc import Sequence
 
 from torch import nn
 
+from lockstep.config.schema import Classes, Shape
 
-def linear(shape: Sequence[int], classes: int) -> nn.Module:
+
+def linear(shape: Shape, classes: Classes) -> nn.Module:
     """(N, *shape) -> (N, classes). For flat samples it is a plain torch.nn.Linear, with its parameter names."""
     if len(shape) == 1:
         return nn.Linear(shape[0], classes)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.schema import Classes, ImageShape
 from lockstep.errors import ConfigError
 from lockstep.models.base import image_shape
 
@@ -15,11 +16,14 @@ RGB = 3
 WITH_MORE_OUTPUTS = ("googlenet", "inception_v3")  # in training, unless they are told not to
 
 
-def torchvision_model(name: str, shape: Sequence[int], classes: int, **options: Any) -> nn.Module:
+def torchvision_model(name: str, shape: ImageShape, classes: Classes, **options: Any) -> nn.Module:
     """The model `name` of torchvision.models. (N, *shape) -> (N, classes) logits.
 
     The first convolution is adapted to the number of channels, and a ResNet to small images. A vision transformer is
     built for the images' size. Raises ConfigError for an unknown name, and for a model that cannot take such images.
+
+    name: any classification model of torchvision.
+    options: further arguments of the model.
     """
     from torchvision.models import get_model, list_models
 

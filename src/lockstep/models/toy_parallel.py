@@ -2,13 +2,17 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from torch import nn
 
+from lockstep.config.schema import Classes, Count, Shape
 
-def toy_parallel(shape: Sequence[int], classes: int, width: int) -> nn.Sequential:
-    """net1, ReLU, net2. (N, *shape) -> (N, classes)."""
+
+def toy_parallel(shape: Shape, classes: Classes, width: Count) -> nn.Sequential:
+    """net1, ReLU, net2. (N, *shape) -> (N, classes).
+
+    width: units of the hidden layer.
+    """
     return nn.Sequential(
         OrderedDict[str, nn.Module](
             flatten=nn.Flatten(),

@@ -1,8 +1,7 @@
 """The contract of a mode: what a command does with its config. `src/train.py` starts ranks, and each calls `Mode.work`.
 
-To add one: a subclass of `Mode` with `run` in a file of its own here, `conf/mode/<name>.yaml` with its `_target_`, and
-its keys in `src/lockstep/config/options.py`. docs/modes.md tells what users see. No torch at the top: `main` imports
-this.
+To add one: a subclass of `Mode` with `run` in a file of its own here, `conf/mode/<name>.yaml` with its `_target_` and
+keys. docs/modes.md tells what users see. No torch at the top: `main` imports this.
 """
 
 import errno
@@ -24,7 +23,7 @@ from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
     from lockstep.loggers.rank_logs import RankLogs
@@ -95,7 +94,7 @@ class Mode:
     what is typed on top. Such a mode has `run`, writes no snapshots and no curves, and its log and its failure reports
     go to <run folder>/<name of the mode>.
 
-    snapshot: which weights: "last", "best", or a file.
+    snapshot: the weights to use: last, best, or a snapshot's file.
     """
 
     name = ""  # of its option in conf/mode

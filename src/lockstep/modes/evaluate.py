@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import TrainingDiverged
 from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 class Evaluate(Mode):
     """Evaluates as training does: with averaged weights if there are any, each sample counted once.
 
-    split: "test" or "train", whose samples are not augmented. file: where the numbers go; None: evaluation.json in the
-    run folder.
+    split: the data to evaluate; training data is not augmented.
+    file: where the numbers go; null: evaluation.json in the run folder.
     """
 
     name = "evaluate"
 
-    def __init__(self, snapshot: str, split: str, file: str | None) -> None:
+    def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:

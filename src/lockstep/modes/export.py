@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
@@ -32,16 +32,22 @@ Outputs = Callable[["Tensor"], "Tensor"]
 """What an exported file computes of raw samples (N, ...)."""
 
 
+Format = Literal["torch_export", "onnx", "safetensors", "state_dict"]
+
+
 class Export(Mode):
     """torch_export and onnx hold the net with its preprocessing: raw samples (N, ...) in, for any N; outputs out.
 
     Both compute in the type of the weights, without autocast. safetensors and state_dict hold the weights alone. Each
     file is read again, and compared with the net, before it gets its name.
+
+    format: what the file is.
+    file: where the net goes; null: last.pt2, best.onnx, ... in the run.
     """
 
     name = "export"
 
-    def __init__(self, snapshot: str, format: str, file: str | None) -> None:
+    def __init__(self, snapshot: str, format: Format, file: str | None) -> None:
         self.snapshot, self.format, self.file = snapshot, format, file
 
     def validate(self, job: "JobSpec") -> None:

@@ -5,7 +5,7 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, StoppedEarly
 from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
@@ -26,12 +26,15 @@ Columns = dict[str, "Tensor"]
 class Predict(Mode):
     """One row for each sample, in the data set's order, whatever the number of ranks.
 
-    The columns are index, what `Task.predictions` gives, and truth. split, file: as for `Evaluate`.
+    The columns are index, what `Task.predictions` gives, and truth.
+
+    split: the data to predict; training data is not augmented.
+    file: where the rows go; null: predictions.csv in the run folder.
     """
 
     name = "predict"
 
-    def __init__(self, snapshot: str, split: str, file: str | None) -> None:
+    def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
 
     def validate(self, job: "JobSpec") -> None:

@@ -3,8 +3,9 @@
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from lockstep.config.schema import Count, Limits, NotNegative, Seed
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
 from lockstep.runs.record import read_run
@@ -19,16 +20,25 @@ log = logging.getLogger(__name__)
 
 
 class Sample(Mode):
-    """Prints `prompt` and the `length` tokens that the model writes after it.
+    """Prints a text, and the tokens that the model writes after it.
 
-    temperature: logits are divided by it; 0 takes the likeliest token. top_k: only the k likeliest are drawn from; None
-    for all. seed: of what is drawn.
+    prompt: the text goes on from here.
+    length: tokens to write.
+    temperature: below 1 likely tokens are drawn more often; 0: always the likeliest.
+    top_k: draw from the k likeliest tokens only; null: from all.
+    seed: seed of what is drawn.
     """
 
     name = "sample"
 
     def __init__(
-        self, snapshot: str, prompt: str, length: int, temperature: float, top_k: int | None, seed: int
+        self,
+        snapshot: str,
+        prompt: str,
+        length: Count,
+        temperature: NotNegative,
+        top_k: Annotated[Count | None, Limits(example=40)],
+        seed: Seed,
     ) -> None:
         self.snapshot, self.prompt, self.length = snapshot, prompt, length
         self.temperature, self.top_k, self.seed = temperature, top_k, seed

@@ -71,7 +71,11 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
     saved, path = found
     config = saved["config"]
     net = build_model(config) if model is None else model
-    precision, memory_format = config["trainer.precision"], model_memory_format(net, config["trainer.channels_last"])
+    channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
+    precision, memory_format = (
+        config["trainer.precision"],
+        model_memory_format(net, channels_last, torch.device(device)),
+    )
     net = net.to(device, model_dtype(precision))  # before the weights come: float64 would lose digits
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)

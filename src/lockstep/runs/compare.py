@@ -28,7 +28,7 @@ LOSS, GRADIENT = "loss", "gradient of "
 NAMED = 5  # tensors in a sentence
 
 
-def explain(a: Run, b: Run) -> list[str]:
+def why(a: Run, b: Run) -> list[str]:
     """The lines of `runs.py why`. Raises ConfigError for digests that cannot be read."""
     header: Row = ("", "", f"A {a['folder']}", f"B {b['folder']}")
     rows = [tuple(map(_short, row)) for row in (*differences(a, b), *_result(a, b))]
@@ -118,9 +118,9 @@ def _advice(a: Run, b: Run) -> list[str]:
         lines.append(f"the commits:             git diff {commits[0][:10]} {commits[1][:10]} -- src conf")
     files = [Path(run["folder"], DIFF) for run in (a, b)]
     if one.get("diff_sha256") != other.get("diff_sha256"):
-        found = [str(path) for path in files if path.exists()]
-        if found:
-            lines.append(f"the uncommitted changes: {'diff' if len(found) == 2 else 'cat'} {' '.join(found)}")
+        diffs = [str(path) for path in files if path.exists()]
+        if diffs:
+            lines.append(f"the uncommitted changes: {'diff' if len(diffs) == 2 else 'cat'} {' '.join(diffs)}")
     return lines
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.schema import Positive
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy
@@ -18,12 +19,12 @@ log = logging.getLogger(__name__)
 class DataParallel(Strategy):
     """Copies the model to every GPU for each batch, and sends each GPU a part of it. Without a GPU, a plain module.
 
-    first_share: samples of the first GPU, which also gathers outputs and gradients, relative to those of another one.
+    first_share: the first GPU's samples relative to another's; it also gathers outputs and gradients.
     """
 
     supports_sync_bn = False
 
-    def __init__(self, first_share: float) -> None:
+    def __init__(self, first_share: Positive) -> None:
         self.first_share = first_share
 
     def binds_one_device(self) -> bool:

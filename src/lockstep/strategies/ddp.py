@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.config.schema import Positive
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
@@ -20,13 +21,18 @@ class DDP(Strategy):
     Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
     `sync_buffers` does it before an evaluation. A snapshot has those of rank 0, so a model that reads them in training
     does not resume bit for bit on several ranks.
+
+    gradient_as_bucket_view: gradients lie in the buffers that are sent.
+    static_graph: every step uses the same parameters.
+    bucket_cap_mb: megabytes of gradients that are sent at once.
+    find_unused_parameters: some parameters get no gradient in some steps.
     """
 
     def __init__(
         self,
         gradient_as_bucket_view: bool,
         static_graph: bool,
-        bucket_cap_mb: float,
+        bucket_cap_mb: Positive,
         find_unused_parameters: bool,
     ) -> None:
         self.options: dict[str, Any] = {

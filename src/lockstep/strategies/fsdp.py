@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lockstep.config.schema import Count, Limits
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -31,10 +32,13 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class FSDP(Strategy):
     """Cuts every parameter along its first dimension, one part per rank, and gathers a block while it computes.
 
-    reshard_after_forward: whether gathered weights are freed between the forward and the backward pass.
-    wrap_classes, wrap_min_parameters: which blocks are gathered one at a time, see `blocks_to_wrap`.
-    replicas: groups of neighbouring ranks, each of which holds all parts. A block is gathered inside a group; gradients
-    are added up inside it, and then each part over the groups. In a world of one rank the model stays a plain module.
+    A block is gathered inside a group of ranks that holds all parts; gradients are added up inside it, and then each
+    part over the groups. In a world of one rank the model stays a plain module.
+
+    replicas: groups of neighbouring ranks with a model each, in parts.
+    reshard_after_forward: free gathered weights until the backward pass.
+    wrap_classes: class names of the blocks to gather one at a time, see `blocks_to_wrap`.
+    wrap_min_parameters: smaller blocks are gathered with their parent.
     """
 
     ranks_agree = False  # each rank holds its own part
@@ -42,7 +46,11 @@ class FSDP(Strategy):
     communicates_in_forward = True
 
     def __init__(
-        self, replicas: int, reshard_after_forward: bool, wrap_classes: Sequence[str], wrap_min_parameters: int
+        self,
+        replicas: Count,
+        reshard_after_forward: bool,
+        wrap_classes: Annotated[Sequence[str], Limits(example=["BasicBlock"])],
+        wrap_min_parameters: Count,
     ) -> None:
         self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
         self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters

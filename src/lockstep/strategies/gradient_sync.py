@@ -6,7 +6,7 @@ A communication hook gets one bucket of gradients after the other, the same on e
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.distributed import GradBucket, P2POp, batch_isend_irecv, irecv, isend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.config.schema import Count, Limits, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -132,10 +133,10 @@ class BFloat16(GradientSync):
 class PowerSGD(GradientSync):
     """Low-rank gradients with error feedback (Vogels, Karimireddy and Jaggi 2019), by torch.
 
-    rank: of the approximation.
-    start_step: steps of plain all-reduce first, at least 2.
+    rank: rank of the matrices that approximate the gradients.
+    start_step: steps of plain all-reduce at first.
     min_compression: a matrix that would shrink by less than this factor is sent whole.
-    epsilon: prevents a division by zero for columns of zeros.
+    epsilon: added to the norms when matrices are orthogonalised, for columns of zeros.
     """
 
     name = "powersgd"
@@ -144,7 +145,13 @@ class PowerSGD(GradientSync):
     needs_hooks = True
     sends_as_much_each_step = False  # the first steps are plain
 
-    def __init__(self, rank: int, start_step: int, min_compression: float, epsilon: float) -> None:
+    def __init__(
+        self,
+        rank: Count,
+        start_step: Annotated[int, Limits(min=2)],
+        min_compression: Positive,
+        epsilon: NotNegative,
+    ) -> None:
         self.state_options: dict[str, Any] = {
             "matrix_approximation_rank": rank,
             "start_powerSGD_iter": start_step,
@@ -173,7 +180,10 @@ class PowerSGD(GradientSync):
 
 
 class LocalSGD(GradientSync):
-    """Ranks step on their own gradients, and average their weights every `sync_every` steps (Stich 2019)."""
+    """Ranks step on their own gradients, and average their weights from time to time (Stich 2019).
+
+    sync_every: steps between two averages of the weights.
+    """
 
     name = "local_sgd"
     is_exact = False
@@ -181,7 +191,7 @@ class LocalSGD(GradientSync):
     ranks_agree = False
     sends_as_much_each_step = False
 
-    def __init__(self, sync_every: int) -> None:
+    def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every
         self.steps_apart = 0  # steps since all ranks held the same weights
 

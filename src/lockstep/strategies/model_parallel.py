@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from lockstep.config.schema import Count
 from lockstep.data.dataset import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -14,13 +15,16 @@ from lockstep.strategies.gradient_sync import GradientSync
 
 
 class ModelParallel(DDP):
-    """Puts the children of the model, in equal groups of neighbours, on `devices` devices of this rank.
+    """Puts the children of the model, in equal groups of neighbours, on several devices of this rank.
 
     It fits a model that calls its children one after another, in their order. Outputs come back to the rank's first
-    device, where inputs start. With several ranks each holds a replica, averaged as by DDP; `options` are DDP's.
+    device, where inputs start. With several ranks each holds a replica, averaged as by DDP.
+
+    devices: devices of each rank.
+    options: those of DDP.
     """
 
-    def __init__(self, devices: int, **options: Any) -> None:
+    def __init__(self, devices: Count, **options: Any) -> None:
         super().__init__(**options)
         self.devices = devices
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._pytree import tree_map_only
 
+from lockstep.config.schema import Count
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -38,9 +39,11 @@ class Stage(nn.Sequential):
 class Pipeline(Strategy):
     """Each rank holds one stage of a torch.nn.Sequential and passes micro-batches on.
 
-    schedule: GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer
-    activations. Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a
-    plain module.
+    GPipe runs all forward passes before all backward passes. 1F1B (Narayanan et al. 2019) holds fewer activations.
+    Batch norm, as in any pipeline, normalises each micro-batch by itself. A world of one rank keeps a plain module.
+
+    schedule: order of the forward and backward passes.
+    micro_batches: parts of a global batch that are in the pipeline.
     """
 
     ranks_agree = False  # each rank holds its own layers
@@ -48,7 +51,7 @@ class Pipeline(Strategy):
     communicates_in_forward = True
     supports_sync_bn = False  # each layer is on one rank, which has all of its statistics
 
-    def __init__(self, schedule: str, micro_batches: int) -> None:
+    def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches
         self.schedules: dict[tuple[int, int, bool], PipelineScheduleSingle] = {}
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from lockstep.config.schema import Count, Limits
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -25,11 +26,23 @@ from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, 
 NAME = "strategy=tensor_parallel"
 
 
-class TensorParallel(Strategy):
-    """Neighbouring ranks share one model and compute the same samples. `replicas` such groups share each batch.
+Plan = Annotated[
+    Sequence[Mapping[Any, Any]],
+    Limits(
+        must_be="a list of names of modules, each with a style",
+        example=[{"*.widen": "colwise"}, {"*.projection": "rowwise"}],
+    ),
+]
 
-    plan: see `TensorPlan`. Layers that it does not name are whole on every rank. In a world of one rank the model
-    stays a plain module.
+
+class TensorParallel(Strategy):
+    """Neighbouring ranks share one model and compute the same samples. Several such groups share each batch.
+
+    Layers that the plan does not name are whole on every rank. In a world of one rank the model stays a plain module.
+
+    replicas: groups of ranks with a model each, that share a batch.
+    plan: how layers are cut: colwise, rowwise, gathered, or a ParallelStyle of torch, by the name of a module; see
+        `TensorPlan`.
     """
 
     ranks_agree = False  # each rank holds its own part
@@ -37,7 +50,7 @@ class TensorParallel(Strategy):
     communicates_in_forward = True
     supports_sync_bn = False  # the ranks of a group compute the same samples, which a sum over all would count again
 
-    def __init__(self, replicas: int, plan: Sequence[Mapping[Any, Any]]) -> None:
+    def __init__(self, replicas: Count, plan: Plan) -> None:
         self.replicas, self.plan = replicas, TensorPlan(plan)
 
     def validate(self, job: JobSpec) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.schema import Count
 from lockstep.data.dataset import count_samples
 from lockstep.data.partition import Part
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
@@ -36,11 +37,14 @@ class Row(NamedTuple):
 
 
 class VirtualRanks(Strategy):
-    """Trains as `count` virtual ranks, each real rank computing some of them one after the other."""
+    """Trains as many virtual ranks, each real rank computing some of them one after the other.
+
+    count: parts of a global batch, a multiple of the number of ranks.
+    """
 
     supports_sync_bn = False  # each virtual rank is computed by itself
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: Count) -> None:
         self.count = count
 
     def validate(self, job: JobSpec) -> None:

@@ -62,9 +62,8 @@ class Task:
 
     A mean is a sum over a whole global batch or data set, divided by its `count`: of samples, or of what a task says.
 
-    metrics: {name: "min" or "max"}, which says for each metric whether lower or higher is better. "loss" is the first.
-    monitor: the metric of the default objective, which decides which weights are the best ones. Raises ConfigError if
-        it is not in `metrics`.
+    metrics: min or max for each metric: whether lower or higher is better. loss is the first.
+    monitor: the metric of the default objective, which decides which weights are the best.
 
     Attributes:
     sums: {name: number of values} of what a call returns. By default one value for each metric. A task whose metrics
@@ -128,8 +127,8 @@ class OwnParts:
     A class or function of torch that has `reduction` gets reduction="none": the ranks add up samples, and a mean over a
     rank's samples could not be added.
 
-    loss: None for the task's own.
-    measures: {metric: function}.
+    loss: a loss of your own in place of the task's.
+    measures: metrics of your own, by name.
     """
 
     def __init__(self, loss: Function | None, measures: Mapping[str, Function]) -> None:

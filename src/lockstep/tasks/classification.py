@@ -5,6 +5,7 @@ import re
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.schema import Count, Fraction
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (
     COUNTS,
@@ -26,16 +27,16 @@ class Classification(Task):
     Targets may be probabilities (N, classes), as MixUp makes them; then the most probable class is the correct one. A
     metric top<k>, such as top5, is the share of samples whose class is among the k best.
 
-    label_smoothing: the share of a target that is spread evenly over all classes, in training and evaluation (Szegedy
-        et al. 2016).
-    loss, measures: see `OwnParts`.
+    label_smoothing: share of a target that is spread over all classes, also in evaluation (Szegedy et al. 2016).
+    loss: a loss of your own in place of the task's, see `OwnParts`.
+    measures: metrics of your own, by name.
     """
 
     def __init__(
         self,
         metrics: dict[str, str],
         monitor: str,
-        label_smoothing: float,
+        label_smoothing: Fraction,
         loss: Function | None,
         measures: dict[str, Function],
     ) -> None:
@@ -72,7 +73,7 @@ class Classification(Task):
             fits = outputs.dim() == 2 and targets.dim() == 1 and len(outputs) == len(targets)
         if not fits:
             raise ConfigError(
-                f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
+                f"{type(self).__name__} takes outputs (N, classes) and whole numbers (N,), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type task={_other_task(outputs, targets)}"
             )
@@ -92,10 +93,10 @@ class ClassificationF1(Classification):
 
     They are computed once, from counts over all ranks: a mean of the batches' F1 would be another number.
 
-    classes: None before the data is read, which tells how many they are.
+    classes: classes that are counted; null: as many as the data has.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: float, classes: int | None) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: Fraction, classes: Count | None) -> None:
         super().__init__(metrics, monitor, label_smoothing, None, {})
         self.classes = classes or 0
         self.means = ("loss", "accuracy", *self.tops)
@@ -107,8 +108,8 @@ class ClassificationF1(Classification):
         return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
+        return {name: metrics[name] for name in self.metrics}
 
 
 def class_numbers(targets: Tensor) -> Tensor:

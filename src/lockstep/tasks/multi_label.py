@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.schema import Count
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_scores, require_known
 
@@ -13,11 +14,12 @@ class MultiLabel(Task):
     """Binary cross entropy over logits (N, labels) and targets (N, labels) of 0 and 1, averaged over a sample's labels.
 
     accuracy: the share of right labels. all_right: of samples with all labels right. f1, precision, recall and iou: the
-    mean over the labels, or f1_<label> of one. A label is predicted where its logit is above 0. classes: the labels;
-    None before the data is read, which tells how many they are.
+    mean over the labels, or f1_<label> of one. A label is predicted where its logit is above 0.
+
+    classes: labels that are counted; null: as many as the data has.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int | None) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: Count | None) -> None:
         super().__init__(metrics, monitor)
         require_known(metrics, MEANS, classes)
         self.sums = dict.fromkeys(MEANS, 1) | dict.fromkeys(COUNTS, classes or 0)
@@ -26,7 +28,7 @@ class MultiLabel(Task):
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if outputs.shape != targets.shape or outputs.shape[1:] != (self.classes,):
             raise ConfigError(
-                f"{type(self).__name__} wants outputs and targets (N, {self.classes}), and these are "
+                f"{type(self).__name__} takes outputs and targets (N, {self.classes}), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}; type dataset.classes=<labels of a sample>, "
                 f"or task=classification for targets that are class numbers"
             )
@@ -42,5 +44,5 @@ class MultiLabel(Task):
         return {"prediction": (outputs > 0).long(), "probability": at_least_float32(outputs).sigmoid()}
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
+        return {name: metrics[name] for name in self.metrics}

@@ -10,7 +10,10 @@ from lockstep.tasks.base import Function, OwnParts, Report, Share, Task, at_leas
 class Regression(Task):
     """Squared error over outputs and targets (N, values), averaged over the values of a sample.
 
-    Where a sample has one value, either may be (N,). loss, measures: see `OwnParts`.
+    Where a sample has one value, either may be (N,).
+
+    loss: a loss of your own in place of the task's, see `OwnParts`.
+    measures: metrics of your own, by name.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.config.schema import Count
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, class_scores, require_known
 
@@ -10,12 +11,14 @@ from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, cl
 class Segmentation(Task):
     """Cross entropy over logits (N, classes, H, W) and class numbers (N, H, W), averaged over each image's own pixels.
 
-    ignored_label: pixels with it count nowhere. accuracy: the share of right pixels. iou (the mean over classes of
-    intersection over union), f1, precision and recall come from counts over all pixels of all ranks; iou_<class> is
-    the one of a class. classes: None before the data is read, which tells how many they are.
+    accuracy is the share of right pixels. iou (the mean over classes of intersection over union), f1, precision and
+    recall come from counts over all pixels of all ranks; iou_<class> is the one of a class.
+
+    classes: classes that are counted; null: as many as the data has.
+    ignored_label: pixels with this class number count nowhere.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: int | None, ignored_label: int) -> None:
+    def __init__(self, metrics: dict[str, str], monitor: str, classes: Count | None, ignored_label: int) -> None:
         super().__init__(metrics, monitor)
         require_known(metrics, ("loss", "accuracy"), classes)
         self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes or 0)
@@ -25,7 +28,7 @@ class Segmentation(Task):
         wanted = (targets.shape[0], self.classes, *targets.shape[1:])
         if outputs.dim() < 3 or outputs.shape != wanted or targets.is_floating_point():
             raise ConfigError(
-                f"{type(self).__name__} wants outputs (N, {self.classes}, H, W) and whole numbers (N, H, W), and these "
+                f"{type(self).__name__} takes outputs (N, {self.classes}, H, W) and whole numbers (N, H, W), and these "
                 f"are {list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type model._target_=<a net with an output for each class and pixel>, or task=classification"
             )
@@ -42,6 +45,6 @@ class Segmentation(Task):
         return {"prediction": outputs.argmax(1)}
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
-        found["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
+        metrics["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
+        return {name: metrics[name] for name in self.metrics}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in, micro_batch_parts
 from lockstep.errors import ConfigError
@@ -28,13 +29,16 @@ from lockstep.training.timing import StepTimer, Watcher
 
 
 class AsyncParameterServer(Strategy):
-    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end."""
+    """Ranks hold different weights between two synchronisations: every `sync_every` steps, and at an epoch's end.
+
+    sync_every: optimizer steps after which all ranks synchronise.
+    """
 
     ranks_agree = False
     communicates_in_forward = True
     supports_sync_bn = False  # workers compute different batches at the same time
 
-    def __init__(self, sync_every: int) -> None:
+    def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every
         self.staleness: list[int] = []  # of each gradient that this epoch applied
 

@@ -1,10 +1,12 @@
 """Optimizers that torch has in parts only."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+
+from lockstep.config.schema import Count, Fraction, Limits, NotNegative, Positive
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
@@ -14,17 +16,24 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     A parameter group with use_muon=false is AdamW's as a whole: an embedding, or the last layer. Of several groups each
     may have its own lr, momentum, betas and weight_decay. Muon computes in bfloat16, so runs at different numbers of
-    ranks agree to its rounding. fused: AdamW's, as in torch.
+    ranks agree to its rounding.
+
+    lr: learning rate of the matrices.
+    momentum: momentum of the matrices.
+    weight_decay: decoupled weight decay.
+    adamw_lr: learning rate of all other parameters.
+    betas: AdamW's decay of the two moments.
+    fused: one kernel for all weights of AdamW.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        adamw_lr: float,
-        betas: Sequence[float],
+        lr: Positive,
+        momentum: Fraction,
+        weight_decay: NotNegative,
+        adamw_lr: Positive,
+        betas: Annotated[Sequence[Fraction], Limits(length=2)],
         fused: bool | None,
     ) -> None:
         groups = _as_groups(params)
@@ -57,19 +66,26 @@ class MuonWithSGD(torch.optim.Optimizer):
 
     A filter (out, in, height, width) is taken as a matrix of `out` rows. Before each step a weight of Muon's is scaled
     to the norm sqrt(out), so it needs no weight decay. A parameter group with use_muon=false is SGD's as a whole. Of
-    several groups each may have its own lr, momentum and weight_decay. steps: of the Newton-Schulz iteration, which
-    computes in the weights' own type.
+    several groups each may have its own lr, momentum and weight_decay. The Newton-Schulz iteration computes in the
+    weights' own type.
+
+    lr: learning rate of the filters and matrices.
+    momentum: momentum of the filters and matrices.
+    steps: steps of the Newton-Schulz iteration.
+    sgd_lr: learning rate of all other parameters.
+    sgd_momentum: momentum of all other parameters.
+    weight_decay: weight decay of all other parameters.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
-        momentum: float,
-        steps: int,
-        sgd_lr: float,
-        sgd_momentum: float,
-        weight_decay: float,
+        lr: Positive,
+        momentum: Fraction,
+        steps: Count,
+        sgd_lr: Positive,
+        sgd_momentum: Fraction,
+        weight_decay: NotNegative,
     ) -> None:
         groups = _as_groups(params)
         of_muon = {"lr": lr, "momentum": momentum}

@@ -7,11 +7,12 @@ Each is a function of the optimizer and, by name, of what it needs of steps_per_
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from lockstep.config.schema import Limits, NotNegative, Positive, Whole
 from lockstep.errors import ConfigError
 
 
@@ -42,15 +43,29 @@ def constant(optimizer: Optimizer, steps_per_epoch: int, total_steps: int) -> La
     return LambdaLR(optimizer, lambda step: 1.0)
 
 
-def step(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, step_epochs: float, gamma: float) -> LambdaLR:
-    """lr times `gamma` after every `step_epochs` epochs."""
+def step(
+    optimizer: Optimizer, steps_per_epoch: int, total_steps: int, step_epochs: Positive, gamma: Positive
+) -> LambdaLR:
+    """lr times a factor after every few epochs.
+
+    step_epochs: epochs between two changes of the learning rate.
+    gamma: factor of each change.
+    """
     return LambdaLR(optimizer, lambda number: gamma ** (number // (step_epochs * steps_per_epoch)))
 
 
 def cosine(
-    optimizer: Optimizer, steps_per_epoch: int, total_steps: int, warmup_epochs: float, final_lr_ratio: float
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    total_steps: int,
+    warmup_epochs: NotNegative,
+    final_lr_ratio: NotNegative,
 ) -> LambdaLR:
-    """Linear warm-up, then half a cosine down to `final_lr_ratio` times lr (Loshchilov and Hutter 2017)."""
+    """Linear warm-up, then half a cosine down (Loshchilov and Hutter 2017).
+
+    warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
+    final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
+    """
     warmup_steps = int(warmup_epochs * steps_per_epoch)
 
     def shape(done: float) -> float:
@@ -60,9 +75,17 @@ def cosine(
 
 
 def linear_decay(
-    optimizer: Optimizer, steps_per_epoch: int, total_steps: int, warmup_epochs: float, final_lr_ratio: float
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    total_steps: int,
+    warmup_epochs: NotNegative,
+    final_lr_ratio: NotNegative,
 ) -> LambdaLR:
-    """Linear warm-up, then a straight line down to `final_lr_ratio` times lr."""
+    """Linear warm-up, then a straight line down.
+
+    warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
+    final_lr_ratio: learning rate at the end, as a share of optimizer.lr.
+    """
     warmup_steps = int(warmup_epochs * steps_per_epoch)
     return LambdaLR(optimizer, _with_warmup(lambda done: 1 - done, warmup_steps, total_steps, final_lr_ratio))
 
@@ -81,8 +104,16 @@ def _with_warmup(
     return factor
 
 
-def one_cycle(optimizer: Optimizer, steps_per_epoch: int, total_steps: int, pct_start: float) -> OneCycleLR:
-    """Up to the optimizer's lr and down again, momentum the other way round (Smith 2018), by torch's OneCycleLR."""
+def one_cycle(
+    optimizer: Optimizer,
+    steps_per_epoch: int,
+    total_steps: int,
+    pct_start: Annotated[float, Limits(above=0, below=1)],
+) -> OneCycleLR:
+    """Up to the optimizer's lr and down again, momentum the other way round (Smith 2018), by torch's OneCycleLR.
+
+    pct_start: share of the run in which the learning rate rises.
+    """
     peak = [group["lr"] for group in optimizer.param_groups]
     return OneCycleLR(optimizer, peak, total_steps=total_steps + 1, pct_start=pct_start)
 
@@ -133,8 +164,9 @@ class WithWarmup(LRScheduler):
 class AnySchedule(WithWarmup):
     """Any schedule of torch, or of the user's own, stepped after each optimizer step or each epoch, with a warm-up.
 
-    schedule: (optimizer) -> a torch scheduler. every: "step" or "epoch". warmup_epochs: epochs in which the learning
-    rate rises linearly to what the schedule says.
+    schedule: the schedule's _target_ and its arguments: (optimizer) -> a torch scheduler.
+    every: when the schedule moves on.
+    warmup_epochs: epochs in which the learning rate rises linearly to the schedule's.
     """
 
     def __init__(
@@ -143,8 +175,8 @@ class AnySchedule(WithWarmup):
         steps_per_epoch: int,
         total_steps: int,
         schedule: Callable[[Optimizer], LRScheduler],
-        every: str,
-        warmup_epochs: float,
+        every: Literal["epoch", "step"],
+        warmup_epochs: NotNegative,
     ) -> None:
         self.interval = steps_per_epoch if every == "epoch" else 1
         made = require_schedule(schedule(optimizer), "scheduler.schedule")
@@ -158,8 +190,11 @@ class AnySchedule(WithWarmup):
 class Plateau(WithWarmup):
     """torch's ReduceLROnPlateau, stepped with the objective after each evaluation, with a warm-up.
 
-    factor: of the learning rate, after more than `patience` evaluations in a row without a better objective. threshold:
-    by which share of the best value a better one has to differ from it. min_lr: the rate falls no lower.
+    factor: factor of each change of the learning rate.
+    patience: evaluations in a row without a better objective that are waited for.
+    threshold: share of the best value by which a better one differs from it.
+    min_lr: the learning rate falls no lower.
+    warmup_epochs: epochs in which the learning rate rises to optimizer.lr.
     """
 
     def __init__(
@@ -167,11 +202,11 @@ class Plateau(WithWarmup):
         optimizer: Optimizer,
         steps_per_epoch: int,
         objective_mode: Literal["min", "max"],
-        factor: float,
-        patience: int,
-        threshold: float,
-        min_lr: float,
-        warmup_epochs: float,
+        factor: Annotated[float, Limits(above=0, below=1)],
+        patience: Whole,
+        threshold: NotNegative,
+        min_lr: NotNegative,
+        warmup_epochs: NotNegative,
     ) -> None:
         schedule = ReduceLROnPlateau(optimizer, objective_mode, factor, patience, threshold, min_lr=min_lr)
         super().__init__(optimizer, schedule, int(warmup_epochs * steps_per_epoch))

@@ -39,14 +39,38 @@ def model_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def model_memory_format(model: nn.Module, channels_last: bool | str) -> torch.memory_format:
+def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
     """The layout of images and convolution weights; "auto" is channels_last for models with convolutions.
 
-    On a CPU the convolutional net is 1.4 times as fast in it: max-pooling is slower in the other layout.
+    On a CPU the convolutional net is 1.4 times as fast in it: max-pooling is slower in the other layout. But a model
+    with a `damaging_layer` stays contiguous there. Raises ConfigError if channels_last is True for such a model.
     """
+    damaging = damaging_layer(model) if device.type == "cpu" else None
+    if channels_last is True and damaging is not None:
+        raise ConfigError(
+            f"trainer.channels_last=true would damage memory: torch's backward pass of a 1x1 convolution with a stride "
+            f"above 1 and fewer than 8 input channels ({damaging}) writes past its end in that layout on CPUs; "
+            f"type trainer.channels_last=auto"
+        )
     if channels_last == "auto":
-        channels_last = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
+        channels_last = has_convolutions and damaging is None
     return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def damaging_layer(model: nn.Module) -> str | None:
+    """The name of a layer whose backward pass damages memory on CPUs without AVX-512 if it is channels_last.
+
+    Seen in torch 2.14.1 (oneDNN) with a kernel of 1x1, a stride above 1, one group and 1 to 7 input channels: wrong
+    gradients, a corrupted heap or an endless loop. Other kernels, groups and transposed convolutions are right.
+    `tests/drills/test_cpu_kernels.py` compares them all.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1) or max(module.stride) == 1:
+            continue
+        if module.in_channels < 8 and module.groups == 1:  # 0 if a first batch is still to give its shape
+            return str(name)
+    return None
 
 
 def prepare_model(

@@ -1,10 +1,20 @@
 """Writes run.json: what was run, and how it goes on. Always there, whatever `logger=` says."""
 
+import hashlib
+import json
+import platform
+import socket
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from lockstep.distributed.environment import read_rank_info
+from lockstep.distributed.world import World
 from lockstep.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
@@ -32,21 +42,20 @@ from lockstep.runs.record import (
 )
 from lockstep.source_code import module_hashes
 from lockstep.text import differing
-from lockstep.training.state import TrainState
 
 WRITE_SECONDS = 10.0  # at most between two writes while snapshots are saved more often
 
 
-class RunRecord(Logger):
+class RunJson(Logger):
     """One life is one start of the run: from its first step to its end, by one number of ranks.
 
     The file is written when training starts, at an epoch's end, with snapshots and at the end. What takes some ms, git
     and the versions of packages, is asked in a thread while the first steps run.
     """
 
-    def __init__(self, state: TrainState, objective: str) -> None:
-        """objective: "test/<metric>"."""
-        self.state, self.objective, self.mode = state, objective, state.task.mode(objective)
+    def __init__(self, objective: str, mode: str, is_paused: Callable[[], bool]) -> None:
+        """objective: "test/<metric>". mode: "min" or "max". is_paused: whether a run that ends shall go on later."""
+        self.objective, self.mode, self.is_paused = objective, mode, is_paused
         self.run: dict[str, Any] = {}
         self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
         self.has_no_end = False  # whether the life before this one was killed
@@ -72,8 +81,8 @@ class RunRecord(Logger):
             if before["lives"]:
                 _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
-            if self.state.progress.best_step is not None:  # else the values before cannot be compared with these
-                self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
+            if run.best_step is not None:  # else the values before cannot be compared with these
+                self.run["improvements"] = [entry for entry in before["improvements"] if entry[0] <= start]
             self.run["samples_per_second"] = before.get("samples_per_second")
             self._note_best()
 
@@ -113,18 +122,17 @@ class RunRecord(Logger):
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
         if self.life is None and self.has_no_end:  # it was killed after its last epoch
             self._begin_life()
-        is_paused = self.state.reached_limit == "trainer.pause_after"
         self.run["objective"]["last"] = metrics[self.objective.removeprefix("test/")]
-        self._end(PAUSED if is_paused else FINISHED, EXIT_FINISHED)
+        self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
         self._end(*_state_and_code(error))
 
     def _note_objective(self, step: int, value: float) -> None:
-        found = self.run["improvements"]
-        best = found[-1][1] if found else None
+        improvements = self.run["improvements"]
+        best = improvements[-1][1] if improvements else None
         if value == value and (best is None or (value < best if self.mode == "min" else value > best)):
-            found.append([step, value])
+            improvements.append([step, value])
             self._note_best()
 
     def _note_best(self) -> None:
@@ -189,3 +197,50 @@ def _state_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", EXIT_INTERRUPTED
     return FAILED, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def run_facts(
+    world: World, step: int, command: Mapping[str, Any], computed: Sequence[str], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Plain values for run.json, before its first step. A collective.
+
+    step: optimizer steps already done.
+    command: what was typed, and "config", {key: value}.
+    computed: the keys of the config that say what is computed.
+    data: the number of samples and a fingerprint of the data.
+    """
+    compared = {key: command["config"][key] for key in sorted(computed)}
+    config_hash = hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:16]
+    hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
+    return {
+        **command,
+        "config_hash": config_hash,
+        "data": dict(data),
+        "code": {},
+        "environment": _machine(world),
+        "life": {
+            "from_step": step,
+            "world_size": world.size,
+            "launcher": read_rank_info().started_by,
+            "hosts": hosts,
+            "config_hash": config_hash,
+        },
+    }
+
+
+def _machine(world: World) -> dict[str, Any]:
+    device = world.device
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), Path("/proc/cpuinfo").open() as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
