@@ -100,6 +100,21 @@ def dispatch_mode() -> Any:
     return TorchDispatchMode
 
 
+def batch_norm_class() -> Any:
+    """The class that torch's batch norms are derived from, and perhaps one of the user's.
+
+    Missing: the class before BatchNorm1d in its list of classes.
+    """
+    from torch import nn
+
+    return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+
+
+def has_forward_hooks(module: Any) -> bool:
+    """Whether hooks run with this module's forward pass. Missing: False, and a layer that is replaced loses them."""
+    return bool(getattr(module, "_forward_hooks", {}) or getattr(module, "_forward_pre_hooks", {}))
+
+
 def group_named(name: str) -> Any:
     """The process group of that name: the operators of DTensor know no more of it. Missing: as for `fake_store`."""
     from torch.distributed.distributed_c10d import _resolve_process_group
