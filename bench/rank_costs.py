@@ -56,7 +56,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     from harness import pin_to_core
 
     from lockstep import build
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.base import LoggerList

@@ -70,7 +70,7 @@ class Watch(Watcher):
 def costs(cfg: Any) -> dict[str, Any]:
     """Run on each rank: what `Watch` found, in seconds and MB, and the MB of the rank's shard."""
     from lockstep import build
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.config.targets import instantiate
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.base import LoggerList

@@ -9,6 +9,7 @@ Functions import torch, and what needs it, inside: `--help` and `--cfg job` answ
 
 import os
 import signal
+import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))  # the next import takes 30 ms
@@ -23,8 +24,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep import cli
-from lockstep.cli_record import record_config
+from lockstep.compat import hydra_version_base
 from lockstep.config.check import check_arguments
+from lockstep.config.record import record_config
 from lockstep.config.targets import instantiate_as, names_own_code
 from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
@@ -33,12 +35,12 @@ from lockstep.modes.base import Mode
 from lockstep.sweeps.process import wait_for_previous_job
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(**hydra_version_base(), config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     with cli.errors_are_shown_once(), exits_are_failures("the command left before the training"):
         composed, cfg = cfg, cli.check_input(cfg)
-        record = record_config(composed, cfg, HydraConfig.get())
+        record = record_config(composed, cfg, HydraConfig.get(), sys.argv, cli.words_of_folders(sys.argv[1:]))
         signals.set_run_folder(cfg.run_dir)
         check_arguments(cfg, ("launch", "mode"))
         launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
@@ -49,7 +51,7 @@ def main(cfg: DictConfig) -> Any:
 
         if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
             wait_for_previous_job()
-        preflight(cfg, launcher)
+        cfg = preflight(cfg, launcher)
         cli.collect_garbage()
         wait_for_previous_job()
         return launcher.launch(mode.work, cfg, record)

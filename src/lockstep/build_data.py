@@ -1,5 +1,6 @@
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
+from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
@@ -14,6 +15,7 @@ from lockstep.data.samples import Samples, require_stream
 from lockstep.data.transforms import BatchTransform, as_batch_transforms
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.multi_label import MultiLabel
 
 
 def datasets(cfg: DictConfig) -> tuple[Any, Any]:
@@ -45,13 +47,14 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     are_classes = isinstance(task, type) and issubclass(task, Classification)
     # A task of the user's may be derived from Classification for other targets.
     is_plain = are_classes and task.__module__.startswith("lockstep.")
+    are_flags = isinstance(task, type) and issubclass(task, MultiLabel)
+    allowed = partial(Labels, name, are_probabilities=is_plain, are_flags=are_flags, may_be_ignored=not is_plain)
     if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        labels = Labels(name, data.classes, not are_classes, is_plain, may_be_ignored=not is_plain)
+        labels = allowed(data.classes, is_signed=not are_classes)
         labels.check(range(len(dataset)), dataset.targets)
         return dataset
-    classes = data.classes if are_classes else None
     counts_samples = isinstance(task, type) and getattr(task, "count", None) is Task.count
-    labels = Labels(name, classes, False, is_plain, may_be_ignored=not is_plain, one_each=counts_samples)
+    labels = allowed(data.classes if are_classes else None, one_each=counts_samples)
     found = Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
     if found.skips:
         found.one()  # that none can be read shall not be found by the first evaluation

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lockstep.cli_record import ConfigRecord
 from lockstep.config.check import run_columns
+from lockstep.config.record import ConfigRecord
 from lockstep.config.targets import chooses_foreign_target, instantiate_as
 from lockstep.data.dataset import class_names
 from lockstep.data.loader import BatchLoader
@@ -47,11 +47,11 @@ def run_info(
         data["symbols"] = train_loader.dataset.text.symbols_hash
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
-    facts = run_facts(world, state.progress.step, record.facts, computed, data)
+    facts = run_facts(world, state.progress.step, record.run_json, computed, data)
     facts["classes"] = class_names(train_loader.dataset)
     return RunInfo(
         run_dir=snapshots.run_dir,
-        config_yaml=record.files["config.yaml"],
+        config_yaml=record.hydra_files["config.yaml"],
         hyperparameters=run_columns(record.shown, record.options, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
@@ -63,6 +63,6 @@ def run_info(
         start_step=state.progress.step,
         best_step=state.progress.best_step,
         facts=facts,
-        script=Path(shlex.split(record.facts["command"])[1]),
-        trusted=[*filter(chooses_foreign_target, record.facts["overrides"]), *record.facts["flags"]],
+        script=Path(shlex.split(record.run_json["command"])[1]),
+        trusted=[*filter(chooses_foreign_target, record.run_json["overrides"]), *record.run_json["flags"]],
     )

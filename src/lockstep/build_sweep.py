@@ -26,9 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import cli
-from lockstep.cli_arguments import refuse_foreign_launcher
-from lockstep.cli_errors import as_config_error
-from lockstep.cli_record import words_of_folders
+from lockstep.cli import refuse_foreign_launcher, words_of_folders
 from lockstep.config.check import check_value
 from lockstep.config.schema import Node, find_rule, flatten, nodes_with_target
 from lockstep.config.targets import instantiate_as
@@ -36,8 +34,8 @@ from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
+from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher, RankFailed
-from lockstep.preflight import preflight_job
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
@@ -361,6 +359,8 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
+    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+
     try:
         with _naming(overrides, fixed):
             preflight_job(DictConfig(values), overrides)

@@ -1,140 +1,87 @@
-"""The command line: resolvers of the config, errors as sentences, exit codes. No torch: `--help` imports this."""
+"""The command line: the words typed, resolvers of the config, errors as sentences, exit codes, and the entry.
+
+No torch here: `--help` imports this. From the top: what ends a command, what is checked of its config, the resolvers,
+and at the end the words, as they are made ready for Hydra.
+"""
 
 import gc
+import json
 import os
+import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from string import Template
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import hydra
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.cli_arguments import (
-    HELP_FLAGS,
-    MULTIRUN_FLAGS,
-    asks_for_text,
-    prepare_arguments,
-    refuse_sampling_sweep,
-    resume_sweep,
+from lockstep.compat import hydra_version_base, register_resolver
+from lockstep.config.check import (
+    NEEDED_GROUPS,
+    as_declared,
+    check_config,
+    check_unread_overrides,
+    with_whole_folders,
 )
-from lockstep.cli_errors import as_config_error, find_cause, missing_value
-from lockstep.cli_libraries import load_libraries
-from lockstep.cli_modes import require_words_of_finished_run, with_trained_run
-from lockstep.cli_report import exit_code, show_error
-from lockstep.config.check import as_declared, check_config, check_unread_overrides, with_whole_folders
-from lockstep.config.schema import CONF, Node
-from lockstep.config.targets import check_targets
+from lockstep.config.schema import CONF, SECTIONS, Node, find_rule
+from lockstep.config.suggest import closest, removed_key
+from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     ConfigError,
+    RanksDiffer,
     StoppedEarly,
+    TrainingDiverged,
+    path_value,
+    without_quotes,
 )
-from lockstep.launchers.base import flush_output
+from lockstep.failures.causes import LOST_RANK
+from lockstep.failures.record import is_communication_error
+from lockstep.hydra_errors import as_config_error, compose_typed, find_cause, missing_value, typed_value
+from lockstep.launchers.base import RankFailed, flush_output
 from lockstep.launchers.env import end_with_starter
+from lockstep.launchers.slurm import config_flags
+from lockstep.runs.record import FINISHED, read_run, state_of
 
-
-def register_resolvers() -> None:
-    """Register the resolvers of this project. Must run before a config is composed.
-
-    `${started:format}` is the moment at which the run started, the same on all ranks. `${on_rank_zero:value,other}` is
-    `value` on rank 0 and `other` on the other ranks. `${as_typed:words}` are words whose interpolations, such as
-    ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %.
-    """
-
-    def started(pattern: str, _root_: DictConfig) -> str:
-        from lockstep.distributed.rendezvous import run_started_at
-
-        is_run = not asks_for_text(sys.argv)
-        timeout = _rendezvous_timeout(_root_)
-        return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
-
-    def as_typed(words: ListConfig) -> list[str]:
-        typed = OmegaConf.to_container(words, resolve=False)
-        assert isinstance(typed, list)
-        return [str(word).replace("%", "%25").replace("$", "%24") for word in typed]
-
-    def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
-        return value if _composing_rank(_root_).is_rank_zero else other
-
-    OmegaConf.register_new_resolver("as_typed", as_typed, replace=True)
-    OmegaConf.register_new_resolver("started", started, replace=True)
-    OmegaConf.register_new_resolver("on_rank_zero", on_rank_zero, replace=True)
-
-
-def _composing_rank(root: DictConfig) -> RankInfo:
-    """This process among those that compose the config of this run.
-
-    These are the ranks that another program has started, or with launch=spawn on several nodes one process on each.
-    """
-    launch: Any = root.get("launch")
-    nnodes = launch.get("nnodes") if isinstance(launch, DictConfig) else None
-    if isinstance(nnodes, int) and nnodes > 1:
-        return node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
-    return read_rank_info()
-
-
-def _rendezvous_timeout(root: DictConfig) -> timedelta:
-    """`backend.timeout` of a config that is not checked yet."""
-    seconds = OmegaConf.select(root, "backend.timeout")
-    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
-
-
-def check_input(cfg: DictConfig) -> DictConfig:
-    """cfg with every interpolation resolved. Raises ConfigError for what its values alone show to be wrong."""
-    checked = OmegaConf.create(check_values(cfg))
-    assert isinstance(checked, DictConfig)
-    return checked
-
-
-def check_values(cfg: DictConfig) -> Node:
-    """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
-    values = resolve(with_whole_folders(cfg, HydraConfig.get()))
-    check_config(values)
-    check_unread_overrides(cfg, values, HydraConfig.get())
-    check_targets(values, HydraConfig.get())
-    return values
-
-
-def resolve(cfg: DictConfig) -> Node:
-    """The values of cfg, interpolations resolved, as declared. Raises ConfigError for a missing value."""
-    try:
-        return as_declared(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
-    except OmegaConfBaseException as error:
-        if find_cause(error) is not None:
-            raise
-        raise missing_value(error) from None
-
-
-def help_text(overrides: list[str]) -> str:
-    """What --help prints: conf/hydra/help/lockstep.yaml, filled in. Hydra 1.3 takes twice as long to fill it in."""
-    folders = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra"]
-    options = {folder.name: ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=overrides, return_hydra_config=True)
-    template = Template(cfg.hydra.help.template)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    groups = "\n".join(f"{group}: {names}" for group, names in sorted(options.items()))
-    return template.substitute(APP_CONFIG_GROUPS=groups + "\n", CONFIG=OmegaConf.to_yaml(cfg))
-
-
-def collect_garbage() -> None:
-    """Turn Python's garbage collector on again, and exclude what has been imported until now from its work."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
+HELP_FLAGS = {"--help", "-h"}
+TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+MULTIRUN_FLAGS = {"--multirun", "-m"}
+FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
+FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
+GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
+SWITCHES = {"true": "on", "false": "off"}
+OPTUNA = "optuna"
+MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
+OWN_SWEEPERS = ("lockstep", "basic")  # they draw nothing at random
+TRAIN, CHECK, DRY = "train", "check", "dry"
+# Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
+NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
+NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
+NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
+NORMALISATION = ("mean", "std")
+# What a finished run may be trained on without: it ended the run, or changes no number.
+NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
+NOT_NEEDED += ("logging", "watch", "backend", "data_dir")
 
 
 def run_main(main: Callable[[], Any]) -> None:
@@ -151,7 +98,7 @@ def run_main(main: Callable[[], Any]) -> None:
     _replace_closed_streams()
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
-    _prepare_environment()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     code, error = end_of(lambda: _run(main))
     if error is not None and not isinstance(error, ConfigError):
         from lockstep.distributed.host import start_agent_watchdog
@@ -180,6 +127,43 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
         shown = as_config_error(error, sys.argv[1:]) or error
         show_error(shown)
         return exit_code(shown), shown
+
+
+def exit_code(error: BaseException) -> int:
+    """The code of `lockstep.errors` for an error that ends the command."""
+    if isinstance(error, SystemExit):
+        return EXIT_FAILED if isinstance(error.code, str) else error.code or EXIT_FINISHED
+    if isinstance(error, RankFailed):
+        return error.code
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
+
+
+def show_error(error: BaseException) -> None:
+    """Print the error on stderr, a ConfigError as a sentence. If nobody reads stderr any more, the exit code tells."""
+    with suppress(OSError, ValueError):
+        _print_error(error)
+
+
+def _print_error(error: BaseException) -> None:
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    elif isinstance(error, ConfigError):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
+            time.sleep(1)
+        print(f"lockstep: {error}", file=sys.stderr)
+    elif isinstance(error, RankFailed):
+        if str(error):  # else the monitor prints the report when all ranks have ended
+            print(error, file=sys.stderr)
+    elif isinstance(error, TrainingDiverged | RanksDiffer):
+        print(f"lockstep: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            print(f"lockstep: {'; '.join(LOST_RANK)}", file=sys.stderr)
 
 
 class _RunFailed(BaseException):
@@ -218,25 +202,22 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed import signals
     from lockstep.distributed.rendezvous import forget_start
 
-    sys.argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
-    sys.argv = prepare_arguments(sys.argv)
     info = read_rank_info()
     end_with_starter()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
-    if asks_for_text(sys.argv):
+    argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
+    sys.argv = argv = refuse_sampling_sweep(prepare_arguments(argv), info)  # for Hydra
+    if asks_for_text(argv):
         if not info.is_rank_zero:
             return EXIT_FINISHED
-        if {word for word in sys.argv[1:] if word.startswith("-")} <= HELP_FLAGS:
-            print(help_text([word for word in sys.argv[1:] if not word.startswith("-")]))
+        if {word for word in argv[1:] if word.startswith("-")} <= HELP_FLAGS:
+            print(help_text([word for word in argv[1:] if not word.startswith("-")]))
             return EXIT_FINISHED
-    else:
-        load_libraries()
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
-    sys.argv = refuse_sampling_sweep(sys.argv, info)
     code, failure = EXIT_FINISHED, None
     try:
-        if MULTIRUN_FLAGS & set(sys.argv):
+        if MULTIRUN_FLAGS & set(argv):
             from lockstep.sweeps.runner import run_command
 
             code = run_command(main)
@@ -251,5 +232,448 @@ def _run(main: Callable[[], Any]) -> int:
     return code
 
 
-def _prepare_environment() -> None:
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+def check_input(cfg: DictConfig) -> DictConfig:
+    """cfg with every interpolation resolved. Raises ConfigError for what its values alone show to be wrong."""
+    checked = OmegaConf.create(check_values(cfg))
+    assert isinstance(checked, DictConfig)
+    return checked
+
+
+def check_values(cfg: DictConfig) -> Node:
+    """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
+    values = resolve(with_whole_folders(cfg, HydraConfig.get()))
+    check_config(values)
+    check_unread_overrides(cfg, values, HydraConfig.get())
+    check_targets(values, HydraConfig.get())
+    return values
+
+
+def resolve(cfg: DictConfig) -> Node:
+    """The values of cfg, interpolations resolved, as declared. Raises ConfigError for a missing value."""
+    try:
+        return as_declared(cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)))
+    except OmegaConfBaseException as error:
+        if find_cause(error) is not None:
+            raise
+        raise missing_value(error) from None
+
+
+def register_resolvers() -> None:
+    """Register the resolvers of this project. Must run before a config is composed.
+
+    `${started:format}` is the moment at which the run started, the same on all ranks. `${on_rank_zero:value,other}` is
+    `value` on rank 0 and `other` on the other ranks. `${as_typed:words}` are words whose interpolations, such as
+    ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %.
+    """
+
+    def started(pattern: str, _root_: DictConfig) -> str:
+        from lockstep.distributed.rendezvous import run_started_at
+
+        is_run = not asks_for_text(sys.argv)
+        timeout = _rendezvous_timeout(_root_)
+        return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
+
+    def as_typed(words: ListConfig) -> list[str]:
+        typed = OmegaConf.to_container(words, resolve=False)
+        assert isinstance(typed, list)
+        return [str(word).replace("%", "%25").replace("$", "%24") for word in typed]
+
+    def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
+        return value if _composing_rank(_root_).is_rank_zero else other
+
+    register_resolver("as_typed", as_typed)
+    register_resolver("started", started)
+    register_resolver("on_rank_zero", on_rank_zero)
+
+
+def _composing_rank(root: DictConfig) -> RankInfo:
+    """This process among those that compose the config of this run.
+
+    These are the ranks that another program has started, or with launch=spawn on several nodes one process on each.
+    """
+    launch: Any = root.get("launch")
+    nnodes = launch.get("nnodes") if isinstance(launch, DictConfig) else None
+    if isinstance(nnodes, int) and nnodes > 1:
+        return node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
+    return read_rank_info()
+
+
+def _rendezvous_timeout(root: DictConfig) -> timedelta:
+    """`backend.timeout` of a config that is not checked yet."""
+    seconds = OmegaConf.select(root, "backend.timeout")
+    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
+
+
+def help_text(overrides: list[str]) -> str:
+    """What --help prints: conf/hydra/help/lockstep.yaml, filled in. Hydra 1.3 takes twice as long to fill it in."""
+    folders = [folder for folder in CONF.iterdir() if folder.is_dir() and folder.name != "hydra"]
+    options = {folder.name: ", ".join(sorted(file.stem for file in folder.glob("*.yaml"))) for folder in folders}
+    with initialize_config_dir(str(CONF), **hydra_version_base()):
+        cfg = compose("config", overrides=overrides, return_hydra_config=True)
+    template = Template(cfg.hydra.help.template)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    groups = "\n".join(f"{group}: {names}" for group, names in sorted(options.items()))
+    return template.substitute(APP_CONFIG_GROUPS=groups + "\n", CONFIG=OmegaConf.to_yaml(cfg))
+
+
+def collect_garbage() -> None:
+    """Turn Python's garbage collector on again, and exclude what has been imported until now from its work."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def resume_sweep(argv: list[str]) -> list[str]:
+    """The command with the words of the sweep that `sweep.resume=` names before what is typed, which wins.
+
+    Raises ConfigError for a folder that is not the folder of a sweep.
+    """
+    typed = typed_value("sweep.resume", argv[1:])
+    if typed is None or typed == "null":
+        return argv
+    if not MULTIRUN_FLAGS & set(argv[1:]):
+        raise ConfigError(f"sweep.resume={typed} goes on with a sweep; type -m sweep.resume={typed}")
+    from lockstep.sweeps.table import recorded_arguments
+
+    overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
+    keys = {word.partition("=")[0].lstrip("+") for word in overrides}
+    before, flags_before = _split(recorded_arguments(Path(without_quotes(typed))))
+    kept = [word for word in before if word.partition("=")[0].lstrip("+") not in keys]
+    kept_flags = [word for word in flags_before if word not in MULTIRUN_FLAGS]
+    return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *kept_flags, *flags]
+
+
+def require_words_of_finished_run(argv: list[str]) -> list[str]:
+    """The command. Raises ConfigError if it would train a finished run on with another config than it was made with.
+
+    That is the folder of such a run typed again, with overrides left out: the defaults would replace them.
+    """
+    typed = argv[1:]
+    folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
+        return argv
+    left_out = _recorded_words(folder, typed)
+    words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
+    if words:
+        raise ConfigError(
+            f"{folder} is a finished run of {words}; to train it on type {words} in this command, too, or "
+            f"hydra.run.dir=<a new folder> for another run"
+        )
+    return argv
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether `folder` is that of a run that has finished, by its run.json."""
+    with suppress(ConfigError):
+        return state_of(read_run(folder)) == FINISHED
+    return False
+
+
+def with_trained_run(argv: list[str]) -> list[str]:
+    """The command with the overrides of the run that `resume=` names before what is typed, which wins.
+
+    Unchanged for mode=train. The log of the command goes to a folder of the mode inside the run folder, so that no new
+    run folder is made; mode=check and launch=dry get one that is removed. Raises ConfigError for a run without a
+    record, and for what only its user may type.
+    """
+    typed = argv[1:]
+    mode, resume = typed_value("mode", typed) or TRAIN, typed_value("resume", typed)
+    plans = mode == TRAIN and typed_value("launch", typed) == DRY
+    if not plans and (mode == TRAIN or (mode != CHECK and resume in (None, "null"))):
+        return argv
+    if MULTIRUN_FLAGS & set(typed):
+        what = f"launch={DRY}" if plans else f"mode={mode}"
+        raise ConfigError(f"{what} is no training, and a sweep trains; type the command without -m, run by run")
+    if plans or mode == CHECK:
+        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={path_value(_folder_to_remove())}"]
+    folder = run_folder(without_quotes(str(resume)))
+    _require_flags(folder, typed)
+    words = _recorded_words(folder, typed)
+    _require_open_targets(folder, words)
+    if typed_value("dataset", typed) is not None:  # the net was trained on values that are normalised so
+        words += [f"++{key}={value}" for key, value in _normalisation(folder) if typed_value(key, typed) is None]
+    if typed_value("hydra.run.dir", typed) is None:
+        words.append(f"hydra.run.dir={path_value(folder / str(mode))}")
+    return [argv[0], *words, *typed]
+
+
+def _folder_to_remove() -> Path:
+    """Hydra makes a run folder before a config is checked. `cli.run_main` removes this one."""
+    from multiprocessing.util import get_temp_dir
+
+    return Path(get_temp_dir()) / CHECK
+
+
+def run_folder(resume: str) -> Path:
+    """The run folder of `resume`: a run folder, its snapshots/, or a file in one of them. Raises ConfigError."""
+    path = Path(resume).expanduser()
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / RECORD / "overrides.yaml").is_file():
+            return folder
+    what = "is in no run folder" if path.exists() else "does not exist"
+    raise ConfigError(f"resume={resume} {what}; type resume=<a run folder, with {RECORD}/ inside, or a snapshot in it>")
+
+
+def _recorded_words(folder: Path, typed: list[str]) -> list[str]:
+    """The overrides that composed the run, without those that `typed` replaces. Raises ConfigError without a record."""
+    try:
+        words = yaml.safe_load((folder / RECORD / "overrides.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{folder}/{RECORD}/overrides.yaml cannot be read ({reason}); type another folder") from None
+    recorded = [str(word) for word in words or []]
+    return [word for word in recorded if not _belongs_to(word, NOT_TAKEN) and not _is_replaced(word, typed)]
+
+
+def _require_open_targets(folder: Path, words: list[str]) -> None:
+    """Raise ConfigError for words of a record that may run anything: the record may be a stranger's."""
+    for word in words:
+        if chooses_foreign_target(word):
+            typed = shlex.quote(word)
+            raise ConfigError(
+                f"{folder} was trained with {word}, which may run anything; if you trust it, type {typed}"
+            )
+
+
+def _is_replaced(word: str, typed: list[str]) -> bool:
+    """Whether what is typed stands for `word`: the same key, or another option of its group."""
+    groups = [name for name in map(_key, typed) if "." not in name]
+    return _key(word) in map(_key, typed) or _belongs_to(word, groups)
+
+
+def _belongs_to(word: str, names: list[str] | tuple[str, ...]) -> bool:
+    """Whether `word` sets one of `names`, or what is below it."""
+    return any(_key(word) == name or _key(word).startswith((f"{name}.", f"{name}/")) for name in names)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def words_of_folders(words: Sequence[str]) -> list[str]:
+    """Those of the typed words that say which folders of configs a config is composed from."""
+    return [*config_flags(list(words)), *(word for word in words if word.startswith("hydra.searchpath="))]
+
+
+def _require_flags(folder: Path, typed: list[str]) -> None:
+    """A folder of configs may run anything, so the record of a run cannot ask for one."""
+    recorded: list[str] = []
+    with suppress(ConfigError):
+        run = read_run(folder)
+        recorded = [_from_anywhere(flag, run["cwd"]) for flag in run["flags"]]
+    if recorded and not words_of_folders(typed):
+        words = shlex.join(recorded)
+        raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
+
+
+def _from_anywhere(flag: str, cwd: str) -> str:
+    """A folder of configs with its whole path: the run was started in `cwd`."""
+    name, _, folder = flag.partition("=")
+    return f"{name}={Path(cwd, folder)}" if name == "--config-dir" else flag
+
+
+def _normalisation(folder: Path) -> Iterator[tuple[str, str]]:
+    """(key, value) of the mean and the standard deviation in the run's config."""
+    config: Any = {}
+    with suppress(OSError, yaml.YAMLError):
+        config = yaml.safe_load((folder / RECORD / "config.yaml").read_text())
+    dataset = config.get("dataset") or {}
+    for name in NORMALISATION:
+        value = dataset.get(name)
+        if name in dataset and (value is None or _are_numbers(value)):
+            yield f"dataset.{name}", json.dumps(value)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+
+
+def prepare_arguments(argv: list[str]) -> list[str]:
+    """The command as Hydra reads it: overrides first, then flags, without what torch's old launcher adds.
+
+    `+experiment=x` becomes `experiment=x`. Raises ConfigError for --experimental-rerun, for unknown flags, and for a
+    run's record as a config folder if it contains what can run commands.
+    """
+    words = [word for word in argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if any(word.partition("=")[0] == "--experimental-rerun" for word in words):
+        raise ConfigError(
+            "--experimental-rerun needs a pickled config, which these runs do not write; "
+            "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
+        )
+    overrides, flags = _split(words)
+    parsed = _parse_flags(flags, overrides)
+    _check_package(parsed)
+    _check_config_folders(parsed, Path(argv[0]).parent)
+    _check_search_path(typed_value("hydra.searchpath", overrides))
+    for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
+        if not word.partition("=")[0].strip("+~"):
+            key, value = before.removesuffix("="), word.removeprefix("=") or after
+            instead = f"{key}={value}, without spaces" if key and value else "<key>=<value>"
+            raise ConfigError(f"{word} has no key; type {instead}")
+        _check_group_override(*word.partition("=")[::2])
+    return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """(overrides, flags). argparse refuses overrides on both sides of a flag such as `-m`."""
+    overrides: list[str] = []
+    flags: list[str] = []
+    takes_value = False
+    for word in words:
+        if takes_value or word.startswith("-"):
+            flags.append(word)
+        elif flags and flags[-1] in ("--info", "-i") and not re.search(r"[=~]", word):
+            flags.append(word)  # --info may have a value
+        else:
+            overrides.append(word)
+        takes_value = not takes_value and word in FLAGS_WITH_VALUE
+    return overrides, flags
+
+
+class _Flags(ArgumentParser):
+    """Hydra's flags, without its words. Raises ConfigError for any other, where argparse would print its usage."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        for flag, short in (("--help", "-h"), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
+            self.add_argument(flag, short, action="store_true")
+        for flag in ("--hydra-help", "--resolve"):
+            self.add_argument(flag, action="store_true")
+        for flag, short in (("path", "-cp"), ("name", "-cn"), ("dir", "-cd")):
+            self.add_argument(f"--config-{flag}", short)
+        self.add_argument("--package", "-p")
+        self.add_argument("--version", action="store_true")
+        self.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+        kinds = ("all", "aliases", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+        self.add_argument("--info", "-i", const="all", nargs="?", choices=kinds)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; type python src/train.py --hydra-help to see the flags")
+
+
+def _parse_flags(flags: list[str], overrides: list[str]) -> Namespace:
+    """Hydra's flags. Raises ConfigError for flags that exclude each other, and for a key that is typed as a flag."""
+    for flag in flags:
+        key, equals, value = flag.lstrip("-").partition("=")
+        first = key.partition(".")[0]
+        if flag.startswith("--") and (find_rule(key) is not None or first in SECTIONS or (CONF / first).is_dir()):
+            typed = value if equals else next(iter(word for word in overrides if "=" not in word), "<value>")
+            raise ConfigError(f"{flag} is a key of the config, which is typed without --; type {key}={typed}")
+    parsed = _Flags().parse_args(flags)
+    first, *others = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(parsed, mode)] or [""]
+    if others:
+        raise ConfigError(f"{first} and {' and '.join(others)} exclude each other; type the command with one of them")
+    return parsed
+
+
+def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
+    """Raise ConfigError for a folder that does not exist, and as `refuse_foreign_record` does.
+
+    Hydra reads --config-path from the folder of src/train.py.
+    """
+    for name, base, typed in (("dir", Path(), flags.config_dir), ("path", script_folder, flags.config_path)):
+        if typed is not None and not typed.startswith("pkg://"):
+            folder = base / typed.removeprefix("file://")
+            if not folder.is_dir():
+                raise ConfigError(f"--config-{name}={typed} is no folder; type --config-{name}=<a folder of configs>")
+            refuse_foreign_record(folder, flags.config_name or "config")
+
+
+def _check_search_path(typed: str | None) -> None:
+    """Raise ConfigError for a folder that does not exist, which Hydra would leave out with a warning."""
+    for item in (typed or "").strip("'\"[]").split(","):
+        folder = item.strip(" '\"").removeprefix("file://")
+        if folder not in ("", "null") and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
+            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
+
+
+def _check_package(flags: Namespace) -> None:
+    """Raise ConfigError for --package where Hydra would ignore it, or find nothing."""
+    package = flags.package
+    if package is None:
+        return
+    if not flags.cfg:
+        raise ConfigError(f"--package={package} is a part of what --cfg prints; type --cfg job --package={package}")
+    if find_rule(package) is not None:
+        raise ConfigError(f"--package={package} is a value, and no section; type --cfg {flags.cfg} to see it")
+    sections = {*SECTIONS, *GROUPS_OF_ONE, "logger", "hydra"}
+    first = package.partition(".")[0]
+    meant = None if first in sections else closest(first, sections)
+    if meant is not None:
+        raise ConfigError(f"--package={package} is no section; type --cfg {flags.cfg} --package={meant}")
+
+
+def _check_group_override(group: str, option: str) -> None:
+    """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
+    if option.lower() == "null" and group in ("experiment", "logger"):
+        instead = "logger=[]" if group == "logger" else "the command without experiment=null"
+        raise ConfigError(f"{group}=null is no option; type {instead}")
+    plain = group.lstrip("+")
+    if group != plain and option and (plain in GROUPS_OF_ONE or group == "++logger"):
+        instead = f"+logger={option}" if plain == "logger" else f"{plain}={option}"
+        raise ConfigError(f"{plain} is a config group, which {group} cannot add; type {instead}")
+    if group not in GROUPS_OF_ONE:
+        return
+    several = re.fullmatch(r"\[(.*,.*)\]", option)
+    if several:
+        names = several[1].replace(" ", "")
+        raise ConfigError(
+            f"{group}={option} chooses several options, and a run has one; "
+            f"type {group}={names.partition(',')[0]}, or for a sweep -m {group}={names}"
+        )
+    word = option.lower()
+    if group == "sync_bn" and word in SWITCHES:
+        raise ConfigError(f"sync_bn={option} is no option; type sync_bn={SWITCHES[word]}")
+    if word == "null":
+        raise ConfigError(removed_key(group, []))
+    if word in SWITCHES or re.fullmatch(r"-?[\d.]+", word):
+        raise ConfigError(f"{group}={option} is no option; type {group}=<an option in conf/{group}>")
+
+
+def asks_for_text(argv: list[str]) -> bool:
+    """Whether the command only prints something, such as --help."""
+    return any(word.partition("=")[0] in TEXT_FLAGS for word in argv[1:])
+
+
+def refuse_foreign_launcher(name: str | None) -> None:
+    """Raise ConfigError for a launcher of Hydra's, such as joblib. name: of the launcher that was chosen, if any."""
+    if name not in (None, "lockstep"):
+        raise ConfigError(
+            f"hydra/launcher={name} cannot run these jobs; leave it out, and for several jobs at once type "
+            f"sweep.slots=2, or for jobs on a cluster launch=slurm"
+        )
+
+
+def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
+    """Check a sweep's sweeper and launcher. Returns the command, for Optuna with the direction of the objective.
+
+    Raises ConfigError for another launcher of Hydra's than this project's, and for a sweeper that draws values at
+    random inside a world of several ranks: every rank would draw its own.
+    """
+    refuse_foreign_launcher(typed_value("hydra/launcher", argv[1:]))
+    if not MULTIRUN_FLAGS & set(argv[1:]):
+        return argv
+    sweeper = typed_value("hydra/sweeper", argv[1:]) or OWN_SWEEPERS[0]
+    if sweeper not in OWN_SWEEPERS and info.world_size > 1:
+        raise ConfigError(
+            f"hydra/sweeper={sweeper} would draw other values on every rank; "
+            f"type python src/train.py -m launch=torchrun hydra/sweeper={sweeper} ..."
+        )
+    if sweeper != OPTUNA or typed_value("hydra.sweeper.direction", argv[1:]) is not None:
+        return argv
+    direction = _direction(argv[1:])
+    return [argv[0], *direction, *argv[1:]]
+
+
+def _direction(arguments: list[str]) -> list[str]:
+    """`hydra.sweeper.direction=` of the objective. Empty if the config already asks for another than the default."""
+    cfg: Any = compose_typed(arguments)
+    if cfg is None:
+        return []
+    direction = cfg.hydra.sweeper.get("direction", "minimize")
+    if getattr(direction, "name", direction) != "minimize":  # Optuna's plugin has an Enum
+        return []
+    mode = cfg.task.metrics.get(cfg.objective.removeprefix("test/"))
+    names = {"min": "minimize", "max": "maximize"}
+    return [f"hydra.sweeper.direction={names[mode]}"] if mode in names else []

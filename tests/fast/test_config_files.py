@@ -8,10 +8,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 
 from lockstep import cli
-from lockstep.cli_errors import as_config_error
+from lockstep.compat import hydra_version_base
 from lockstep.config.check import check_config
 from lockstep.config.suggest import unknown_key
 from lockstep.errors import ConfigError
+from lockstep.hydra_errors import as_config_error
 from support.commands import ROOT
 from support.configs import composed
 from support.refusals import accepted, answer
@@ -60,7 +61,7 @@ def test_switches_without_quotes_are_words(tmp_path: Path) -> None:
 def test_an_option_of_an_own_group_with_the_name_of_a_section_is_added(tmp_path: Path) -> None:
     searched, chosen = preset(tmp_path, "epochs: 2", "trainer")
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         assert compose("config", overrides=[searched, f"+{chosen}"]).trainer.epochs == 2
         with pytest.raises(HydraException) as refused:
             compose("config", overrides=[searched, chosen])

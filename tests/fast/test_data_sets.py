@@ -105,6 +105,15 @@ def test_numbers_that_are_no_probabilities_are_refused_with_their_sample(wrong: 
     Labels("test data", None).check([4, 5], targets)  # for a task of the user's
 
 
+@pytest.mark.parametrize("wrong", [[-1.0, 0.0], [2.0, 0.0], [float("nan"), 1.0], [[0, 1], [0, 3]]])
+def test_labels_that_are_neither_0_nor_1_are_refused_with_their_sample(wrong: list[Any]) -> None:
+    values = torch.tensor(wrong)
+    targets = torch.stack([torch.zeros_like(values), values])
+    with pytest.raises(ConfigError, match=r"^sample 5 of the test data has the target \[.*\], and the labels"):
+        Labels("test data", None, are_flags=True).check([4, 5], targets)
+    Labels("test data", None, are_flags=True).check([4, 5], torch.tensor([[True, False], [False, True]]))
+
+
 def test_a_shape_that_is_not_the_samples_is_refused() -> None:
     data, cropped = InMemoryDataset(torch.zeros(2, 1, 8, 8), torch.zeros(2)), torch.zeros(1, 1, 6, 6)
     for fitting in (None, [1, 8, 8], [1, 6, 6]):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from support.commands import ROOT, TRAIN
+from support.commands import TRAIN
 
 
 @pytest.mark.parametrize("question", [["--help"], ["--cfg", "job"]], ids=" ".join)
@@ -22,18 +22,3 @@ def test_a_question_is_answered_at_once_and_without_torch(start, tmp_path, quest
     else:
         assert "\ntrainer:\n" in answer
     assert not list(tmp_path.glob("outputs"))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the libraries have other names")
-def test_torch_s_libraries_are_loaded_before_torch_is_imported(start):
-    program = """
-import sys, threading
-from pathlib import Path
-from lockstep.cli_libraries import load_libraries
-load_libraries()
-for thread in threading.enumerate()[1:]:
-    thread.join()
-assert "torch" not in sys.modules
-print("libtorch_python.so" in Path("/proc/self/maps").read_text())
-"""
-    assert "True" in start(sys.executable, "-c", program, PYTHONPATH=ROOT / "src").finish().output

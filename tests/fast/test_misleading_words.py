@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from lockstep.cli_arguments import prepare_arguments, refuse_sampling_sweep
+from lockstep.cli import prepare_arguments, refuse_sampling_sweep
 from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 from support.refusals import answer, assert_advice_helps

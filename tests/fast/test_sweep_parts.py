@@ -15,7 +15,9 @@ from PIL import Image
 
 from lockstep import cli
 from lockstep.build_sweep import Composer
+from lockstep.compat import hydra_version_base
 from lockstep.errors import ConfigError
+from lockstep.source_code import is_project
 from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
@@ -88,7 +90,7 @@ def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
     """All of it, with the node `hydra`; or the same error."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         fixed = ["launch=fork", "trainer.max_steps=9"]
         master = loader.load_configuration("config", [*fixed, "sync_bn=on,off"], RunMode.MULTIRUN)
@@ -103,7 +105,7 @@ def test_a_job_has_no_value_of_the_sweep_that_it_does_not_have_itself() -> None:
     """A resumed sweep may type one value of a key that its jobs vary."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("config", ["seed=8", "launch=fork"], RunMode.MULTIRUN)
         assert Composer(loader, master, ["launch=fork"]).compose(["launch=fork"]).seed == 0
@@ -114,6 +116,12 @@ def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) 
         return OmegaConf.to_yaml(compose(words))
     except HydraException as error:
         return f"{type(error)} {error} {error.__cause__}"
+
+
+def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
+    assert is_project(str(ROOT / "src" / "hydra_plugins" / "lockstep_sweeper.py"))
+    assert is_project(str(ROOT / "src" / "lockstep" / "build_sweep.py"))
+    assert not is_project(str(ROOT / "tests" / "conftest.py"))
 
 
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli_modes import with_trained_run
+from lockstep.cli import with_trained_run
 from lockstep.errors import ConfigError
 from support.made_runs import make_run
 

@@ -42,8 +42,8 @@ def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> No
     ("typed", "said"),
     [
         ("resume=a/b.lr=0.1", """(mismatched input '='); type 'resume="a/b.lr=0.1"'"""),
-        ("resume=日本", """resume=日本 cannot be read (日 wants quotes); type 'resume="日本"'"""),
-        ("data_dir=~/data", """data_dir=~/data cannot be read (~ wants quotes); type data_dir=/home/me/data"""),
+        ("resume=日本", """resume=日本 cannot be read (日 must be in quotes); type 'resume="日本"'"""),
+        ("data_dir=~/data", """data_dir=~/data cannot be read (~ must be in quotes); type data_dir=/home/me/data"""),
         ("seed=${oc.decode:${oc.env:S}}", """'}'); type 'seed="${oc.decode:${oc.env:S}}"'"""),
         ("trainer.epochs==3", "(extraneous input '='); type trainer.epochs=5"),
         ("resume=runs(1)/a", "); type 'resume=\"runs(1)/a\"'"),

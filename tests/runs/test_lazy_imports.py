@@ -1,13 +1,16 @@
 """What is not imported until it is needed, and Python's garbage collector."""
 
 import gc
+import re
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.tasks.classification import Classification
-from support.commands import ROOT, TRAIN
+from support.commands import PYTHON_TRAIN, ROOT, TRAIN, wait_for
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
@@ -33,3 +36,23 @@ def test_the_garbage_collector_excludes_what_was_imported(train, tmp_path, launc
     run = train(*options, target, PYTHONPATH=f"{ROOT}/tests/runs:{ROOT}/tests")
     assert "collects: True, excludes the imports: True" in run.output
     assert "False" not in run.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
+def test_ranks_share_the_imports_of_their_fork_server(start, tmp_path):
+    """A server that cannot import what ranks need says nothing: each rank then imports torch by itself."""
+    run = start(*PYTHON_TRAIN, "launch=torchrun", "model=mlp", "trainer.epochs=1000", "hydra.run.dir=run")
+    wait_for(lambda: (tmp_path / "run/snapshots").is_dir(), "the training")
+    tree = [run.process.pid]
+    for pid in tree:
+        tree += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    ranks = [pid for pid in tree if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    private = [sum(map(int, re.findall(r"Private_\w+: +(\d+)", smaps(pid)))) for pid in ranks]
+    run.process.send_signal(signal.SIGTERM)
+    run.finish(75)
+    assert len(ranks) == 3  # and the server
+    assert max(private) < 150_000, private  # kB; 380,000 where they import torch
+
+
+def smaps(pid: int) -> str:
+    return Path(f"/proc/{pid}/smaps_rollup").read_text()

@@ -8,10 +8,10 @@ import torch
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
-from lockstep.cli_errors import as_config_error
 from lockstep.config.schema import NOT_PASSED
 from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
+from lockstep.hydra_errors import as_config_error
 from lockstep.preflight import preflight
 from support.configs import composed, with_values
 from support.event_files import scalars

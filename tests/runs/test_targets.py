@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lockstep import cli
+from lockstep.compat import hydra_version_base
 from lockstep.config.targets import check_targets, is_open, locate
 from lockstep.errors import ConfigError
 from support.commands import ROOT, Command
@@ -27,7 +28,7 @@ def refusal(*typed: str, config_dir: Path) -> str | None:
     cli.register_resolvers()
     GlobalHydra.instance().clear()
     words = ["run_dir=.", *typed, f"hydra.searchpath=[file://{config_dir}]"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         cfg = compose("config", overrides=words, return_hydra_config=True)
     try:
         check_targets(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), cfg.hydra)
@@ -120,7 +121,7 @@ def record(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     GlobalHydra.instance().clear()
     cli.register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         cfg = compose("config", overrides=["run_dir='${hydra:runtime.output_dir}'", "model=linear", "trainer.epochs=1"])
         (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     (folder / "hydra.yaml").write_text("hydra: {}\n")

@@ -13,7 +13,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.cli_record import ConfigRecord, record_config
+from lockstep.compat import hydra_version_base
+from lockstep.config.record import ConfigRecord, record_config
 from support.commands import ROOT
 
 
@@ -43,7 +44,7 @@ def _is_value(override: Override) -> bool:
 def _composed_once(*overrides: str) -> bytes:
     """Pickled, which copies twice as fast as deepcopy."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         return pickle.dumps(compose("config", overrides=list(overrides)))
 
 
@@ -51,13 +52,14 @@ def composed_with_hydra() -> Any:
     """The config of `python src/train.py`, with Hydra's own node `hydra`."""
     cli.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
         return compose("config", return_hydra_config=True)
 
 
 def record_of(cfg: Any) -> ConfigRecord:
     """What `src/train.py` hands to a rank beside `cfg`, as if no override had been typed."""
-    return record_config(cfg, cfg, OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}}))
+    hydra_cfg = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
+    return record_config(cfg, cfg, hydra_cfg, ["src/train.py"], [])
 
 
 def with_values(cfg: Any, *overrides: str) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lockstep import cli
-from lockstep.cli_arguments import prepare_arguments
-from lockstep.cli_errors import as_config_error
+from lockstep.cli import prepare_arguments
 from lockstep.config.check import check_arguments, check_config
 from lockstep.config.targets import instantiate_as
+from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher
 from lockstep.preflight import preflight
 from support.configs import composed

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from lockstep.compat import hydra_version_base
 from lockstep.config.schema import CONF, GROUPS, SECTIONS, Dataset, Node, Rule, Run, join, rules, rules_in_conf, show
 
 TABLE = ["| key | accepts | default | what it is |", "|---|---|---|---|"]
@@ -65,7 +66,7 @@ def _show(value: Any) -> str:
 def _compose(overrides: list[str]) -> Node:
     """The composed config, interpolations as they are written."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **hydra_version_base()):
         container = OmegaConf.to_container(compose("config", overrides=overrides), resolve=False)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}

@@ -140,9 +140,9 @@ def check_shape(dataset: InMemoryDataset, inputs: object, shape: Sequence[int] |
     """
     if shape is None or not isinstance(inputs, Tensor):
         return
-    found = list(inputs.shape[1:])
-    if list(shape) not in (found, list(dataset.samples.shape[1:])):
-        configured, right = (",".join(map(str, numbers)) for numbers in (shape, found))
+    real = list(inputs.shape[1:])
+    if list(shape) not in (real, list(dataset.samples.shape[1:])):
+        configured, right = (",".join(map(str, numbers)) for numbers in (shape, real))
         raise ConfigError(
             f"dataset.shape=[{configured}] but the samples have the shape [{right}]; type dataset.shape=[{right}]"
         )
@@ -193,6 +193,7 @@ class Labels:
     classes: class numbers are below it; None: any are.
     is_signed: whether negative numbers may mean something to the task.
     are_probabilities: whether targets of several values a sample must be probabilities.
+    are_flags: whether targets must lie between 0 and 1, as the labels of a multi-label task.
     may_be_ignored: whether -100 is allowed; a task that counts samples would count it as a wrong answer.
     one_each: whether the task counts samples, so that there must not be fewer targets.
     """
@@ -201,6 +202,7 @@ class Labels:
     classes: int | None
     is_signed: bool = False
     are_probabilities: bool = False
+    are_flags: bool = False
     may_be_ignored: bool = True
     one_each: bool = False
 
@@ -212,7 +214,13 @@ class Labels:
                 f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it "
                 f"counts, or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
             )
-        if is_class_numbers(targets):
+        if self.are_flags and isinstance(targets, Tensor) and targets.dim() > 1:
+            for row in (~((targets >= 0) & (targets <= 1))).flatten(1).any(1).nonzero().flatten().tolist()[:1]:
+                raise ConfigError(
+                    f"sample {numbers[row]} of the {self.name} has the target {_in_words(targets[row].flatten())}, and "
+                    f"the labels of a sample are 0 or 1; type task=regression, or its target as 0s and 1s"
+                )
+        elif is_class_numbers(targets):
             self._check_numbers(numbers, targets)
         elif self.are_probabilities and isinstance(targets, Tensor) and targets.is_floating_point():
             self._check_probabilities(numbers, targets)
@@ -243,9 +251,13 @@ class Labels:
             return  # the task says what it takes
         wrong = (targets < 0).any(1) | ~((targets.sum(1) - 1).abs() < TOLERANCE)
         for row in wrong.nonzero().flatten().tolist()[:1]:
-            values = ", ".join(f"{value:g}" for value in targets[row, :4].tolist())
-            more = ", ..." if targets.shape[1] > 4 else ""
             raise ConfigError(
-                f"sample {numbers[row]} of the {self.name} has the target [{values}{more}], which are no probabilities "
-                f"of classes; type task=regression, or task=multi_label for labels of 0 and 1"
+                f"sample {numbers[row]} of the {self.name} has the target {_in_words(targets[row])}, which are no "
+                f"probabilities of classes; type task=regression, or task=multi_label for labels of 0 and 1"
             )
+
+
+def _in_words(values: Tensor) -> str:
+    """ "[0.5, 1, 0, 2, ...]": the first values of (N,)."""
+    shown = ", ".join(f"{value:g}" for value in values[:4].tolist())
+    return f"[{shown}{', ...' if len(values) > 4 else ''}]"

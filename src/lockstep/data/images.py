@@ -100,12 +100,12 @@ def _class_names(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[Path]:
     """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
-    found: list[Path] = []
+    images: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         here = os.path.realpath(place)
         folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
-        found += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
-    return sorted(found)
+        images += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
+    return sorted(images)
 
 
 def _holds(folder: Path, place: str) -> bool:

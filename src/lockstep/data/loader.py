@@ -203,12 +203,12 @@ class BatchLoader:
         """
         if self.reader is None:
             return indices, *next(self._load([_Share(epoch, indices)]))
-        found = self.samples.read([(epoch, number) for number in indices.tolist()])
-        collated = self.samples.collate(found)
+        read = self.samples.read([(epoch, number) for number in indices.tolist()])
+        collated = self.samples.collate(read)
         if isinstance(collated, ConfigError):
             raise collated
         inputs, targets = map(self.converter.to_device, collated)
-        return torch.tensor(found.numbers[: found.kept]), *self.converter(inputs, targets)
+        return torch.tensor(read.numbers[: read.kept]), *self.converter(inputs, targets)
 
     def raw_inputs(self, count: int) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""

@@ -153,10 +153,10 @@ class Samples:
         """(inputs, targets) of one sample as a batch. Raises ConfigError if it has a form that is not known."""
         with random_states_kept():
             number, sample = self._readable(EVALUATION, number)
-        found = self.collate(Read([number], [sample], 1))
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        batch = self.collate(Read([number], [sample], 1))
+        if isinstance(batch, ConfigError):
+            raise batch
+        return batch
 
     def collate(self, read: Read | ConfigError) -> tuple[Any, Any] | ConfigError:
         """(inputs, targets) of the kept samples. A sentence for the user is returned, as of `__getitems__`."""
@@ -232,10 +232,10 @@ def _stacked(values: Any, first: Any) -> Any:
         return {key: _stacked(values[key], first[key]) for key in values}
     if not isinstance(first, tuple | list) or not isinstance(values, list | tuple):
         return values
-    found = [_stacked(value, item) for value, item in zip(values, first, strict=True)]
-    shapes = {value.shape if isinstance(value, Tensor) else None for value in found}
+    stacked = [_stacked(value, item) for value, item in zip(values, first, strict=True)]
+    shapes = {value.shape if isinstance(value, Tensor) else None for value in stacked}
     are_numbers = isinstance(first, list) and all(isinstance(item, int | float | list) for item in first)
-    return torch.stack(found, dim=1) if are_numbers and len(shapes) == 1 and None not in shapes else found
+    return torch.stack(stacked, dim=1) if are_numbers and len(shapes) == 1 and None not in shapes else stacked
 
 
 def require_one_form(numbers: Sequence[int], samples: Sequence[Any], name: str) -> None:

@@ -320,11 +320,11 @@ class PerSample(BatchTransform):
 
 def as_batch_transforms(transforms: Sequence[Any]) -> list[BatchTransform]:
     """What dataset.batch_transforms lists. Raises ConfigError for what cannot change batches alike on all ranks."""
-    v2, found = sys.modules.get("torchvision.transforms.v2"), list[BatchTransform]()
+    v2, ours = sys.modules.get("torchvision.transforms.v2"), list[BatchTransform]()
     for transform in transforms:
         name = type(transform).__name__
         if isinstance(transform, BatchTransform):
-            found.append(transform)
+            ours.append(transform)
         elif v2 is None or not isinstance(transform, v2.Transform):
             raise ConfigError(
                 f"dataset.batch_transforms has an object of {name}, and lockstep.data.transforms.BatchTransform or a "
@@ -338,8 +338,8 @@ def as_batch_transforms(transforms: Sequence[Any]) -> list[BatchTransform]:
                 f"classes: ${{dataset.classes}}}}]"
             )
         else:
-            found.append(PerSample(transform))
-    return found
+            ours.append(PerSample(transform))
+    return ours
 
 
 class BatchTransforms:

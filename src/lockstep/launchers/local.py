@@ -22,6 +22,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from lockstep.compat import fork_server_pid
@@ -211,7 +212,10 @@ class SpawnLauncher(LocalLauncher):
 def start_fork_server(rank_imports: str) -> None:
     """Start the process that ranks are forked from. It imports the module `rank_imports` while this process goes on."""
     multiprocessing.set_forkserver_preload([rank_imports])
+    path = os.environ.get("PYTHONPATH")
     os.environ[LAUNCHER] = str(os.getpid())
+    # A fork server of Python 3.11 has no sys.path of its launcher, and skips a module that it does not find.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), path]))
     try:
         with signals.blocked():  # it must not end at Ctrl-C or with the terminal: it reads how the ranks end
             multiprocessing.forkserver.ensure_running()
@@ -222,7 +226,9 @@ def start_fork_server(rank_imports: str) -> None:
             f"type TMPDIR=/tmp before the command, or launch.start_method=spawn"
         ) from None
     finally:
-        del os.environ[LAUNCHER]
+        del os.environ[LAUNCHER], os.environ["PYTHONPATH"]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
 
 
 class Supervisor:

@@ -82,7 +82,7 @@ class RunJson(Logger):
                 _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
             if run.best_step is not None:  # else the values before cannot be compared with these
-                self.run["improvements"] = [found for found in before["improvements"] if found[0] <= start]
+                self.run["improvements"] = [entry for entry in before["improvements"] if entry[0] <= start]
             self.run["samples_per_second"] = before.get("samples_per_second")
             self._note_best()
 
@@ -129,10 +129,10 @@ class RunJson(Logger):
         self._end(*_state_and_code(error))
 
     def _note_objective(self, step: int, value: float) -> None:
-        found = self.run["improvements"]
-        best = found[-1][1] if found else None
+        improvements = self.run["improvements"]
+        best = improvements[-1][1] if improvements else None
         if value == value and (best is None or (value < best if self.mode == "min" else value > best)):
-            found.append([step, value])
+            improvements.append([step, value])
             self._note_best()
 
     def _note_best(self) -> None:

@@ -59,7 +59,7 @@ def matching_parameters(model: nn.Module, pattern: str) -> set[str]:
     other pattern is compared with the parameter's name and with the names of the modules that hold it, by the rules of
     fnmatch: `layer1` is all of layer1, `*.weight` every weight.
     """
-    found = set()
+    names = set()
     for owner_name, owner in model.named_modules():
         for last, _ in owner.named_parameters(recurse=False):
             name = f"{owner_name}.{last}" if owner_name else last
@@ -70,8 +70,8 @@ def matching_parameters(model: nn.Module, pattern: str) -> set[str]:
             else:
                 is_match = any(fnmatchcase(candidate, pattern) for candidate in _with_modules(name))
             if is_match:
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def require_matches(key: str, patterns: Sequence[str], matched: Iterable[bool], names: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
     from lockstep.loggers.rank_logs import RankLogs

@@ -12,7 +12,7 @@ from lockstep.text import aligned
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
     from lockstep.modes.check_draws import Draws
     from lockstep.modes.check_steps import Facts
     from lockstep.strategies.base import JobSpec

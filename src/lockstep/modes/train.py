@@ -10,7 +10,7 @@ from lockstep.failures import rank as monitor
 from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
-    from lockstep.cli_record import ConfigRecord
+    from lockstep.config.record import ConfigRecord
 
 
 class Train(Mode):
@@ -38,7 +38,7 @@ class Train(Mode):
             ):
                 snapshots.resume(cfg.resume)
                 if not state.finished:
-                    write_hydra_files(world, cfg.run_dir, record.files, state.progress.step)
+                    write_hydra_files(world, cfg.run_dir, record.hydra_files, state.progress.step)
                 loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
                 evaluate = build.evaluator(cfg, state, eval_loader, loggers)
                 running, timer = build.running_metrics(cfg, state, train_loader, loggers)

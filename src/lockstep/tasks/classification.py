@@ -73,7 +73,7 @@ class Classification(Task):
             fits = outputs.dim() == 2 and targets.dim() == 1 and len(outputs) == len(targets)
         if not fits:
             raise ConfigError(
-                f"{type(self).__name__} wants outputs (N, classes) and whole numbers (N,), and these are "
+                f"{type(self).__name__} takes outputs (N, classes) and whole numbers (N,), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type task={_other_task(outputs, targets)}"
             )
@@ -108,8 +108,8 @@ class ClassificationF1(Classification):
         return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
+        return {name: metrics[name] for name in self.metrics}
 
 
 def class_numbers(targets: Tensor) -> Tensor:

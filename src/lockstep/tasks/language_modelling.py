@@ -27,7 +27,7 @@ class LanguageModelling(Task):
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
             raise ConfigError(
-                f"{type(self).__name__} wants outputs (N, tokens, classes) and token numbers (N, tokens), and these "
+                f"{type(self).__name__} takes outputs (N, tokens, classes) and token numbers (N, tokens), and these "
                 f"are {list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type model=gpt for a model that has an output for each token"
             )
@@ -45,5 +45,5 @@ class LanguageModelling(Task):
 
     def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
         loss = totals["loss"].item() / max(count, 1)
-        found = {"loss": loss, "perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
-        return {name: value for name, value in found.items() if name in self.metrics}
+        metrics = {"loss": loss, "perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
+        return {name: value for name, value in metrics.items() if name in self.metrics}

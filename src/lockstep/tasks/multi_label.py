@@ -28,7 +28,7 @@ class MultiLabel(Task):
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if outputs.shape != targets.shape or outputs.shape[1:] != (self.classes,):
             raise ConfigError(
-                f"{type(self).__name__} wants outputs and targets (N, {self.classes}), and these are "
+                f"{type(self).__name__} takes outputs and targets (N, {self.classes}), and these are "
                 f"{list(outputs.shape)} and {list(targets.shape)}; type dataset.classes=<labels of a sample>, "
                 f"or task=classification for targets that are class numbers"
             )
@@ -44,5 +44,5 @@ class MultiLabel(Task):
         return {"prediction": (outputs > 0).long(), "probability": at_least_float32(outputs).sigmoid()}
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
+        return {name: metrics[name] for name in self.metrics}

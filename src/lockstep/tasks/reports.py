@@ -90,8 +90,8 @@ class ClassReport(Report):
         both = world.all_reduce_sum(torch.cat([table.flatten(), counts.flatten()])).cpu()
         rows = both[: table.numel()].view(-1, ROW).tolist()
         # A row of zeros is empty. Equal scores are in the order of the samples, at any number of ranks.
-        found = sorted((row for row in rows if row[-1] > 0), key=lambda row: (-row[0], row[1]))
-        self.shown = [Shown(int(row[1]), int(row[2]), int(row[3]), row[4]) for row in found[: self.images]]
+        worst = sorted((row for row in rows if row[-1] > 0), key=lambda row: (-row[0], row[1]))
+        self.shown = [Shown(int(row[1]), int(row[2]), int(row[3]), row[4]) for row in worst[: self.images]]
         self.confusion = both[table.numel() :].view(classes, classes) if classes else None
 
     def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class Segmentation(Task):
         wanted = (targets.shape[0], self.classes, *targets.shape[1:])
         if outputs.dim() < 3 or outputs.shape != wanted or targets.is_floating_point():
             raise ConfigError(
-                f"{type(self).__name__} wants outputs (N, {self.classes}, H, W) and whole numbers (N, H, W), and these "
+                f"{type(self).__name__} takes outputs (N, {self.classes}, H, W) and whole numbers (N, H, W), and these "
                 f"are {list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type model._target_=<a net with an output for each class and pixel>, or task=classification"
             )
@@ -45,6 +45,6 @@ class Segmentation(Task):
         return {"prediction": outputs.argmax(1)}
 
     def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
-        found = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
-        found["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
-        return {name: found[name] for name in self.metrics}
+        metrics = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
+        metrics["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
+        return {name: metrics[name] for name in self.metrics}

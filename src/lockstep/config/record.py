@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,25 +11,26 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.config.check import as_written, notice_of_unread_overrides, values_as_written
 from lockstep.config.schema import as_dict, flatten
-from lockstep.launchers.slurm import config_flags
 
 
 @dataclass(frozen=True)
 class ConfigRecord:
     """Plain values, which ranks get beside their config.
 
-    flat: {key: value}, resolved. shown: the same, as files and messages may have it: without the values that
-    environment variables decide. files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself,
-    once it holds the run folder's lock: a refused command must not overwrite the record of a running one. options:
-    {config group: the option chosen}. facts: what run.json says of the command. notice: what is
-    logged when the run begins.
+    flat: {key: value}, resolved.
+    shown: the same, as files and messages may have it: without the values that environment variables decide.
+    hydra_files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself, once it holds the run
+        folder's lock: a refused command must not overwrite the record of a running one.
+    options: {config group: the option chosen}.
+    run_json: what run.json says of the command.
+    notice: what is logged when the run begins.
     """
 
     flat: Mapping[str, Any]
     shown: Mapping[str, Any]
-    files: Mapping[str, str]
+    hydra_files: Mapping[str, str]
     options: Mapping[str, str | None]
-    facts: Mapping[str, Any]
+    run_json: Mapping[str, Any]
     notice: str = ""
 
     def completed(self, cfg: DictConfig) -> "ConfigRecord":
@@ -38,36 +38,38 @@ class ConfigRecord:
         unknown = [key for key, value in self.flat.items() if value is None]
         values = {key: OmegaConf.select(cfg, key) for key in unknown}
         found = plain_values({key: value for key, value in values.items() if value is not None})
-        facts = {**self.facts, "config": {**self.facts["config"], **found}}
-        return replace(self, flat={**self.flat, **found}, shown={**self.shown, **found}, facts=facts)
+        run_json = {**self.run_json, "config": {**self.run_json["config"], **found}}
+        return replace(self, flat={**self.flat, **found}, shown={**self.shown, **found}, run_json=run_json)
 
 
-def record_config(composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf) -> ConfigRecord:
-    """composed: with its interpolations, such as ${oc.env:KEY}. cfg: `composed`, checked and resolved."""
+def record_config(
+    composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf, argv: Sequence[str], flags: Sequence[str]
+) -> ConfigRecord:
+    """What is recorded of a config.
+
+    composed: with its interpolations, such as ${oc.env:KEY}.
+    cfg: `composed`, checked and resolved.
+    argv: the command.
+    flags: its words that say which folders of configs it is composed from.
+    """
     flat = plain_values(flatten(as_dict(cfg)))
     shown = as_written(flat, values_as_written(composed))
     overrides = _as_typed(hydra_cfg.overrides.task)
-    files = {
+    hydra_files = {
         "config.yaml": OmegaConf.to_yaml(composed),
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
         "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
     }
-    flags = words_of_folders(sys.argv[1:])
-    facts = {
-        "command": _command(overrides, flags),
-        "flags": flags,
+    run_json = {
+        "command": _command(argv, overrides, flags),
+        "flags": list(flags),
         "overrides": overrides,
         "cwd": os.getcwd(),
         "seed": shown["seed"],
         "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
     }
     options = cast(dict[str, str | None], dict(hydra_cfg.runtime.choices))
-    return ConfigRecord(flat, shown, files, options, facts, notice_of_unread_overrides(composed, hydra_cfg))
-
-
-def words_of_folders(words: Sequence[str]) -> list[str]:
-    """Those of the typed words that say which folders of configs a config is composed from."""
-    return [*config_flags(list(words)), *(word for word in words if word.startswith("hydra.searchpath="))]
+    return ConfigRecord(flat, shown, hydra_files, options, run_json, notice_of_unread_overrides(composed, hydra_cfg))
 
 
 def plain_values(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,9 +91,9 @@ def _as_typed(words: Any) -> list[str]:
     return [str(word) for word in plain]
 
 
-def _command(overrides: Sequence[str], flags: Sequence[str]) -> str:
+def _command(argv: Sequence[str], overrides: Sequence[str], flags: Sequence[str]) -> str:
     """What was typed, or what gives the same run if this process was started by another program than the shell."""
-    script, *words = sys.argv
+    script, *words = argv
     if not script.endswith("train.py"):
         script, words = "src/train.py", [*overrides, *flags]
     return shlex.join(["python", script, *words])
