@@ -36,7 +36,6 @@ from lockstep.distributed.host import end_with_parent
 from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
 from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher, RankFailed
-from lockstep.preflight import preflight_job
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
@@ -361,6 +360,8 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
+    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+
     try:
         with _naming(overrides, fixed):
             preflight_job(DictConfig(values), overrides)

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig
 
 from lockstep import build
+from lockstep.config.schema import with_values
 from lockstep.config.targets import instantiate, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
@@ -25,7 +26,7 @@ from lockstep.modes.check import Options, Row, figures, is_unexplained, rows, ta
 from lockstep.modes.check_draws import Draws, first_samples, what_is_drawn
 from lockstep.modes.check_notes import notes
 from lockstep.modes.check_steps import Facts, FirstSteps, differences
-from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
+from lockstep.preflight import as_taken, check_batch_size, check_model, check_options, prepare_data
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.gradient_sync import GradientSync
@@ -49,13 +50,21 @@ def check_run(cfg: DictConfig, launcher: Launcher) -> None:
     folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
     if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
         remove_new_folder(Path(cfg.run_dir))
+    cfg = as_taken(cfg)
     strategy, ranks = check_options(cfg, launcher)
     shares, replicas = strategy.batch_shares(ranks), cfg.strategy.get("replicas", 1)
     options = options_of(cfg, strategy)
-    cfg.trainer.batch_size, cfg.trainer.batch_size_per_rank = check_batch_size(cfg, shares), None
-    cfg.backend.name, cfg.trainer.compile, cfg.profiler.enabled = "gloo", False, False
-    if replicas > 1:  # each wants two ranks or more
-        cfg.strategy.replicas = 1
+    cfg = with_values(
+        cfg,
+        {
+            "trainer.batch_size": check_batch_size(cfg, shares),
+            "trainer.batch_size_per_rank": None,
+            "trainer.compile": False,
+            "backend.name": "gloo",
+            "profiler.enabled": False,
+        }
+        | ({"strategy.replicas": 1} if replicas > 1 else {}),  # each needs two ranks or more
+    )
     require_small_worlds(cfg)
     prepare_data(cfg)
     check_model(cfg, strategy, RANKS)

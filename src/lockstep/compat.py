@@ -59,6 +59,12 @@ def hydra_may_call_all() -> dict[str, object]:
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
 
 
+def key_of(node: Any) -> str:
+    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
+    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
+    return key
+
+
 def register_resolver(name: str, function: Callable[..., object]) -> None:
     """`${name:...}` in a config calls `function`. 2.4 has another name for the function, and warns."""
     import omegaconf
@@ -103,6 +109,21 @@ def dispatch_mode() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
+
+
+def batch_norm_class() -> Any:
+    """The class that torch's batch norms are derived from, and perhaps one of the user's.
+
+    Missing: the class before BatchNorm1d in its list of classes.
+    """
+    from torch import nn
+
+    return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+
+
+def has_forward_hooks(module: Any) -> bool:
+    """Whether hooks run with this module's forward pass. Missing: False, and a layer that is replaced loses them."""
+    return bool(getattr(module, "_forward_hooks", {}) or getattr(module, "_forward_pre_hooks", {}))
 
 
 def group_named(name: str) -> Any:

@@ -10,7 +10,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lockstep.config.check import check_arguments
-from lockstep.config.targets import instantiate, instantiate_as, leave_out_untaken
+from lockstep.config.targets import instantiate, instantiate_as, without_untaken
 from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
@@ -32,14 +32,27 @@ from lockstep.training.nan import validate_nan_policy
 from lockstep.training.setup import model_memory_format, validate_digest, validate_training
 
 
-def preflight(cfg: DictConfig, launcher: Launcher) -> None:
-    """Raise ConfigError for whatever can be known to fail."""
+def preflight(cfg: DictConfig, launcher: Launcher) -> DictConfig:
+    """Raise ConfigError for whatever can be known to fail. Returns the config as its classes take it."""
+    cfg = as_taken(cfg)
     strategy, world_size = check_options(cfg, launcher)
     if not launcher.runs_elsewhere:
         check_run_folder(cfg.run_dir)
     if launcher.starts_processes:
         prepare_data(cfg)
         check_model(cfg, strategy, world_size)
+    return cfg
+
+
+def as_taken(cfg: DictConfig) -> DictConfig:
+    """`cfg` without what a typed `_target_` does not take, of which rank 0 prints a line: see `without_untaken`."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    cfg, lines = without_untaken(cfg, words)
+    for line in lines:
+        wait_for_previous_job()  # a job of a sweep prints nothing before
+        if read_rank_info().is_rank_zero:
+            print(line, flush=True)
+    return cfg
 
 
 def prepare_data(cfg: DictConfig) -> None:
@@ -69,20 +82,12 @@ def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
     if launcher.plans or not mode.trains:
         chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
         raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
-    leave_out_untaken(cfg, words)
+    cfg, _ = without_untaken(cfg, words)
     check_model(cfg, *check_options(cfg, launcher))
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
-    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict.
-
-    It removes from `cfg` what a typed `_target_` does not take, see `leave_out_untaken`.
-    """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    for line in leave_out_untaken(cfg, words):
-        wait_for_previous_job()  # a job of a sweep prints nothing before
-        if read_rank_info().is_rank_zero:
-            print(line, flush=True)
+    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
     check_arguments(cfg)
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")

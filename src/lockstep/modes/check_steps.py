@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
-from lockstep.distributed.sync_batch_norm import SyncBatchNorm
+from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.errors import TrainingDiverged
 from lockstep.training.loop import train_epoch
 from lockstep.training.meter import peak_memory
@@ -143,7 +142,7 @@ def unsynced_batch_norms(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, synced)
+        if isinstance(module, BatchNorm) and not isinstance(module, synced)
     ]
 
 
