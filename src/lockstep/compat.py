@@ -48,6 +48,17 @@ def hydra_version_base() -> dict[str, str]:
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
+def hydra_may_call_all() -> dict[str, object]:
+    """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
+
+    Targets are checked before, by `lockstep.config.targets.check_targets`. Missing, as in 1.3: no argument.
+    """
+    import hydra.utils
+
+    policy = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+    return {} if policy is None else {"_execution_whitelist_": policy}
+
+
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
 
 

@@ -25,7 +25,7 @@ from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lockstep.compat import key_of
+from lockstep.compat import hydra_may_call_all, key_of
 from lockstep.config.schema import (
     CONF,
     HYDRA_KEYS,
@@ -367,7 +367,7 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
     if node is None:
         return None
     try:
-        return hydra.utils.instantiate(_as_declared(node), _convert_="all")
+        return hydra.utils.instantiate(_as_declared(node), _convert_="all", **hydra_may_call_all())
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
