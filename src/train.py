@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> Any:
 
         if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
             wait_for_previous_job()
-        preflight(cfg, launcher)
+        cfg = preflight(cfg, launcher)
         cli.collect_garbage()
         wait_for_previous_job()
         return launcher.launch(mode.work, cfg, record)

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, OverrideTy
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.errors import HydraException
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import cli
@@ -36,7 +36,6 @@ from lockstep.distributed.host import end_with_parent
 from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
 from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher, RankFailed
-from lockstep.preflight import preflight_job
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
@@ -112,14 +111,15 @@ class Composer:
         except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong with them
             return self.loader.load_sweep_config(self.master, list(words))
         own = [str(override.input_line) for override in overrides if not override.is_hydra_override()]
-        config.hydra.overrides.task = own
         naming = config.hydra.job.config.override_dirname
         named = sorted(
             str(override.input_line)
             for override in overrides
             if not override.is_hydra_override() and override.key_or_group not in naming.exclude_keys
         )
-        config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
+        with read_write(config.hydra):  # Hydra 1.4 locks its own node
+            config.hydra.overrides.task = own
+            config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
         return config
 
     def _is_value(self, override: Override) -> bool:
@@ -176,8 +176,8 @@ class HydraJobs:
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
         """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
         config = self.composer.compose(overrides)
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = number
+        with read_write(config), read_write(config.hydra), open_dict(config):
+            config.hydra.job.id, config.hydra.job.num = str(number), number
             if folder is not None:
                 config.hydra.sweep.subdir = folder
                 config.hydra.runtime.output_dir = str((self.folder / folder).absolute())
@@ -285,7 +285,7 @@ class HydraJobs:
 
 def _without_hydra(config: DictConfig) -> DictConfig:
     """`config` itself, without the node `hydra`."""
-    with open_dict(config):
+    with read_write(config), open_dict(config):
         del config["hydra"]
     return config
 
@@ -360,6 +360,8 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
+    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+
     try:
         with _naming(overrides, fixed):
             preflight_job(DictConfig(values), overrides)

@@ -5,10 +5,13 @@ The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Python's library, seen in 3.11.
 
@@ -45,7 +48,24 @@ def hydra_version_base() -> dict[str, str]:
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
+def hydra_may_call_all() -> dict[str, object]:
+    """The argument of `hydra.utils.instantiate` with which 1.4 calls any target, as 1.3 does, and does not warn.
+
+    Targets are checked before, by `lockstep.config.targets.check_targets`. Missing, as in 1.3: no argument.
+    """
+    import hydra.utils
+
+    policy = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+    return {} if policy is None else {"_execution_whitelist_": policy}
+
+
 # OmegaConf, seen in 2.3.1 and 2.4.1rc1.
+
+
+def key_of(node: Any) -> str:
+    """The full key of a node in its config, such as model: no public name tells it. Missing: "node"."""
+    key: str = getattr(node, "_get_full_key", lambda name: "node")("")
+    return key
 
 
 def register_resolver(name: str, function: Callable[..., object]) -> None:
@@ -94,6 +114,21 @@ def dispatch_mode() -> Any:
     return TorchDispatchMode
 
 
+def batch_norm_class() -> Any:
+    """The class that torch's batch norms are derived from, and perhaps one of the user's.
+
+    Missing: the class before BatchNorm1d in its list of classes.
+    """
+    from torch import nn
+
+    return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+
+
+def has_forward_hooks(module: Any) -> bool:
+    """Whether hooks run with this module's forward pass. Missing: False, and a layer that is replaced loses them."""
+    return bool(getattr(module, "_forward_hooks", {}) or getattr(module, "_forward_pre_hooks", {}))
+
+
 def group_named(name: str) -> Any:
     """The process group of that name: the operators of DTensor know no more of it. Missing: as for `fake_store`."""
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -125,6 +160,39 @@ def flight_records() -> list[bytes]:
         except (AttributeError, RuntimeError, TypeError):
             continue
     return records
+
+
+def non_finite_check_and_unscale(tensors: "Sequence[Tensor]", found: "Tensor", scale: "Tensor") -> None:
+    """Set `found` to 1 if a value of `tensors` is NaN or infinite, and multiply them by `scale`.
+
+    It is the check of torch.amp.GradScaler, in half the time of a sum of each small tensor. Missing: the sums.
+    """
+    import torch
+
+    check = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+    if check is not None:
+        check(list(tensors), found, scale)
+        return
+    for tensor in tensors:
+        found.logical_or_(~tensor.isfinite().all())
+        tensor.mul_(scale)
+
+
+def foreach_norm(tensors: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    """The norm of each tensor, 0-d, in a few kernels for all of them. Missing: one by one."""
+    import torch
+
+    norms = getattr(torch, "_foreach_norm", None)
+    found: Sequence[Tensor] = [tensor.norm() for tensor in tensors] if norms is None else norms(list(tensors))
+    return found
+
+
+def versions(tensors: "Sequence[Tensor]") -> list[int]:
+    """How often each tensor has been changed in place: a backward pass that adds to it counts.
+
+    Missing: an AttributeError, since nothing else tells a gradient of zeros from none.
+    """
+    return [tensor._version for tensor in tensors]
 
 
 def is_loader_signal_handler(handler: object) -> bool:

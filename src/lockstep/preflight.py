@@ -10,7 +10,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from lockstep.config.check import check_arguments
-from lockstep.config.targets import instantiate, instantiate_as, leave_out_untaken
+from lockstep.config.targets import instantiate, instantiate_as, without_untaken
 from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
@@ -28,18 +28,30 @@ from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
-from lockstep.training.nan import validate_nan_policy
-from lockstep.training.setup import model_memory_format, validate_digest, validate_training
+from lockstep.training.setup import model_memory_format
 
 
-def preflight(cfg: DictConfig, launcher: Launcher) -> None:
-    """Raise ConfigError for whatever can be known to fail."""
+def preflight(cfg: DictConfig, launcher: Launcher) -> DictConfig:
+    """Raise ConfigError for whatever can be known to fail. Returns the config as its classes take it."""
+    cfg = as_taken(cfg)
     strategy, world_size = check_options(cfg, launcher)
     if not launcher.runs_elsewhere:
         check_run_folder(cfg.run_dir)
     if launcher.starts_processes:
         prepare_data(cfg)
         check_model(cfg, strategy, world_size)
+    return cfg
+
+
+def as_taken(cfg: DictConfig) -> DictConfig:
+    """`cfg` without what a typed `_target_` does not take, of which rank 0 prints a line: see `without_untaken`."""
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    cfg, lines = without_untaken(cfg, words)
+    for line in lines:
+        wait_for_previous_job()  # a job of a sweep prints nothing before
+        if read_rank_info().is_rank_zero:
+            print(line, flush=True)
+    return cfg
 
 
 def prepare_data(cfg: DictConfig) -> None:
@@ -69,20 +81,12 @@ def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
     if launcher.plans or not mode.trains:
         chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
         raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
-    leave_out_untaken(cfg, words)
+    cfg, _ = without_untaken(cfg, words)
     check_model(cfg, *check_options(cfg, launcher))
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
-    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict.
-
-    It removes from `cfg` what a typed `_target_` does not take, see `leave_out_untaken`.
-    """
-    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    for line in leave_out_untaken(cfg, words):
-        wait_for_previous_job()  # a job of a sweep prints nothing before
-        if read_rank_info().is_rank_zero:
-            print(line, flush=True)
+    """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
     check_arguments(cfg)
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
@@ -178,3 +182,37 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):
             validate_batch_norms(model)
+
+
+def validate_training(job: JobSpec) -> None:
+    """Raise ConfigError for training options that do not go together, whatever the strategy."""
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
+            "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
+        )
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
+
+
+def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
+    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
+    if setting != "off" and world_size > 1 and not ranks_agree:
+        raise ConfigError(
+            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
+            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )

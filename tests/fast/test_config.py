@@ -179,3 +179,8 @@ def test_whole_numbers_become_floats_where_floats_are_declared() -> None:
     cfg = accepted("optimizer=adamw", "optimizer.betas=[0.9,0]", "optimizer.lr=1")
     optimizer = instantiate(cfg.optimizer)
     assert list(map(repr, [*optimizer.keywords["betas"], optimizer.keywords["lr"]])) == ["0.9", "0.0", "1.0"]
+    (mixing,) = instantiate(
+        OmegaConf.create([{"_target_": "lockstep.data.transforms.MixUp", "alpha": 1, "classes": 2}])
+    )
+    assert repr(mixing.alpha) == "1.0"
+    assert repr(cfg.optimizer.lr) == "1"  # the config stays as it is

@@ -17,6 +17,7 @@ from lockstep import cli
 from lockstep.build_sweep import Composer
 from lockstep.compat import hydra_version_base
 from lockstep.errors import ConfigError
+from lockstep.source_code import is_project
 from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
@@ -115,6 +116,12 @@ def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) 
         return OmegaConf.to_yaml(compose(words))
     except HydraException as error:
         return f"{type(error)} {error} {error.__cause__}"
+
+
+def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:
+    assert is_project(str(ROOT / "src" / "hydra_plugins" / "lockstep_sweeper.py"))
+    assert is_project(str(ROOT / "src" / "lockstep" / "build_sweep.py"))
+    assert not is_project(str(ROOT / "tests" / "conftest.py"))
 
 
 def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,11 @@ class Net(nn.Module):
 """
 
 
+def left_in(folder: Path) -> list[str]:
+    """What a command has left in its folder for temporary files, but for the cache of torch's compiler."""
+    return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+
+
 def test_a_deep_net_whose_rounding_errors_grow_is_compared_in_float64(start: Start) -> None:
     output = start(*PYTHON_TRAIN, "mode=check", "model=resnet18").finish().output
     (numbers,) = [line for line in output.splitlines() if line.startswith("the same numbers on any number")]
@@ -41,7 +46,7 @@ def test_promises_of_a_good_model_hold_and_nothing_is_written(start: Start, tmp_
         "your own work fits",
     ]
     assert "a batch:   64 samples, 16 for each of 4 ranks\nsteps:     23 in an epoch, 115 in the run\n" in output
-    assert left_in(temporary) == []
+    assert not left_in(temporary)
     assert list(tmp_path.iterdir()) == [temporary]
 
 
@@ -54,11 +59,6 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     assert "yes    samples and outputs are the same twice\n" in output
     assert "no     parameters without a gradient: spare.weight, spare.bias; type strategy.find_unused" in output
     assert not (tmp_path / "outputs").exists()
-
-
-def left_in(temporary: Path) -> list[str]:
-    """The files in a folder for temporary ones, without the cache of torch's compiler, which torch leaves."""
-    return [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 OTHERS = """
@@ -189,7 +189,7 @@ def test_ctrl_c_ends_a_check_at_once_and_leaves_nothing(start: Start, tmp_path: 
     wait_for((tmp_path / "began").exists, "the first forward pass")
     run.send(signal.SIGINT, to="group")
     assert run.finish(130, limit=20).sentence == "lockstep: ended by Ctrl-C; there is nothing to save"
-    assert left_in(temporary) == []
+    assert not left_in(temporary)
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {".started"}
 
 
@@ -221,4 +221,4 @@ def test_a_job_of_1024_ranks_is_planned_and_nothing_is_written(start: Start, tmp
     assert output.count("a step sends 5.1 KiB and receives 5.1 KiB") == 3
     assert "\nwith fsdp:  at most 0.3 KiB of parameters" in output
     assert list(tmp_path.iterdir()) == [temporary]
-    assert left_in(temporary) == []
+    assert not left_in(temporary)

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from lockstep.compat import register_resolver
 from lockstep.config.schema import (
     DATASETS,
     GROUPS,
@@ -421,11 +422,11 @@ def values_as_written(cfg: DictConfig) -> dict[str, str]:
         asked.append(arguments[0])
         return oc.env(*arguments)
 
-    OmegaConf.register_new_resolver(RESOLVER, read, replace=True)
+    register_resolver(RESOLVER, read)
     try:
         return {key: str(text) for key, text in written.items() if "${" in str(text) and _asks(cfg, key, asked)}
     finally:
-        OmegaConf.register_new_resolver(RESOLVER, oc.env, replace=True)
+        register_resolver(RESOLVER, oc.env)
 
 
 def as_written(flat: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:

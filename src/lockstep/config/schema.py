@@ -681,6 +681,14 @@ def as_dict(cfg: DictConfig | Node) -> Node:
     return cast(Node, container)
 
 
+def with_values(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """A copy of `cfg` with other values: {"trainer.epochs": 3}."""
+    changed = cfg.copy()
+    for key, value in values.items():
+        OmegaConf.update(changed, key, value)
+    return changed
+
+
 def join(prefix: str, name: object) -> str:
     return f"{prefix}.{name}" if prefix else str(name)
 

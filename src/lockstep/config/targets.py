@@ -25,6 +25,7 @@ from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lockstep.compat import hydra_may_call_all, key_of
 from lockstep.config.schema import (
     CONF,
     HYDRA_KEYS,
@@ -35,7 +36,7 @@ from lockstep.config.schema import (
     enumerate_words,
     join,
     nodes_with_target,
-    option_rules,
+    rules,
     show,
 )
 from lockstep.config.suggest import closest
@@ -43,6 +44,7 @@ from lockstep.errors import ConfigError
 
 OPEN = (
     *(f"lockstep.{name}." for name in ("models", "data", "tasks", "strategies", "loggers", "launchers", "modes")),
+    "lockstep.training.async_parameter_server.",
     "lockstep.training.optimizers.",
     "lockstep.training.schedulers.",
     *("torch.nn.", "torch.optim.", "torch.utils.data."),
@@ -194,12 +196,13 @@ PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torc
 _TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
-    """Where `words` choose a `_target_`, remove from `cfg` what the option said for another one, and this one does not
-    take: model._target_=my.Net needs no ~model.shape. Returns a line for each such node. Raises as `locate` does.
+def without_untaken(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """A copy of `cfg` without what an option said for another `_target_` than the one that `words` choose, and this one
+    does not take: model._target_=my.Net needs no ~model.shape. And a line for each such node. Raises as `locate` does.
 
     words: the typed overrides. What they set stays, and is refused if nothing takes it.
     """
+    cfg = cfg.copy()
     typed = {word.partition("=")[0].lstrip("+~") for word in words}
     chosen = [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]
     lines = []
@@ -217,7 +220,7 @@ def leave_out_untaken(cfg: DictConfig, words: Sequence[str]) -> list[str]:
             del node[name]
         if untaken:
             lines.append(f"{key}: {node['_target_']} takes no {enumerate_words(untaken, 'or')}; left out")
-    return lines
+    return cfg, lines
 
 
 def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,13 +367,13 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
     if node is None:
         return None
     try:
-        return hydra.utils.instantiate(_as_declared(node), _convert_="all")
+        return hydra.utils.instantiate(_as_declared(node), _convert_="all", **hydra_may_call_all())
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         refused = _refused_key(node, error.__cause__)
         if refused is not None:
-            key = node._get_full_key("")
+            key = key_of(node)
             raise ConfigError(
                 f"{key}._target_={node._target_} takes no {refused} ({error.__cause__}); type ~{key}.{refused}"
             ) from error
@@ -382,12 +385,13 @@ def _as_declared(node: Any) -> Any:
     declared = node
     for key, inner in nodes_with_target(OmegaConf.to_container(node, resolve=True)):
         path = inner["_target_"]
-        if path in OF_TORCH or is_open(path):
-            for name, rule in option_rules("", path, hydra.utils.get_object(path)).items():
-                value = rule.as_declared(inner.get(name))
-                if repr(value) != repr(inner.get(name)):
-                    declared = copy.deepcopy(node) if declared is node else declared
-                    OmegaConf.update(declared, join(key, name), value)
+        known = rules(OF_TORCH[path]) if path in OF_TORCH else {}
+        if path.startswith("lockstep."):
+            known = rules(hydra.utils.get_object(path))
+        for name, rule in known.items():
+            if name in inner and repr(rule.as_declared(inner[name])) != repr(inner[name]):  # 1 == 1.0
+                declared = copy.deepcopy(node) if declared is node else declared
+                OmegaConf.update(declared, join(key, name), rule.as_declared(inner[name]))
     return declared
 
 

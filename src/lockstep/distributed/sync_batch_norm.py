@@ -10,20 +10,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep import compat
 from lockstep.distributed.shared_memory import InPlaceAllReduce, sum_of_vectors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+
+BatchNorm = compat.batch_norm_class()
+"""What torch's batch norms are derived from."""
 
 
 def validate_batch_norms(module: nn.Module) -> None:
     """Raise ConfigError for a batch norm that computes something else than torch's: its replacement would not."""
     for name, norm in module.named_modules():
-        if not isinstance(norm, _BatchNorm):
+        if not isinstance(norm, BatchNorm):
             continue
-        is_plain = type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-        if not is_plain or norm._forward_hooks or norm._forward_pre_hooks:
+        is_plain = type(norm).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        if not is_plain or compat.has_forward_hooks(norm):
             what = "a forward hook" if is_plain else "a forward pass of its own"
             raise ConfigError(
                 f"sync_bn puts torch's batch norm over all ranks in place of {name}, and {type(norm).__name__} has "
@@ -35,7 +38,7 @@ def unsynced_batch_norms(module: nn.Module) -> list[str]:
     """The names of those that normalise each rank's share by itself."""
     synced = (SyncBatchNorm, nn.SyncBatchNorm)
     named = module.named_modules()
-    return [name for name, norm in named if isinstance(norm, _BatchNorm) and not isinstance(norm, synced)]
+    return [name for name, norm in named if isinstance(norm, BatchNorm) and not isinstance(norm, synced)]
 
 
 def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
@@ -47,27 +50,22 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
     if world.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return converted
-    channels = [norm.num_features for norm in module.modules() if isinstance(norm, _BatchNorm)]
+    channels = [norm.num_features for norm in module.modules() if isinstance(norm, BatchNorm)]
     if not channels:
         return module
-    return _convert(module, sum_of_vectors(world, 2 * max(channels) + 1, torch.float64), {})
-
-
-def _convert(module: nn.Module, sum_in_place: InPlaceAllReduce, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """done: {module: what stands in its place}. A layer with two names stays one layer."""
-    if module in done:
-        return done[module]
-    if isinstance(module, _BatchNorm):
-        done[module] = SyncBatchNorm.from_batch_norm(module, sum_in_place)
-        return done[module]
-    done[module] = module
-    for name, child in module._modules.items():
-        if child is not None:
-            setattr(module, name, _convert(child, sum_in_place, done))
+    sum_in_place = sum_of_vectors(world, 2 * max(channels) + 1, torch.float64)
+    synced: dict[nn.Module, SyncBatchNorm] = {}  # a layer with two names stays one layer
+    for name, norm in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(norm, BatchNorm):
+            if norm not in synced:
+                synced[norm] = SyncBatchNorm.from_batch_norm(norm, sum_in_place)
+            if not name:  # the whole model is one batch norm
+                return synced[norm]
+            module.set_submodule(name, synced[norm])
     return module
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
     """Batch norm whose training statistics cover every rank's share of the batch.
 
     counts_inputs: an attribute. False: the next inputs stand in for a share without samples. They come out unchanged.
@@ -77,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
     counts_inputs = True
 
     @classmethod
-    def from_batch_norm(cls, norm: _BatchNorm, sum_in_place: InPlaceAllReduce) -> "SyncBatchNorm":
+    def from_batch_norm(cls, norm: Any, sum_in_place: InPlaceAllReduce) -> "SyncBatchNorm":
         """Take over the parameters and buffers of a plain batch norm: the same tensors."""
         synced = cls(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
         synced.affine, synced.track_running_stats = norm.affine, norm.track_running_stats
@@ -96,7 +94,8 @@ class SyncBatchNorm(_BatchNorm):
         """input: (N, C, ...). Returns the same shape. A collective in training, unlike in evaluation."""
         self._check_input_dim(input)
         if not self.training and self.track_running_stats:
-            return super().forward(input)
+            evaluated: Tensor = super().forward(input)
+            return evaluated
         counted = input if self.counts_inputs else input[:0]
         mean, var, count = _world_moments(counted, self.sum_in_place)
         if self.training and self.track_running_stats:

@@ -7,6 +7,7 @@ a run, and it reads files in the order of their names: so this file comes first.
 
 import logging
 import os
+import shlex
 import struct
 import time
 import warnings
@@ -134,7 +135,7 @@ class TensorBoardLogger(Logger):
         self._draw()
         _, _, end = hparams({}, {})  # marks the run as finished in the HParams table
         self._add_summary(end, self._last_step)
-        log.info("curves:     tensorboard --logdir %s", run_dir)
+        log.info("curves:     tensorboard --logdir %s", shlex.quote(str(run_dir)))
 
     def close(self) -> None:
         if self._writer is not None:

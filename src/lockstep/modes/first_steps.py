@@ -27,10 +27,9 @@ from lockstep.loggers.rank_logs import rank_logs
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.strategies.base import Strategy
 from lockstep.training.loop import batches, set_seed, train_epoch
-from lockstep.training.meter import peak_memory
 from lockstep.training.setup import autocast, set_determinism
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.timing import Watcher, peak_memory
 from lockstep.training.weight_check import digest, local_part
 
 SAMPLES_READ = 8  # twice
@@ -107,7 +106,7 @@ def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
 
 
 def _build_and_step(cfg: DictConfig, world: World, strategy: Strategy, folder: Path, timed: bool) -> Facts:
-    loader, _ = build.model_and_data(cfg, world, strategy)
+    cfg, loader, _ = build.model_and_data(cfg, world, strategy)
     facts = Facts(world.size, fingerprint=data_fingerprint(loader.dataset))
     require_same_data(world, "training data", len(loader), facts.fingerprint)
     state = build.train_state(cfg, strategy, loader)

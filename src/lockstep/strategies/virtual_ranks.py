@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.compat import versions
 from lockstep.config.schema import Count
 from lockstep.data.dataset import count_samples
 from lockstep.data.partition import Part
 from lockstep.distributed.shared_memory import SharedMemorySum, tree_sum
+from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -68,11 +69,11 @@ class VirtualRanks(Strategy):
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
-        # Uneven only in a world that has lost a rank: some ranks then compute one virtual rank more.
-        self.shares = torch.arange(self.count).tensor_split(world.size)
+        per_rank = self.count // world.size
+        self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+        norms = (module for module in model.modules() if isinstance(module, BatchNorm))
         of_norms = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         # Buffers of integers that each virtual rank may change, see `_send_counters`. One rank has nobody to send to.
         shared = (buffer for buffer in model.buffers() if world.size > 1 and id(buffer) not in of_norms)
@@ -81,15 +82,14 @@ class VirtualRanks(Strategy):
         numbers = [torch.empty(len(self.parameters)), torch.empty(sum(self.are_counters)), torch.empty(())]
         tensors = [*self.parameters, *statistics, *statistics, *numbers]
         length = sum(tensor.numel() for tensor in tensors)
-        rows = max(map(len, self.shares))
-        self.rows = torch.zeros(rows, length, device=world.device, dtype=tensors[0].dtype)
+        self.rows = torch.zeros(per_rank, length, device=world.device, dtype=tensors[0].dtype)
         self.views = [self._views(tensors, row) for row in self.rows]
         begin, size = (sum(tensor.numel() for tensor in part) for part in (self.parameters, statistics))
         self.of_statistics, self.of_changes = slice(begin, begin + size), slice(begin + size, begin + 2 * size)
         self.values_before = self.rows.new_zeros(size)  # the statistics before the step
         self.before_views = views_like(statistics, self.values_before)
         self.computed = 0  # virtual ranks of this step, on this rank
-        self.shares_are_subtrees = self.count == rows * world.size and rows.bit_count() == 1
+        self.shares_are_subtrees = per_rank.bit_count() == 1
         self.shared_memory: SharedMemorySum | None = None
         if self.shares_are_subtrees and world.size > 1:
             with suppress(ConfigError):  # on all ranks alike: for GPUs and for several machines
@@ -107,7 +107,7 @@ class VirtualRanks(Strategy):
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
         samples = batch.tensor_split(self.count)
-        return [Part(number, samples[number]) for number in self.shares[self.world.rank].tolist()]
+        return [Part(number, samples[number]) for number in self.share]
 
     def forward_backward(
         self,
@@ -124,11 +124,11 @@ class VirtualRanks(Strategy):
             self._copy_statistics(self.before_views)
             self.used = set[int]()  # the numbers of the parameters that got a gradient on this rank
         row = self.views[self.computed]
-        versions = [gradient._version for gradient in row.gradients]
+        before = versions(row.gradients)
         for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
             parameter.grad = gradient  # of zeros, to which the backward pass adds
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        added = [gradient._version != version for gradient, version in zip(row.gradients, versions, strict=True)]
+        added = [now != then for now, then in zip(versions(row.gradients), before, strict=True)]
         self.used.update(number for number, is_used in enumerate(added) if is_used)
         self._keep_buffers(row, count_samples(targets), is_last)
         self.computed += 1
@@ -216,8 +216,7 @@ class VirtualRanks(Strategy):
             return
         gathered = rows.new_empty(self.world.size, *rows.shape)
         dist.all_gather(list(gathered), rows)
-        pairs = zip(gathered, self.shares, strict=True)
-        self.rows[0] = tree_sum([row for found, share in pairs for row in found[: len(share)]])
+        self.rows[0] = tree_sum(list(gathered.flatten(0, 1)))
 
 
 def views_like(tensors: Sequence[Tensor], vector: Tensor) -> list[Tensor]:

@@ -1,0 +1,60 @@
+"""Thirty commands that go through Hydra, with whatever Hydra is installed. `.ci/hydra` runs them with the next one."""
+
+import sys
+
+import pytest
+
+from support.commands import TRAIN
+
+SHORT = ["model=mlp", "trainer.max_steps=1", "logger=[console]", "hydra.run.dir=run"]
+TWO = ["launch.nproc_per_node=2", "backend=gloo"]
+SWEEP = ["-m", "model=mlp", "trainer.max_steps=1", "logger=[console]", "hydra.sweep.dir=sweep"]
+COMMANDS = [
+    (["--help"], 0, "Choose one option of a group"),
+    (["--help", "model=mlp"], 0, "depth:"),
+    (["--help", "--config-dir=."], 0, "Choose one option of a group"),
+    (["--hydra-help"], 0, "--config-dir"),
+    (["--version"], 0, "Hydra"),
+    (["--cfg", "job"], 0, "trainer:"),
+    (["--cfg", "hydra"], 0, "runtime:"),
+    (["--cfg", "job", "--package=trainer"], 0, "max_steps: null"),
+    (["--info", "defaults"], 0, "model/convnet"),
+    (["--info", "plugins"], 0, "LockstepSweeper"),
+    (SHORT, 0, "finished:"),
+    ([*SHORT, "launch=fork", *TWO], 0, "finished:"),
+    ([*SHORT, "launch=spawn", *TWO], 0, "finished:"),
+    ([*SHORT, "launch=torchrun", *TWO], 0, "finished:"),
+    ([*SHORT, "launch=slurm", "launch.dry_run=true"], 0, "#SBATCH"),
+    ([*SHORT, "launch=dry", "backend=gloo"], 0, "rank"),
+    ([*SHORT, "+model.nothing=1"], 2, "takes no nothing; type ~model.nothing"),
+    ([*SWEEP, "seed=1,2"], 0, "sweep: 2 finished"),
+    ([*SWEEP, "optimizer=sgd,adamw"], 0, "sweep: 2 finished"),
+    ([*SWEEP, "seed=1", "optimizer.lr=high,0.1"], 2, "optimizer.lr"),
+    ([*SWEEP, "sweep.search=random", "sweep.trials=2", "optimizer.lr=interval(0.01,0.1)"], 0, "sweep: 2 finished"),
+    (["seed=1,2"], 2, "seed=1,2 is a sweep; type -m seed=1,2"),
+    (["optimizer.lrr=1"], 2, "optimizer.lrr is no key of this config; type optimizer.lr=1"),
+    (["+optimizer.lr=1"], 2, "optimizer.lr has a value already; type optimizer.lr=1"),
+    (["~optimizer.lrr"], 2, "there is no optimizer.lrr to remove; type optimizer.lr"),
+    (["model=mlpp"], 2, "model=mlpp is no option; type model=mlp"),
+    (["optimizer.lr=("], 2, "with every bracket and quote closed"),
+    (["trainer.epochs=many"], 2, "trainer.epochs=many must be a whole number of 1 or more"),
+    (["optimizer.lr", "=", "0.1"], 2, "type optimizer.lr=0.1, without spaces"),
+    (["--optimizer.lr", "0.1"], 2, "type optimizer.lr=0.1"),
+    (["--config-name=nothing", "--config-dir=."], 2, "--config-name=nothing is no config"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), COMMANDS, ids=[" ".join(words) for words, _, _ in COMMANDS])
+def test_a_command_answers(start, tmp_path, words, code, said):
+    (tmp_path / "other.yaml").write_text("a: 1\n")
+    run = start(sys.executable, TRAIN, *words).finish(code)
+    assert said in run.output
+    assert "Warning" not in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_run_goes_on_and_is_evaluated(start):
+    words = [sys.executable, TRAIN, "model=mlp", "hydra.run.dir=run", "trainer.epochs=2"]
+    start(*words, "trainer.pause_after=1").finish()
+    assert "finished:" in start(*words).finish().output
+    assert "accuracy" in start(sys.executable, TRAIN, "mode=evaluate", "resume=run").finish().output
