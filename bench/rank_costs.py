@@ -65,7 +65,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
-        loader, _ = build.model_and_data(cfg, world, strategy)
+        cfg, loader, _ = build.model_and_data(cfg, world, strategy)
         state = build.train_state(cfg, strategy, loader)
         train_epoch(state, loader)
         copying, writing = [], []

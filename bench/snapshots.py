@@ -79,7 +79,7 @@ def costs(cfg: Any) -> dict[str, Any]:
     harness.pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
-        loader, _ = build.model_and_data(cfg, world, strategy)
+        cfg, loader, _ = build.model_and_data(cfg, world, strategy)
         state = build.train_state(cfg, strategy, loader)
         record = ConfigRecord({}, {}, {}, {}, {})
         with build.snapshots(cfg, record, state, loader, LoggerList([]), build.weight_check(cfg, state)) as snapshots:

@@ -9,7 +9,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import batch_transforms, complete_config, datasets, samples
+from lockstep.build_data import batch_transforms, completed, datasets, samples
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
@@ -26,18 +26,17 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
-from lockstep.training.meter import RunningMetrics
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
 
 
 def model_and_data(
     cfg: DictConfig, world: World, strategy: Strategy, loaded: tuple[Any, Any] | None = None
-) -> tuple[BatchLoader, BatchLoader]:
-    """Hand the model to the strategy, and return the loaders of training and test data.
+) -> tuple[DictConfig, BatchLoader, BatchLoader]:
+    """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of both data sets.
 
     loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
     hold only a part of it on this rank.
@@ -48,10 +47,10 @@ def model_and_data(
         import_targets(cfg)
     monitor.enter("build")
     require_same_code(world)
-    trainer, data = cfg.trainer, cfg.dataset
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
-    complete_config(cfg, train_data)
+    cfg = completed(cfg, train_data)
+    trainer, data = cfg.trainer, cfg.dataset
     with strategy.building(world.size):
         model = instantiate_as(nn.Module, cfg.model, "model")
     memory_format = model_memory_format(model, trainer.channels_last, world.device)
@@ -72,7 +71,7 @@ def model_and_data(
     eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
-    return train_loader, eval_loader
+    return cfg, train_loader, eval_loader
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:

@@ -61,11 +61,12 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     return found
 
 
-def complete_config(cfg: DictConfig, dataset: Any) -> None:
-    """Give every `shape` and `classes` that is null in `cfg` its value, from the training data.
+def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
+    """A copy of `cfg` in which every `shape` and `classes` that is null has its value, from the training data.
 
     Raises ConfigError where the data and a value in the config contradict each other.
     """
+    cfg = cfg.copy()
     inputs, targets = samples(cfg, dataset, "training data").one()
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
@@ -81,6 +82,7 @@ def complete_config(cfg: DictConfig, dataset: Any) -> None:
             OmegaConf.update(cfg, key, found[name])
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
+    return cfg
 
 
 def _unknown(cfg: DictConfig) -> list[str]:

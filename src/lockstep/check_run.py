@@ -190,7 +190,7 @@ def take_steps(
     cfg: DictConfig, world: World, strategy: Strategy, folder: Path, timed: bool
 ) -> tuple[Facts, Draws, list[str]]:
     """Build everything, look at what is drawn, and take the first steps. The arguments are those of `check_worker`."""
-    loader, _ = build.model_and_data(cfg, world, strategy)
+    cfg, loader, _ = build.model_and_data(cfg, world, strategy)
     fingerprint = data_fingerprint(loader.dataset)
     require_same_data(world, "training data", len(loader), fingerprint)
     state = build.train_state(cfg, strategy, loader)

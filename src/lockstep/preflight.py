@@ -28,8 +28,7 @@ from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
-from lockstep.training.nan import validate_nan_policy
-from lockstep.training.setup import model_memory_format, validate_digest, validate_training
+from lockstep.training.setup import model_memory_format
 
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> DictConfig:
@@ -183,3 +182,37 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):
             validate_batch_norms(model)
+
+
+def validate_training(job: JobSpec) -> None:
+    """Raise ConfigError for training options that do not go together, whatever the strategy."""
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
+            "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
+        )
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
+
+
+def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
+    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
+    if setting != "off" and world_size > 1 and not ranks_agree:
+        raise ConfigError(
+            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
+            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )

@@ -35,7 +35,7 @@ def own(name: str, *overrides: str) -> Any:
 
 def completed(cfg: Any) -> Any:
     train, _ = build_data.datasets(cfg)
-    build_data.complete_config(cfg, train)
+    cfg = build_data.completed(cfg, train)
     return cfg
 
 

@@ -7,9 +7,8 @@ import torch
 
 from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
-from lockstep.preflight import job_spec, preflight
+from lockstep.preflight import job_spec, preflight, validate_training
 from lockstep.strategies.base import JobSpec
-from lockstep.training.setup import validate_training
 from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]

@@ -120,7 +120,7 @@ class Mode:
 
         with join(cfg) as (world, strategy, logs):
             begin(cfg, record, world, logs)
-            train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+            cfg, train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
             state = build.train_state(cfg, strategy, train_loader, takes_steps=False)
             record = record.completed(cfg)
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)

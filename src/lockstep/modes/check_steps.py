@@ -14,9 +14,8 @@ from lockstep.data.loader import BatchLoader
 from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.errors import TrainingDiverged
 from lockstep.training.loop import train_epoch
-from lockstep.training.meter import peak_memory
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.timing import Watcher, peak_memory
 from lockstep.training.weight_check import digest, local_part
 
 TIMED_STEPS = 5  # after the first one, which takes longer

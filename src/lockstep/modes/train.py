@@ -27,7 +27,7 @@ class Train(Mode):
 
         with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world) as held:
             begin(cfg, record, world, logs)
-            train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+            cfg, train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
             record = record.completed(cfg)
             state = build.train_state(cfg, strategy, train_loader)
             weights = build.weight_check(cfg, state)

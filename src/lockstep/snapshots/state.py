@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import Block, whole
-from lockstep.training.schedulers import Plateau, WithWarmup
+from lockstep.training.schedulers import FollowsObjective, WithWarmup
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -126,10 +126,10 @@ def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
 
 def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int | None) -> None:
     """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
-    the run's position instead. Plateau keeps its state, which evaluations have made."""
+    the run's position instead. One that follows evaluations keeps its state."""
     scheduler, schedule, step = state.scheduler, saved["scheduler"], state.progress.step
     place = step if epoch_samples is None else state.schedule_place(epoch_samples)
-    goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, Plateau))
+    goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, FollowsObjective))
 
     indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
     named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"])
@@ -158,8 +158,8 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
                 scheduler.step()
         return
     _restore_scheduler(scheduler, schedule["built"], schedule["state"])
-    if isinstance(scheduler, Plateau) and epoch_samples is not None:
-        scheduler.number = place
+    if isinstance(scheduler, FollowsObjective):
+        scheduler.resume_at(place)
 
 
 def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:

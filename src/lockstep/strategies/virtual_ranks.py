@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.compat import versions
 from lockstep.config.schema import Count
 from lockstep.data.dataset import count_samples
 from lockstep.data.partition import Part
@@ -123,11 +124,11 @@ class VirtualRanks(Strategy):
             self._copy_statistics(self.before_views)
             self.used = set[int]()  # the numbers of the parameters that got a gradient on this rank
         row = self.views[self.computed]
-        versions = [gradient._version for gradient in row.gradients]
+        before = versions(row.gradients)
         for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
             parameter.grad = gradient  # of zeros, to which the backward pass adds
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        added = [gradient._version != version for gradient, version in zip(row.gradients, versions, strict=True)]
+        added = [now != then for now, then in zip(versions(row.gradients), before, strict=True)]
         self.used.update(number for number, is_used in enumerate(added) if is_used)
         self._keep_buffers(row, count_samples(targets), is_last)
         self.computed += 1

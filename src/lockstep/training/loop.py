@@ -83,7 +83,10 @@ def fit(
             counted = state.meter.counted
             # All updates may have been left out, or a resumed run measures something else: then nothing was counted.
             metrics = {"train": means} if counted else {}
-            samples_per_second = speed.of(samples)
+            samples_per_second, counted_per_second = speed.of(samples), dict[str, float]()
+            if state.task.counts != "samples" and samples_per_second is not None:
+                per_sample = counted / (samples_before + samples)
+                counted_per_second[state.task.counts] = samples_per_second * per_sample
             loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
             if state.evaluation_due:
                 tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
@@ -97,10 +100,8 @@ def fit(
                 samples_per_second=samples_per_second,
                 best={} if progress.best is None else {objective: progress.best},
                 best_step=progress.best_step,
+                counted_per_second=counted_per_second,
             )
-            if state.task.counts != "samples" and samples_per_second is not None:
-                counted_per_sample = counted / (samples_before + samples)
-                summary.counted_per_second[state.task.counts] = samples_per_second * counted_per_sample
             loggers.on_epoch_end(summary)
             snapshots.after_epoch()
         tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged

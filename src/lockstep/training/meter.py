@@ -1,28 +1,16 @@
-"""Running sums of the loss and the metrics, kept on the device, and what is reported of them every few steps."""
+"""Running sums of the loss and the metrics, kept on the device and reduced over the ranks on request."""
 
 import math
-import resource
-import sys
-import time
 from collections import deque
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.loggers.base import Logger
 from lockstep.tasks.base import Task
-from lockstep.training.timing import StragglerWatch, Watcher
 
-if TYPE_CHECKING:
-    from lockstep.training.state import TrainState
-
-
-MIB = 2**20
 LOSSES_KEPT = 1000
 BUFFERED_STEPS = 64  # steps added up together: the calls for a sum of two numbers cost more than the sum
 
@@ -133,81 +121,3 @@ class Meter:
         self.clear()
         self.reported = totals.to(self.sums.device)
         self.sums = self.reported.clone() if self.world.is_rank_zero else torch.zeros_like(self.reported)
-
-
-class RunningMetrics(Watcher):
-    """Tells the loggers of every step. Every `log_every` steps it reports the loss, the learning rate and more.
-
-    stragglers: its times are exchanged and logged with the loss.
-    What differs between ranks is exchanged in the same all-reduce as the loss.
-    """
-
-    def __init__(self, state: "TrainState", logger: Logger, stragglers: StragglerWatch | None = None) -> None:
-        self.state, self.logger, self.stragglers = state, logger, stragglers
-        self.last_step = self.logged_step = 0
-        self.interval = (0, time.perf_counter())  # when the first step after the last report began
-
-    def on_epoch_start(self) -> None:
-        """What came since the last step, such as an evaluation, is no part of a step."""
-        self.last_step = self.state.progress.step
-        self.interval = (self.last_step, time.perf_counter())
-
-    def on_gradients_ready(self) -> None:
-        self.logger.on_gradients_ready()
-
-    def after_step(self, samples: int) -> None:
-        """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
-        step = self.state.progress.step
-        is_logged = self.state.settings.is_logged(step, step - self.last_step)  # a strategy may report several at once
-        self.last_step = step
-        self.logger.on_step(step, samples)
-        if not is_logged:
-            return
-        world, stragglers = self.state.strategy.world, self.stragglers
-        memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
-        memory[world.rank] = used_memory(world.device)
-        beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
-        loss = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)["loss"]
-        learning_rate = float(self.state.scheduler.get_last_lr()[0])
-        # Where all updates were left out, nothing is counted, and there is no loss.
-        metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
-        metrics |= {"train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
-        if stragglers is not None:
-            metrics |= stragglers.report(beside[world.size :])
-        used = beside[: world.size].tolist()
-        metrics |= {"world/largest_rank_mib": max(used), "world/smallest_rank_mib": min(used)}
-        if self.state.nan.action == "skip":
-            metrics["watch/skipped_steps"] = self.state.nan.skipped
-        if step > self.logged_step:  # after a rollback the same steps come again, with the same numbers
-            self.logger.log_metrics(metrics, step)
-            self.logged_step = step
-
-    def _grad_norm(self, step: int) -> dict[str, float]:
-        if self.state.grad_norm is None or self.state.grad_norm[0] != step:
-            return {}
-        norm = float(self.state.grad_norm[1])
-        return {"train/grad_norm": norm} if math.isfinite(norm) else {}
-
-    def _step_time(self, step: int) -> dict[str, float]:
-        """The mean over the steps since the last report. The report of the loss has waited for the device."""
-        now = time.perf_counter()
-        (first, start), self.interval = self.interval, (step, now)
-        return {"speed/step_ms": 1000 * (now - start) / (step - first)} if step > first else {}
-
-
-def used_memory(device: torch.device) -> float:
-    """In MiB: on a GPU the most that its tensors ever had, on a CPU what the process has now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MIB
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize() / MIB
-    return peak_memory(device)
-
-
-def peak_memory(device: torch.device) -> float:
-    """In MiB: the most that its tensors on a GPU, or the process on a CPU, ever had."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MIB
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
-    return most / 2**10 if sys.platform == "linux" else most / MIB

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.compat import foreach_norm, non_finite_check_and_unscale
 from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import Batch
-from lockstep.errors import ConfigError, TrainingDiverged, first_of
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.errors import TrainingDiverged, first_of
+from lockstep.strategies.base import Strategy
 from lockstep.training.meter import LOSSES_KEPT, Meter
 
 log = logging.getLogger(__name__)
@@ -23,22 +24,6 @@ ReadSamples = Callable[[Tensor, int], tuple[Tensor, Any, Any]]
 SKIPS_IN_A_ROW = 10  # more of them mean that the weights are bad, not a batch
 SMALLER_STEPS = "type optimizer.lr=<smaller> or trainer.max_grad_norm=1.0"
 OTHER_DATA = "repair these samples or remove them from the data set"
-
-
-def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
-    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
-    if job.nan != "skip":
-        return
-    if not ranks_agree and job.world_size > 1:
-        raise ConfigError(
-            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
-            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
-        )
-    if job.precision == "fp16":
-        raise ConfigError(
-            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
-            "type watch.nan=stop, or trainer.precision=bf16"
-        )
 
 
 class NanPolicy:
@@ -183,14 +168,14 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
     found, scale = torch.zeros(()), torch.ones(())
     # GradScaler's check, which multiplies by the scale: one call takes half the time of a sum of each small tensor.
-    torch._amp_foreach_non_finite_check_and_unscale_(values, found, scale)
+    non_finite_check_and_unscale(values, found, scale)
     return not found.item()
 
 
 def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-d tensor that is NaN or infinite if a value of `tensors` is, or if a square overflows."""
     device = tensors[0].device
-    return torch.stack([norm.to(device) for norm in torch._foreach_norm(list(tensors))]).sum()
+    return torch.stack([norm.to(device) for norm in foreach_norm(tensors)]).sum()
 
 
 SAMPLES_NAMED = 16  # in a sentence

@@ -26,6 +26,9 @@ class FollowsObjective(Protocol):
     def forget_best(self) -> None:
         """The values from now on cannot be compared with those before."""
 
+    def resume_at(self, step: int) -> None:
+        """A run goes on from its state after `step` steps of this run's batch size."""
+
 
 def require_schedule(made: Any, key: str) -> Any:
     """`made`, which the function that `key` names has returned. Raises ConfigError if it is no scheduler."""
@@ -218,6 +221,10 @@ class Plateau(WithWarmup):
     def forget_best(self) -> None:
         """The values from now on cannot be compared with those before."""
         self.schedule.best, self.schedule.num_bad_epochs = self.schedule.mode_worse, 0
+
+    def resume_at(self, step: int) -> None:
+        """`step` tells how far the warm-up is; what evaluations have made of the rate is kept."""
+        self.number = step
 
     def evaluated(self, value: float) -> None:
         """value: of the objective, the same on every rank."""

@@ -10,18 +10,8 @@ from torch import nn
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
-from lockstep.strategies.base import JobSpec
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def validate_training(job: JobSpec) -> None:
-    """Raise ConfigError for training options that do not go together, whatever the strategy."""
-    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
-        raise ConfigError(
-            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
-            "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
-        )
 
 
 def set_determinism(seed: int, deterministic: bool) -> None:
@@ -96,12 +86,3 @@ def grad_scaler(world: World, precision: str) -> torch.amp.GradScaler:
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The autocast context of `precision`. fp32 and fp64 compute in the parameters' own type."""
     return torch.autocast(device.type, AUTOCAST_TYPES.get(precision), enabled=precision in AUTOCAST_TYPES)
-
-
-def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
-    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
-    if setting != "off" and world_size > 1 and not ranks_agree:
-        raise ConfigError(
-            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
-            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
-        )

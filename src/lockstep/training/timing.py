@@ -1,18 +1,23 @@
-"""What watches the steps of a training: their phases and how long these take, and ranks slower than the others."""
+"""What watches the steps of a training: how long their phases take, which rank is slow, what is reported of them."""
 
 import logging
 import math
+import resource
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.world import World
+from lockstep.loggers.base import Logger
+from lockstep.training.state import TrainState
 
 PHASES = ("data", "forward", "backward", "gradient_sync", "optimizer", "logging")
 
@@ -120,6 +125,7 @@ def milliseconds_between(begin: Moment, end: Moment) -> float:
 
 log = logging.getLogger(__name__)
 
+MIB = 2**20
 STEPS = 100  # a rank is named after it was slow in the measured ones of so many steps
 FEWEST_MEASURED = 3
 SECONDS = 5.0  # and for as long without a break: other programs of the machine may take a core for a moment
@@ -248,3 +254,81 @@ def find_stragglers(window: Sequence[Times], factor: float) -> list[tuple[int, f
             excess[name] = own - median(median(times[other][number] for times in window) for other in peers)
         found.append((rank, totals[rank], others, max(excess, key=excess.__getitem__)))
     return found
+
+
+class RunningMetrics(Watcher):
+    """Tells the loggers of every step. Every `log_every` steps it reports the loss, the learning rate and more.
+
+    stragglers: its times are exchanged and logged with the loss.
+    What differs between ranks is exchanged in the same all-reduce as the loss.
+    """
+
+    def __init__(self, state: TrainState, logger: Logger, stragglers: StragglerWatch | None = None) -> None:
+        self.state, self.logger, self.stragglers = state, logger, stragglers
+        self.last_step = self.logged_step = 0
+        self.interval = (0, time.perf_counter())  # when the first step after the last report began
+
+    def on_epoch_start(self) -> None:
+        """What came since the last step, such as an evaluation, is no part of a step."""
+        self.last_step = self.state.progress.step
+        self.interval = (self.last_step, time.perf_counter())
+
+    def on_gradients_ready(self) -> None:
+        self.logger.on_gradients_ready()
+
+    def after_step(self, samples: int) -> None:
+        """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
+        step = self.state.progress.step
+        is_logged = self.state.settings.is_logged(step, step - self.last_step)  # a strategy may report several at once
+        self.last_step = step
+        self.logger.on_step(step, samples)
+        if not is_logged:
+            return
+        world, stragglers = self.state.strategy.world, self.stragglers
+        memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+        memory[world.rank] = used_memory(world.device)
+        beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
+        loss = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)["loss"]
+        learning_rate = float(self.state.scheduler.get_last_lr()[0])
+        # Where all updates were left out, nothing is counted, and there is no loss.
+        metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
+        metrics |= {"train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
+        if stragglers is not None:
+            metrics |= stragglers.report(beside[world.size :])
+        used = beside[: world.size].tolist()
+        metrics |= {"world/largest_rank_mib": max(used), "world/smallest_rank_mib": min(used)}
+        if self.state.nan.action == "skip":
+            metrics["watch/skipped_steps"] = self.state.nan.skipped
+        if step > self.logged_step:  # after a rollback the same steps come again, with the same numbers
+            self.logger.log_metrics(metrics, step)
+            self.logged_step = step
+
+    def _grad_norm(self, step: int) -> dict[str, float]:
+        if self.state.grad_norm is None or self.state.grad_norm[0] != step:
+            return {}
+        norm = float(self.state.grad_norm[1])
+        return {"train/grad_norm": norm} if math.isfinite(norm) else {}
+
+    def _step_time(self, step: int) -> dict[str, float]:
+        """The mean over the steps since the last report. The report of the loss has waited for the device."""
+        now = time.perf_counter()
+        (first, start), self.interval = self.interval, (step, now)
+        return {"speed/step_ms": 1000 * (now - start) / (step - first)} if step > first else {}
+
+
+def used_memory(device: torch.device) -> float:
+    """In MiB: on a GPU the most that its tensors ever had, on a CPU what the process has now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / MIB
+    return peak_memory(device)
+
+
+def peak_memory(device: torch.device) -> float:
+    """In MiB: the most that its tensors on a GPU, or the process on a CPU, ever had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
+    return most / 2**10 if sys.platform == "linux" else most / MIB
