@@ -11,7 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.optim.lr_scheduler import LRScheduler
 
 # Python's library, seen in 3.11.
 
@@ -122,6 +125,50 @@ def batch_norm_class() -> Any:
     from torch import nn
 
     return getattr(nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d.__base__)
+
+
+def tree_map() -> Callable[..., Any]:
+    """torch's function for what a layer may take: tensors in lists, named tuples, dicts and what else is registered.
+
+    No public function knows them all. Missing: an ImportError, and strategy=model_parallel cannot be had.
+    """
+    from torch.utils import _pytree
+
+    function: Callable[..., Any] = _pytree.tree_map
+    return function
+
+
+def shape_and_offsets_of_part(
+    shape: "Sequence[int]", mesh: "DeviceMesh", placements: "Sequence[Placement]"
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of a DTensor of `shape`, and where it begins in each dimension.
+
+    Two meshes can cut one dimension, and no public function tells where a part begins then. Missing: an ImportError,
+    and no sharded snapshot can be written or read.
+    """
+    from torch import Size
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    part, offsets = compute_local_shape_and_global_offset(Size(shape), mesh, placements)
+    return tuple(part), tuple(offsets)
+
+
+def standard_gamma(concentration: "Tensor", generator: "Generator") -> "Tensor":
+    """A gamma variate of scale 1 for each value of `concentration`: torch.distributions takes no generator.
+
+    Missing: an AttributeError, and MixUp and CutMix cannot be had.
+    """
+    import torch
+
+    return torch._standard_gamma(concentration, generator=generator)
+
+
+def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None:
+    """Let `scheduler.get_last_lr()` return `rates`, of each parameter group: only a step of the scheduler sets them.
+
+    Missing: the attribute is set, and nothing reads it.
+    """
+    scheduler._last_lr = rates
 
 
 def has_forward_hooks(module: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.compat import standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
 from lockstep.data.dataset import TARGET_KEYS, map_tensors
 from lockstep.data.partition import generator, random_states_kept, seed_all
@@ -378,7 +379,7 @@ class BatchTransforms:
 
 def draw_beta(alpha: float, generator: torch.Generator) -> Tensor:
     """(1,) float64 from Beta(alpha, alpha), by the ratio of two gamma variates."""
-    gammas = torch._standard_gamma(torch.full((2,), alpha, dtype=torch.float64), generator=generator)
+    gammas = standard_gamma(torch.full((2,), alpha, dtype=torch.float64), generator)
     gammas = gammas.clamp(min=torch.finfo(torch.float64).tiny)  # with a small alpha both can be 0
     return gammas[:1] / gammas.sum()
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.compat import set_last_lr
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import Block, map_only, whole
@@ -258,8 +259,8 @@ def _restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], save
     """
     scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
     if isinstance(scheduler, WithWarmup):
-        scheduler.factor = saved["factor"]  # it is in the restored lr, even where it equals the one of a first step
-    scheduler._last_lr = [_detached(group["lr"]) for group in scheduler.optimizer.param_groups]
+        scheduler.take_over_factor(saved["factor"])  # also where it equals the one of a first step
+    set_last_lr(scheduler, [_detached(group["lr"]) for group in scheduler.optimizer.param_groups])
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,14 +4,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from lockstep import compat
 from lockstep.config.schema import Count
 from lockstep.data.dataset import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
+
+tree_map = compat.tree_map()
 
 
 class ModelParallel(DDP):

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lockstep.compat import shape_and_offsets_of_part
 from lockstep.distributed.world import World
 from lockstep.strategies.tensor_bytes import Block, StoredTensor, map_only, on_disk, whole_block
 
@@ -37,7 +37,7 @@ def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = Tru
             return whole_block(tensor) if world.is_rank_zero else replace(whole_block(tensor), values=None)
         mesh, placements = tensor.device_mesh, tensor.placements
         copies = [mesh.get_local_rank(dim) for dim, placed in enumerate(placements) if isinstance(placed, Replicate)]
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        _, offsets = shape_and_offsets_of_part(tensor.shape, mesh, placements)
         values = tensor.to_local() if is_first_replica and not any(copies) else None
         return Block(values, tuple(offsets), tuple(tensor.shape), tensor.dtype)
 
@@ -71,7 +71,7 @@ def _cut_like(parameter: nn.Parameter | None, values: Any) -> Any:
 
 def _read_part(parameter: DTensor, tensor: StoredTensor) -> DTensor:
     mesh, placements = parameter.device_mesh, parameter.placements
-    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    shape, offsets = shape_and_offsets_of_part(parameter.shape, mesh, placements)
     local = tensor.read(offsets, shape).to(parameter.device)
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -140,6 +141,9 @@ class WithWarmup(LRScheduler):
         """Step the schedule if it is due. `self.number` is the optimizer step that has ended."""
         raise NotImplementedError
 
+    def get_last_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
     @contextmanager
     def without_warmup(self) -> Iterator[None]:
         """Inside the block the learning rates are those of the schedule: some go on from what they find."""
@@ -154,7 +158,10 @@ class WithWarmup(LRScheduler):
             self.factor = (self.number + 1) / self.warmup_steps
         for group in self.optimizer.param_groups:
             group["lr"] *= self.factor
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def take_over_factor(self, factor: float) -> None:
+        """The groups have got their learning rates from elsewhere, with this factor of the warm-up in them."""
+        self.factor = factor
 
     def state_dict(self) -> dict[str, Any]:
         return {"number": self.number, "factor": self.factor, "schedule": self.schedule.state_dict()}
