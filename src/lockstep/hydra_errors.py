@@ -5,6 +5,7 @@ and where they are right, Hydra's own text follows what this project can say.
 """
 
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -128,6 +129,9 @@ def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
     for word in reversed(arguments):  # a.b.c=1, of which OmegaConf misses a
         name = word.partition("=")[0].lstrip("+~")
         key = name if name.startswith(f"{key}.") or name.partition("@")[0] == key else key
+    roots = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in arguments} | {*SECTIONS, *GROUPS}
+    if re.split(r"[.\[]", key)[0] not in roots:  # of a config that Hydra has made for itself
+        return None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         value = typed_value(key, arguments)
         if (CONF / key).is_dir() and value is not None:
