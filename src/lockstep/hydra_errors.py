@@ -162,7 +162,7 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     if override.type == OverrideType.ADD and has_it:
         return f"{key} has a value already; type {key}={value or '<value>'}"
     is_group = any((folder / key).is_dir() for folder in _config_folders(arguments))
-    if override.type == OverrideType.CHANGE and is_group and key not in chosen:
+    if override.type == OverrideType.CHANGE and is_group and not has_it:
         return f"config.yaml chooses no option of {key}; type +{key}={value}"
     if override.type == OverrideType.CHANGE and not has_it and "@" in key:
         return unknown_key(key, value, keys, chosen)
