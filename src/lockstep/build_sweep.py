@@ -119,7 +119,8 @@ class Composer:
         )
         with read_write(config.hydra):  # Hydra 1.4 locks its own node
             config.hydra.overrides.task = own
-            config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
+            if not OmegaConf.is_interpolation(config.hydra.job, "override_dirname"):  # as it is in 1.4
+                config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
         return config
 
     def _is_value(self, override: Override) -> bool:

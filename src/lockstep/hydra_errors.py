@@ -5,6 +5,7 @@ and where they are right, Hydra's own text follows what this project can say.
 """
 
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -128,6 +129,9 @@ def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
     for word in reversed(arguments):  # a.b.c=1, of which OmegaConf misses a
         name = word.partition("=")[0].lstrip("+~")
         key = name if name.startswith(f"{key}.") or name.partition("@")[0] == key else key
+    roots = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in arguments} | {*SECTIONS, *GROUPS}
+    if re.split(r"[.\[]", key)[0] not in roots:  # of a config that Hydra has made for itself
+        return None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         value = typed_value(key, arguments)
         if (CONF / key).is_dir() and value is not None:
@@ -162,7 +166,8 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     if override.type == OverrideType.ADD and has_it:
         return f"{key} has a value already; type {key}={value or '<value>'}"
     is_group = any((folder / key).is_dir() for folder in _config_folders(arguments))
-    if override.type == OverrideType.CHANGE and is_group and not has_it:
+    is_own = not (CONF / key).is_dir()  # a group may have the name of a section
+    if override.type == OverrideType.CHANGE and is_group and (is_own or not has_it):
         return f"config.yaml chooses no option of {key}; type +{key}={value}"
     if override.type == OverrideType.CHANGE and not has_it and "@" in key:
         return unknown_key(key, value, keys, chosen)

@@ -9,7 +9,7 @@ HUGE = "9" * 400
 STRATEGY = "lockstep.strategies.base.Strategy"
 ANSWERS = [
     # Hydra's own errors of any type
-    ("gradient_sync=[[]]", "gradient_sync=[[]] cannot be composed (can only concatenate str"),
+    ("gradient_sync=[[]]", "gradient_sync=[[]] cannot be composed ("),
     ("logger=[nan]", "logger=[nan] cannot be composed (argument of type 'float' is not iterable); type logger="),
     ("dataset=[{a:1}]", "dataset=[{a:1}] cannot be composed"),
     ("backend=${oc.select:nope}", "backend=${oc.select:nope} cannot be composed ("),

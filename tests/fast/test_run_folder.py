@@ -28,7 +28,7 @@ def _train_with_records(cfg: Any, jobs: list[tuple[dict[str, Any], dict[str, str
     for changes, files in jobs:
         cfg.trainer.update(changes)
         try:
-            Train().work(cfg, replace(record_of(cfg), files=files))
+            Train().work(cfg, replace(record_of(cfg), hydra_files=files))
             sentences.append("")
         except ConfigError as error:
             sentences.append(str(error))

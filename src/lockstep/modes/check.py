@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from lockstep.config.schema import with_values
 from lockstep.config.targets import instantiate_as
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, first_of
@@ -55,7 +56,7 @@ class Check(Mode):
 
         import torch
 
-        from lockstep.preflight import check_batch_size, check_model, check_options, prepare_data
+        from lockstep.preflight import as_taken, check_batch_size, check_model, check_options, prepare_data
 
         if cfg.resume is not None:
             raise ConfigError(
@@ -65,6 +66,7 @@ class Check(Mode):
         folder = Path(get_temp_dir())  # it goes with this process, also at Ctrl-C
         if folder not in Path(cfg.run_dir).parents:  # `mode: check` in a file
             _remove_new_folder(Path(cfg.run_dir))
+        cfg = as_taken(cfg)
         strategy, ranks = check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
         shares, options = strategy.batch_shares(ranks), options_of(cfg, strategy)
         changes: dict[str, Any] = {"backend.name": "gloo", "trainer.compile": False, "profiler.enabled": False}
@@ -72,7 +74,7 @@ class Check(Mode):
         replicas = cfg.strategy.get("replicas", 1)
         if replicas > 1:  # each has two ranks or more
             changes["strategy.replicas"] = 1
-        small = _changed(cfg, changes)
+        small = with_values(cfg, changes)
         try:
             for count in (1, RANKS):
                 check_options(small, _forks(count))
@@ -93,14 +95,6 @@ class Check(Mode):
         print("\n".join([*table(found), "", *lines]), flush=True)
         if any(row.reasons for row in found):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
-
-
-def _changed(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """A copy of `cfg` with other values for some keys."""
-    copy = cfg.copy()
-    for key, value in values.items():
-        OmegaConf.update(copy, key, value)
-    return copy
 
 
 def _remove_new_folder(run_dir: Path) -> None:
@@ -147,7 +141,7 @@ def _in_float64(cfg: DictConfig, folder: Path, row: "Row", options: "Options", a
     if apart < LITTLE:
         few = smallest * cfg.trainer.gradient_accumulation_steps
         changes["trainer.batch_size"] = min(cfg.trainer.batch_size, few)
-    one, two, distance = _compare_worlds(_changed(cfg, changes), folder, timed=False)
+    one, two, distance = _compare_worlds(with_values(cfg, changes), folder, timed=False)
     failed = one.failed or two.failed
     if failed is not None:
         reason = f"float64 would tell whether this is rounding alone, but the step fails there ({failed})"
