@@ -16,7 +16,13 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -92,7 +98,8 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
     if isinstance(error, UnicodeDecodeError):
         return _unreadable_text(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
-        # Hydra's error about a class shows where the class has failed.
+        if isinstance(error, InstantiationException) and error.__cause__ and not _raised_by_hydra(error.__cause__):
+            return None  # the class has failed: its traceback shows where
         is_about_config = isinstance(error, ConfigCompositionException | OmegaConfBaseException)
         return _composition_error(error, arguments) if is_about_config or _raised_by_hydra(error) else None
     if isinstance(error, OSError):
@@ -157,6 +164,10 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
         return None
     keys = _composed_keys(arguments)
     key, value = word.partition("=")[0].lstrip("+~"), word.partition("=")[2]
+    if override.is_interval_sweep():
+        return (
+            f"{key}=interval() is for a search; type sweep.search=random sweep.trials=20, and leave hydra/sweeper= out"
+        )
     if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
         return f"{word} is a sweep; type -m {word}"
     chosen = _chosen_options(arguments)

@@ -56,8 +56,8 @@ def test_bad_input_ends_in_one_sentence(train, typed, said):
             "line 2, column 5, is no YAML (while parsing a flow mapping, expected",
         ),
         ("train:\n\t_target_: own.Data\n", "line 2, column 1, is no YAML (while scanning for the next token"),
-        ("shape: [4]\nshape: [5]\n", "found duplicate key shape); type each key once"),
-        ("train: 'own.Data\n", "found unexpected end of stream); type the missing quote"),
+        ("shape: [4]\nshape: [5]\n", "found duplicate key shape); type one `key: value` a line, each key once"),
+        ("train: 'own.Data\n", "found unexpected end of stream); type one `key: value` a line"),
     ],
     ids=["bracket", "tab", "twice", "quote"],
 )
