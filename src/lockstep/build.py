@@ -75,7 +75,7 @@ def model_and_data(
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
-    """Give a model whose first weights, or their shapes, depend on the training data the samples that it wants."""
+    """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
     if has_lazy_layers(model):
         inputs = BatchLoader(data, converter).raw_inputs(1)
         give_shapes(model, converter(converter.to_device(inputs), ())[0])

@@ -33,7 +33,7 @@ from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import EXIT_RESUMABLE, CannotStartNow, ConfigError, RankMissing, StoppedEarly
+from lockstep.errors import CannotStartNow, ConfigError, RankMissing, StoppedEarly
 from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher, RankFailed
 from lockstep.runs.record import loaded_code_facts
@@ -469,7 +469,7 @@ def launch_jobs(
         sweep = jobs.open({})
     numbered = add_jobs(sweep.table, lists, set(fixed), jobs.name)
     if jobs.run_here(sweep, JobList(to_run(sweep.table, numbered, sweep.settings.retries_failed)), slots):
-        sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE  # the sweeper has more jobs
+        sweep.note_stop()  # the sweeper has more jobs
         raise StoppedEarly("the sweep stopped early", end_sweep())
     if sweep.is_hopeless:
         raise JobFailed(f"sweep.max_failures={sweep.settings.max_failures}")

@@ -7,7 +7,7 @@ from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 from support.run_folders import read_log
 from support.worlds import distance, same_bits, weights
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SMALL = ["model=mlp", "logger=[]", "dataset.train.train=false", "scheduler=constant", "optimizer=adamw"]
 

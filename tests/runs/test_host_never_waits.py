@@ -77,7 +77,7 @@ def train_strictly(cfg: Any) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "overrides", [*OPTIONS, ["trainer.precision=fp16"], ["trainer.compile=reduce-overhead", "trainer.precision=bf16"]]
 )
@@ -87,7 +87,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, overrides: list[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_to_the_numbers_of_one(train: Any, tmp_path: Path) -> None:
     halves = ["trainer.precision=fp64", "trainer.epochs=2", "model=toy_parallel", "trainer.batch_size=200"]
     plain = [*halves, "backend=nccl", "trainer.deterministic=true"]

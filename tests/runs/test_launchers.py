@@ -103,7 +103,7 @@ def test_ranks_do_not_keep_the_port_of_their_launcher(start_method):
 
 def _end(how: str) -> None:
     if how == "refused":
-        raise ConfigError("optimizer.lr=-1 wants more than 0; type optimizer.lr=0.1")
+        raise ConfigError("optimizer.lr=-1 must be more than 0; type optimizer.lr=0.1")
     if how == "stopped":
         raise StoppedEarly("stopped early")
     if how == "diverged":
@@ -112,7 +112,7 @@ def _end(how: str) -> None:
 
 
 def test_how_a_rank_ends_is_what_the_launcher_raises():
-    with pytest.raises(ConfigError, match="^optimizer.lr=-1 wants more than 0; type optimizer.lr=0.1$"):
+    with pytest.raises(ConfigError, match="^optimizer.lr=-1 must be more than 0; type optimizer.lr=0.1$"):
         spawn(1).launch(_end, "refused")
     with pytest.raises(StoppedEarly):
         spawn(1).launch(_end, "stopped")

@@ -182,12 +182,12 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     OmegaConf.update(by_name, "model", {"_target_": "own_nets.ByName"}, merge=False)
     for half in ("train", "test"):
         OmegaConf.update(by_name, f"dataset.{half}", {"_target_": "support.own_data.Dicts"}, merge=False)
-    logits = "the model returns an object of Output, and Classification wants its logits alone; type model._target_="
+    logits = "the model returns an object of Output, and Classification needs its logits alone; type model._target_="
     for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name]):
         assert found[0].startswith(logits)
         assert found[1].startswith(logits)
         assert (
-            "the model returns an object of tuple, and Classification wants one tensor; type model._target_="
+            "the model returns an object of tuple, and Classification needs one tensor; type model._target_="
             in found[2]
         )
         assert found[3].startswith("own_nets.ByName takes left, right by name, and a model gets all inputs as one")

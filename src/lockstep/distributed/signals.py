@@ -228,7 +228,7 @@ class Relay:
         self.first_at = self.second_at = 0.0
 
     def start(self, pids: list[int]) -> None:
-        """The ranks have started. A signal that came before is sent now to those of them that have not got it."""
+        """These are the ranks now. A signal that came before is sent now to those of them that have not got it."""
         new, self.pids = [pid for pid in pids if pid not in self.pids], pids
         if self.first is not None:
             self.send(self.first, new)

@@ -5,6 +5,8 @@ here sums through shared memory, or by the process group's all-reduce. Method: I
 summed over the ranks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +60,7 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
     for name, norm in list(module.named_modules(remove_duplicate=False)):
         if isinstance(norm, BatchNorm):
             if norm not in synced:
-                synced[norm] = SyncBatchNorm.from_batch_norm(norm, sum_in_place)
+                synced[norm] = SyncBatchNorm(norm, sum_in_place)
             if not name:  # the whole model is one batch norm
                 return synced[norm]
             module.set_submodule(name, synced[norm])
@@ -66,25 +68,30 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
 
 
 class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
-    """Batch norm whose training statistics cover every rank's share of the batch.
+    """Batch norm whose training statistics cover every rank's share of the batch."""
 
-    counts_inputs: an attribute. False: the next inputs stand in for a share without samples. They come out unchanged.
-    """
+    def __init__(self, norm: Any, sum_in_place: InPlaceAllReduce) -> None:
+        """Take over the parameters and buffers of `norm`, a plain batch norm: the same tensors.
 
-    sum_in_place: InPlaceAllReduce  # over the ranks
-    counts_inputs = True
-
-    @classmethod
-    def from_batch_norm(cls, norm: Any, sum_in_place: InPlaceAllReduce) -> "SyncBatchNorm":
-        """Take over the parameters and buffers of a plain batch norm: the same tensors."""
-        synced = cls(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
-        synced.affine, synced.track_running_stats = norm.affine, norm.track_running_stats
-        synced.training, synced.sum_in_place = norm.training, sum_in_place
+        sum_in_place: over the ranks.
+        """
+        super().__init__(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False)
+        self.affine, self.track_running_stats, self.training = norm.affine, norm.track_running_stats, norm.training
+        self.sum_in_place = sum_in_place
+        self.counts_inputs = True
         for name in ("weight", "bias"):
-            synced.register_parameter(name, getattr(norm, name))
+            self.register_parameter(name, getattr(norm, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            synced.register_buffer(name, getattr(norm, name))
-        return synced
+            self.register_buffer(name, getattr(norm, name))
+
+    @contextmanager
+    def without_samples(self) -> Iterator[None]:
+        """Inside the block, inputs stand in for a share without samples: not counted, they come out unchanged."""
+        self.counts_inputs = False
+        try:
+            yield
+        finally:
+            self.counts_inputs = True
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -107,10 +107,8 @@ class Monitor:
     def _read_rank(self, rank: WatchedRank) -> None:
         self._note(rank, rank.reader.read())
         if not rank.reader.is_open and rank.connected:
-            rank.connected = False
             self.selector.unregister(rank.connection)
-            if rank.pid_file is None:
-                rank.note_death()
+            rank.note_end_of_connection()
 
     def _note(self, rank: WatchedRank, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -169,8 +167,7 @@ class Monitor:
         assert self.launcher is not None
         self._hear_all()
         for rank in self.ranks:
-            rank.note_death()
-            rank.exit_code = exit_codes.get(str(rank.pid), rank.exit_code)
+            rank.note_death(exit_codes.get(str(rank.pid)))
         self._compose()
         report = self.report and {"contents": self.report.contents, "screen": self.report.screen()}
         with suppress(OSError):  # the launcher does not wait any more

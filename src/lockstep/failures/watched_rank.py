@@ -111,8 +111,17 @@ class WatchedRank:
         elif "ended" in message:
             self.ended = message["ended"]
 
-    def note_death(self) -> None:
-        """The process has ended. Its exit code can be read as long as its parent has not asked for it."""
+    def note_end_of_connection(self) -> None:
+        """The rank has left the monitor, or has ended."""
+        self.connected = False
+        if self.pid_file is None:
+            self.note_death()
+
+    def note_death(self, exit_code: int | None = None) -> None:
+        """The process has ended. Its exit code can be read as long as its parent has not asked for it.
+
+        exit_code: what its parent was told.
+        """
         if self.died_at is None:
             self.died_at = time.monotonic()
             self.exit_code = _zombie_exit_code(self.pid)
@@ -120,6 +129,8 @@ class WatchedRank:
             if self.exit_code is None:  # mpirun takes it before; faulthandler has written how it crashed
                 crash = self._crash.partition("\n")[0]
                 self.exit_code = -CRASHES[crash] if crash in CRASHES else None
+        if exit_code is not None:
+            self.exit_code = exit_code
 
     def position(self) -> dict[str, Any]:
         return {"epoch": self.page.get(EPOCH), "step": self.page.get(STEP), "phase": self.page.phase}

@@ -161,7 +161,7 @@ class DryLauncher(Launcher):
         cfg: Any = OmegaConf.merge(typed, changes)
         numbers = sorted({0, self.ranks // 2, self.ranks - 1})
         with rank_logs() as logs:
-            logging.getLogger().handlers = logs.files  # warnings are shown below the plan, once
+            logs.leave_console()  # warnings are shown below the plan, once
             prepare_data(cfg)
             data = datasets(cfg)
             plans = [plan_rank(cfg, data, rank, self.ranks) for rank in numbers]

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -42,7 +42,11 @@ class RankLogs:
         for record in self.kept:
             for file in self.files:
                 file.handle(record)
-        logging.getLogger().handlers = [*self.files, *self.console]
+        _log_to([*self.files, *self.console])
+
+    def leave_console(self) -> None:
+        """From here on the lines go to the files alone, or are kept."""
+        _log_to(self.files)
 
 
 class _KeepingHandler(logging.Handler):
@@ -54,6 +58,14 @@ class _KeepingHandler(logging.Handler):
         self.records.append(record)
 
 
+def _log_to(handlers: Sequence[logging.Handler]) -> None:
+    root = logging.getLogger()
+    for handler in handlers:
+        root.addHandler(handler)
+    for handler in {*root.handlers} - {*handlers}:
+        root.removeHandler(handler)
+
+
 @contextmanager
 def rank_logs() -> Iterator[RankLogs]:
     """Inside the block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout.
@@ -61,8 +73,9 @@ def rank_logs() -> Iterator[RankLogs]:
     An exception that ends the block is written to the rank's own log.
     """
     root, logs = logging.getLogger(), RankLogs(read_rank_info().rank)
-    before = root.handlers, root.level
-    root.handlers, root.level = [*logs.files, *logs.console], logging.INFO
+    handlers, level = [*root.handlers], root.level
+    _log_to([*logs.files, *logs.console])
+    root.setLevel(logging.INFO)
     try:
         yield logs
     except StoppedEarly as stopped:
@@ -70,11 +83,12 @@ def rank_logs() -> Iterator[RankLogs]:
         raise
     except Exception as error:
         monitor.failed(error)  # before the log has the traceback, which the report need not repeat
-        root.handlers = logs.files  # not on the console: the process that started the ranks prints the error there
+        logs.leave_console()  # the process that started the ranks prints the error there
         log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise
     finally:
-        root.handlers, root.level = before
+        _log_to(handlers)
+        root.setLevel(level)
         close_all([*logs.files, *logs.console])
 
 

@@ -57,8 +57,8 @@ def torchvision_model(name: str, shape: ImageShape, classes: Classes, **options:
 
 def _adapt_resnet(model: nn.Module, channels: int) -> None:
     """Small images keep their size in the first layers (He et al. 2015, section 4.2)."""
-    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
+    model.set_submodule("conv1", nn.Conv2d(channels, 64, 3, padding=1, bias=False))
+    model.set_submodule("maxpool", nn.Identity())
 
 
 def _adapt_first_convolution(model: nn.Module, channels: int) -> None:

@@ -98,7 +98,7 @@ class Export(Mode):
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
         samples = trained.eval_loader.raw_inputs(EXAMPLES)
         if not isinstance(samples, torch.Tensor):
-            raise ConfigError(f"mode.format={self.format} wants samples of one tensor; type mode.format=state_dict")
+            raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size
             samples = torch.cat([samples, samples])
         with torch.no_grad():

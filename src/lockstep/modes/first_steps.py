@@ -5,7 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), monitor.failures():
-        logging.getLogger().handlers = logs.files  # warnings are shown below the table, once
+        logs.leave_console()  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
             monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
@@ -101,50 +101,121 @@ def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
                     raise
                 facts = Facts(world.size, failed=str(error).partition("\n")[0])
         warnings = [record.getMessage() for record in logs.kept if record.levelno >= logging.WARNING]
-    facts.notes += [f"warning:   {text}" for text in dict.fromkeys(warnings)]
-    return facts
+    return replace(facts, notes=[*facts.notes, *(f"warning:   {text}" for text in dict.fromkeys(warnings))])
 
 
 def _build_and_step(cfg: DictConfig, world: World, strategy: Strategy, folder: Path, timed: bool) -> Facts:
     cfg, loader, _ = build.model_and_data(cfg, world, strategy)
-    facts = Facts(world.size, fingerprint=data_fingerprint(loader.dataset))
-    require_same_data(world, "training data", len(loader), facts.fingerprint)
-    state = build.train_state(cfg, strategy, loader)
-    if loader.reader is not None and not loader.is_stream:
-        facts.first_samples = [int(digest(tensor)) for tensor in _read(loader)]
-    if timed and world.size == 1:
-        _look_at_draws(facts, state, loader)
+    fingerprint = data_fingerprint(loader.dataset)
+    require_same_data(world, "training data", len(loader), fingerprint)
+    return FirstSteps(build.train_state(cfg, strategy, loader), loader, fingerprint, timed).take(folder)
+
+
+class _Enough(Exception):
+    """The steps that were needed are taken."""
+
+
+class FirstSteps(Watcher):
+    """Takes the first steps of a run. Of the first one it keeps the gradients, before clipping, and the weights.
+
+    facts: an attribute, what it has found so far.
+    """
+
+    def __init__(self, state: TrainState, loader: BatchLoader, fingerprint: str, timed: bool) -> None:
+        """fingerprint: of the training data. timed: see `find_facts`."""
+        self.state, self.loader, self.timed = state, loader, timed
+        self.facts = Facts(state.strategy.world.size, fingerprint=fingerprint)
+        self.gradients, self.ends = Named(), list[float]()
+        self.whole: dict[str, Named] = {}
+
+    def take(self, folder: Path) -> Facts:
+        """Look at what is drawn, and take the steps. A collective.
+
+        Rank 0 writes what it kept to <number of ranks>.pt in `folder`.
+        """
+        settings, world, loader = self.state.settings, self.state.strategy.world, self.loader
+        if loader.reader is not None and not loader.is_stream:
+            self.facts.first_samples = [int(digest(tensor)) for tensor in _read(loader)]
+        if self.timed and world.size == 1:
+            self._look_at_draws()
+        model = self.state.strategy.model
+        self.facts.unsynced = unsynced_batch_norms(model)
+        parameters = self._whole(dict(model.named_parameters()))
+        self.facts.digests = {name: int(digest(value)) for name, value in parameters.items()}
+        try:
+            train_epoch(self.state, loader, watchers=[self])
+        except _Enough:
+            pass
+        except TrainingDiverged as error:
+            self.facts.diverged = str(error)
+        if world.is_rank_zero:
+            torch.save(self.whole, folder / f"{world.size}.pt")
+        times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
+        self.facts.seconds = statistics.median(times) if times else None
+        self.facts.batch = settings.batch_size
+        self.facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
+        self.facts.peak = peak_memory(world.device)
+        return self.facts
+
+    def _look_at_draws(self) -> None:
+        """What is drawn outside the seeds: read some samples twice, and compute the first batch three times."""
+        state, loader = self.state, self.loader
+        model = state.strategy.model.train()
+        self.facts.dropouts = [
+            name for name, part in model.named_modules() if isinstance(part, DROPOUTS) and part.p > 0
+        ]
+        part = next(iter(batches(state, loader, slice(0, 1)))).parts[0]
+        saved = model.state_dict().keys()  # what a snapshot keeps: other state has to be found
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in saved}
+        computed: list[list[Tensor]] = []
+        with torch.no_grad(), autocast(state.strategy.world.device, state.settings.precision):
+            for seed in (0, 0, 1):
+                set_seed(seed)
+                outputs = state.strategy.module(part.inputs)
+                both = outputs, state.task(outputs, part.targets)
+                computed.append([tensor.clone() for tensor in tensors_in(both)])
+                # A model may have put new tensors in the place of its buffers, so they are found by their names.
+                for name, buffer in model.named_buffers():
+                    if name in buffers and buffer.shape == buffers[name].shape:
+                        buffer.copy_(buffers[name])
+        first, again, other = computed
+        self.facts.outputs_drawn, self.facts.seed_counts = not _same(first, again), not _same(first, other)
+        if loader.reader is not None:  # the second time backwards; a stream has its order
+            self.facts.samples_drawn = not _same(_read(loader), _read(loader, turn=1 if loader.is_stream else -1))
         if loader.is_stream:
-            facts.notes.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
-    FirstSteps(facts, state, timed).take(loader, folder)
-    return facts
+            note = "iterable:  samples come in the data set's own order, and every rank reads all of them"
+            self.facts.notes.append(note)
 
+    def on_gradients_ready(self) -> None:
+        if self.gradients:
+            return
+        named = list(self.state.strategy.model.named_parameters())
+        gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
+        self.gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
+        self.facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        if not self.state.scaler.is_enabled():  # it looks for the scale at which gradients are finite
+            not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
+            self.facts.not_finite = not_finite
+        self.facts.trained = sum(value.numel() for value in self.gradients.values())
+        self.facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
 
-# What is drawn outside the seeds, and by each rank for itself.
+    def after_step(self, samples: int) -> None:
+        state = self.state
+        if not self.ends:
+            self.facts.has_step, self.facts.loss = True, state.meter.means()["loss"]
+            self.facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
+            held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
+            self.whole = {what: self._whole(named) for what, named in held.items()}
+        self.ends.append(time.perf_counter())
+        enough = not self.timed or len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
+        fails_next = bool(self.facts.unused) and self.facts.ranks > 1  # in DistributedDataParallel
+        if any(state.strategy.world.all_gather_json(enough or fails_next)):
+            raise _Enough
 
-
-def _look_at_draws(facts: Facts, state: TrainState, loader: BatchLoader) -> None:
-    """Read some samples twice, and compute the first batch three times."""
-    model = state.strategy.model.train()
-    facts.dropouts = [name for name, part in model.named_modules() if isinstance(part, DROPOUTS) and part.p > 0]
-    part = next(iter(batches(state, loader, slice(0, 1)))).parts[0]
-    saved = model.state_dict().keys()  # what a snapshot keeps: other state has to be found
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in saved}
-    computed: list[list[Tensor]] = []
-    with torch.no_grad(), autocast(state.strategy.world.device, state.settings.precision):
-        for seed in (0, 0, 1):
-            set_seed(seed)
-            outputs = state.strategy.module(part.inputs)
-            both = outputs, state.task(outputs, part.targets)
-            computed.append([tensor.clone() for tensor in tensors_in(both)])
-            # A model may have put new tensors in the place of its buffers, so they are found by their names.
-            for name, buffer in model.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
-    first, again, other = computed
-    facts.outputs_drawn, facts.seed_counts = not _same(first, again), not _same(first, other)
-    if loader.reader is not None:  # the second time backwards; a stream has its order
-        facts.samples_drawn = not _same(_read(loader), _read(loader, turn=1 if loader.is_stream else -1))
+    def _whole(self, named: dict[str, Any]) -> Named:
+        """Tensors of the whole model, on rank 0."""
+        whole = self.state.strategy.full_state(named)
+        return {name: value.detach().cpu().clone() for name, value in whole.items() if isinstance(value, Tensor)}
 
 
 def _read(loader: BatchLoader, turn: int = 1) -> list[Tensor]:
@@ -161,74 +232,6 @@ def _read(loader: BatchLoader, turn: int = 1) -> list[Tensor]:
 def _same(one: list[Tensor], other: list[Tensor]) -> bool:
     """Bit by bit, but that a NaN is like a NaN."""
     return all(torch.equal(first.nan_to_num(), second.nan_to_num()) for first, second in zip(one, other, strict=True))
-
-
-# The first steps.
-
-
-class _Enough(Exception):
-    """The steps that were needed are taken."""
-
-
-class FirstSteps(Watcher):
-    """Takes the first steps of a run. Of the first one it keeps the gradients, before clipping, and the weights."""
-
-    def __init__(self, facts: Facts, state: TrainState, timed: bool) -> None:
-        self.facts, self.state, self.timed = facts, state, timed
-        self.gradients, self.ends = Named(), list[float]()
-        self.whole: dict[str, Named] = {}
-        model = state.strategy.model
-        facts.unsynced = unsynced_batch_norms(model)
-        parameters = self._whole(dict(model.named_parameters()))
-        facts.digests = {name: int(digest(value)) for name, value in parameters.items()}
-
-    def take(self, loader: BatchLoader, folder: Path) -> None:
-        """Take the steps. Rank 0 writes what it kept to <number of ranks>.pt in `folder`. A collective."""
-        facts, settings, world = self.facts, self.state.settings, self.state.strategy.world
-        try:
-            train_epoch(self.state, loader, watchers=[self])
-        except _Enough:
-            pass
-        except TrainingDiverged as error:
-            facts.diverged = str(error)
-        if world.is_rank_zero:
-            torch.save(self.whole, folder / f"{world.size}.pt")
-        times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
-        facts.seconds = statistics.median(times) if times else None
-        facts.batch = settings.batch_size
-        facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
-        facts.peak = peak_memory(world.device)
-
-    def on_gradients_ready(self) -> None:
-        if self.gradients:
-            return
-        facts, named = self.facts, list(self.state.strategy.model.named_parameters())
-        gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
-        self.gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
-        facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        if not self.state.scaler.is_enabled():  # it looks for the scale at which gradients are finite
-            not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
-            facts.not_finite = not_finite
-        facts.trained = sum(value.numel() for value in self.gradients.values())
-        facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
-
-    def after_step(self, samples: int) -> None:
-        state, facts = self.state, self.facts
-        if not self.ends:
-            facts.has_step, facts.loss = True, state.meter.means()["loss"]
-            facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
-            held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
-            self.whole = {what: self._whole(named) for what, named in held.items()}
-        self.ends.append(time.perf_counter())
-        enough = not self.timed or len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
-        fails_next = bool(facts.unused) and facts.ranks > 1  # in DistributedDataParallel
-        if any(state.strategy.world.all_gather_json(enough or fails_next)):
-            raise _Enough
-
-    def _whole(self, named: dict[str, Any]) -> Named:
-        """Tensors of the whole model, on rank 0."""
-        whole = self.state.strategy.full_state(named)
-        return {name: value.detach().cpu().clone() for name, value in whole.items() if isinstance(value, Tensor)}
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -237,10 +237,7 @@ class SnapshotManager(Watcher):
 
     def stop_before_evaluation(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
-        progress = self.state.progress
-        if progress.samples == 0:
-            progress.epoch, progress.samples = progress.epoch - 1, self.epoch_samples
-        progress.evaluation_pending = self.state.finished
+        self.state.await_evaluation(self.epoch_samples)
         self.stop()
 
     def stop(self) -> NoReturn:

@@ -83,7 +83,7 @@ def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
     strategy = state.strategy
     strategy.model.load_state_dict(whole(strategy.shard_state(saved["model"])))
     if state.ema is not None:
-        state.ema.averages = _to_layout_of_weights(strategy, saved["ema"] or {})
+        state.ema.restore(_to_layout_of_weights(strategy, saved["ema"] or {}))
 
 
 def trained_weights(saved: dict[str, Any], averaged: bool) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
         state.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    state.nan.skipped, state.nan.skipped_in_a_row = saved["skipped"]
+    state.nan.restore(*saved["skipped"])
     if saved["objective"] != list(state.objective or [state.task.monitor]):
         log.info("the objective changed: the best evaluation before step %d does not count", step)
         state.forget_best()

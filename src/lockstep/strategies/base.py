@@ -5,7 +5,7 @@ To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` w
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -258,12 +258,9 @@ def forward_empty_batch(module: nn.Module, inputs: Any) -> Any:
     """
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return module(inputs)
-    norms = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
-    for norm in norms:
-        norm.counts_inputs = False
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, SyncBatchNorm):
+                stack.enter_context(part.without_samples())
         outputs = module(map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]), inputs))
-    finally:
-        for norm in norms:
-            norm.counts_inputs = True
     return map_tensors(lambda tensor: tensor[:0], outputs)

@@ -45,7 +45,7 @@ class DDP(Strategy):
     def validate(self, job: JobSpec) -> None:
         if self.options["static_graph"] and job.gradient_accumulation_steps > 1 and job.world_size > 1:
             raise ConfigError(
-                "strategy.static_graph=true wants gradients averaged in every backward pass; "
+                "strategy.static_graph=true needs gradients averaged in every backward pass; "
                 "type strategy.static_graph=false, or trainer.gradient_accumulation_steps=1"
             )
 

@@ -153,7 +153,7 @@ def blocks_to_wrap(model: nn.Module, class_names: Sequence[str], min_parameters:
     """
     if class_names:
         blocks = [module for module in model.modules() if type(module).__name__ in class_names and module is not model]
-        blocks.reverse()  # fully_shard wants inner modules before outer ones
+        blocks.reverse()  # fully_shard needs inner modules before outer ones
         if not blocks and type(model).__name__ not in class_names:
             classes = ", ".join(sorted({type(module).__name__ for module in model.modules() if module is not model}))
             raise ConfigError(

@@ -27,7 +27,13 @@ from lockstep.strategies.tensor_bytes import map_only, whole_block
 class Stage(nn.Sequential):
     """Neighbouring layers of the model. Outputs are contiguous and have the model's type, as the next rank expects."""
 
-    autocast: AbstractContextManager[Any] = nullcontext()
+    def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
+        super().__init__(layers)
+        self.autocast: AbstractContextManager[Any] = nullcontext()
+
+    def set_autocast(self, autocast: AbstractContextManager[Any]) -> None:
+        """Compute in `autocast` from here on: torch's schedules call a stage with tensors alone."""
+        self.autocast = autocast
 
     def forward(self, rows: Tensor) -> Tensor:
         with self.autocast:
@@ -143,7 +149,8 @@ class Pipeline(Strategy):
                     f"strategy=pipeline passes one tensor from rank to rank, and a {name} here is a "
                     f"{type(values).__name__} of tensors; type strategy=fsdp"
                 )
-        self.stage.autocast, self.loss_function = autocast, loss_function
+        self.stage.set_autocast(autocast)
+        self.loss_function = loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
         for some, some_targets in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):

@@ -272,5 +272,5 @@ def _require_both_halves(model: nn.Module, named: Mapping[str, str | ParallelSty
         )
     if linear and not colwise:
         raise ConfigError(
-            f"strategy.plan wants the inputs of {linear[0]} in parts, and no colwise layer makes them; type {EXAMPLE}"
+            f"strategy.plan needs the inputs of {linear[0]} in parts, and no colwise layer makes them; type {EXAMPLE}"
         )

@@ -137,6 +137,10 @@ class OpenSweep:
         """Whether `sweep.max_failures` jobs have failed."""
         return self.settings.max_failures is not None and self.failures >= self.settings.max_failures
 
+    def note_stop(self, code: int = EXIT_RESUMABLE) -> None:
+        """Jobs are left to run, or to go on. code: of the one that ended; no snapshot outweighs some."""
+        self.stop_code = max(self.stop_code or 0, code)
+
     def record(self, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
         """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
         row = self.table.rows[number]
@@ -189,9 +193,9 @@ class SweepRunner:
             finally:
                 self._end_jobs()
             self.was_stopped = relay.first is not None
-            if self.was_stopped and self.sweep.stop_code is None:
-                is_more_to_run = self.ready is not None or self.search.ask() is not None
-                self.sweep.stop_code = EXIT_RESUMABLE if is_more_to_run else None  # the signal came between two jobs
+            came_between_jobs = self.was_stopped and self.sweep.stop_code is None
+            if came_between_jobs and (self.ready is not None or self.search.ask() is not None):
+                self.sweep.note_stop()
 
     def _poll(self, relay: signals.Relay) -> None:
         """Show what the jobs print, and record those that have ended."""
@@ -201,7 +205,7 @@ class SweepRunner:
             if outcome is not None:
                 self.screen.forward(process, to_end=True)
                 del self.running[slot]
-                relay.pids = self._pids()  # another process may get the number of this one
+                relay.start(self._pids())  # another process may get the number of this one
                 self._record(process, outcome, asked=relay.first is not None)
 
     def _end_jobs(self) -> None:
@@ -257,10 +261,7 @@ class SweepRunner:
             say(f"sweep: {process.job.describe(row.overrides)}")
         with signals.blocked():
             self.running[process.slot] = process
-            if relay.first is None:
-                relay.pids = self._pids()
-            else:
-                relay.start([process.pid])
+            relay.start(self._pids())
         process.begin()
 
     def _pids(self) -> list[int]:
@@ -272,7 +273,7 @@ class SweepRunner:
             state = STOPPED  # its launcher or a second signal has killed it
         row = self.sweep.record(job.number, outcome, state, time.monotonic() - process.started)
         if row.state == STOPPED:
-            self.sweep.stop_code = max(self.sweep.stop_code or 0, outcome.stop_code)
+            self.sweep.note_stop(outcome.stop_code)
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
         if process.output is not None:
             os.close(process.output)
@@ -323,13 +324,13 @@ def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work:
         sweep.record(job.number, outcome, state, time.time() - started)
         search.tell(job.number, outcome.objective)
         if state == WAITING:  # each job after it would wait for the same rank
-            sweep.stop_code = EXIT_RESUMABLE
+            sweep.note_stop()
             break
         if state == STOPPED:
-            sweep.stop_code = outcome.stop_code
+            sweep.note_stop(outcome.stop_code)
             break
     if signals.stop_requested() and search.ask() is not None:
-        sweep.stop_code = sweep.stop_code or EXIT_RESUMABLE
+        sweep.note_stop()
 
 
 def _follow(store: "Store", work: Work) -> None:

@@ -39,6 +39,10 @@ class ExponentialMovingAverage:
         else:
             self.averages = {name: weight.clone() for name, weight in self._weights().items()}
 
+    def restore(self, averages: dict[str, Tensor]) -> None:
+        """Go on from the averages of a snapshot, which are laid out as the weights are. Empty: from the next update."""
+        self.averages = averages
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside the block the weights are the average. They are copied, since a strategy may hold views of them."""

@@ -58,11 +58,11 @@ def require_one_tensor(task: Task, outputs: Any) -> None:
     found = f"an object of {type(outputs).__name__}"
     if hasattr(outputs, "logits"):
         raise ConfigError(
-            f"the model returns {found}, and {type(task).__name__} wants its logits alone; type "
+            f"the model returns {found}, and {type(task).__name__} needs its logits alone; type "
             f"model._target_=<module>.<a class that returns the logits>, as in docs/language_models.md"
         )
     raise ConfigError(
-        f"the model returns {found}, and {type(task).__name__} wants one tensor; type "
+        f"the model returns {found}, and {type(task).__name__} needs one tensor; type "
         f"model._target_=<module>.<a class that returns one>, or task._target_=<module>.<a task that takes it>"
     )
 

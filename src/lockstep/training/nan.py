@@ -102,6 +102,10 @@ class NanPolicy:
         self.left_out.add(step)
         self.norms.clear()
 
+    def restore(self, skipped: int, in_a_row: int) -> None:
+        """Go on from the numbers of updates that a snapshot's run had left out."""
+        self.skipped, self.skipped_in_a_row = skipped, in_a_row
+
     @torch.no_grad()
     def _skip(self, step: int, what: str) -> None:
         self.meter.discard(step)

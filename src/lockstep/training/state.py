@@ -190,6 +190,12 @@ class TrainState:
         if self.progress.samples >= epoch_samples:
             self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
 
+    def await_evaluation(self, epoch_samples: int) -> None:
+        """Go back to the end of the last step: a resumed run ends the epoch again, and evaluates what is due then."""
+        if self.progress.samples == 0:
+            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, epoch_samples
+        self.progress.evaluation_pending = self.finished
+
     @property
     def evaluation_due(self) -> bool:
         return self.finished or self._evaluates_each_time
@@ -220,23 +226,25 @@ class TrainState:
         mode: "min" or "max". Where `max_steps` or a pause ends a run in mid-epoch or between two evaluations, nothing
         is recorded: the same run with more steps would not have evaluated there.
         """
-        progress = self.progress
         is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps")
-        is_extra = is_cut and progress.epoch < self.settings.epochs and not self._evaluates_each_time
-        if progress.samples or is_extra or math.isnan(value):
+        is_extra = is_cut and self.progress.epoch < self.settings.epochs and not self._evaluates_each_time
+        if self.progress.samples or is_extra or math.isnan(value):
             return False
         if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.evaluated(value)
-        best = progress.best
+        best = self.progress.best
         if best is None or (value < best if mode == "min" else value > best):
-            progress.best, progress.best_step, progress.evals_since_best = value, progress.step, 0
+            self._set_best(value, self.progress.step)
             return True
-        progress.evals_since_best += 1
+        self.progress.evals_since_best += 1
         return False
+
+    def _set_best(self, value: float | None, step: int | None) -> None:
+        self.progress.best, self.progress.best_step, self.progress.evals_since_best = value, step, 0
 
     def forget_best(self) -> None:
         """Evaluations from now on measure something else than those before."""
-        self.progress.best, self.progress.best_step, self.progress.evals_since_best = None, None, 0
+        self._set_best(None, None)
         if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.forget_best()
 
