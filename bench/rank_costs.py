@@ -75,7 +75,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
                 began, busy = time.perf_counter(), time.thread_time()
                 snapshots.save()
                 copying.append(time.thread_time() - busy)
-                snapshots.saver.drain()
+                snapshots.saver.writer.drain()
                 writing.append(time.perf_counter() - began)
     size = max(path.stat().st_size for path in Path(cfg.run_dir).glob("snapshots/*.pt"))
     # Not the first one: what new memory costs, which no process has used before, depends on the machine.
