@@ -76,7 +76,7 @@ LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its
 
 
 class SnapshotManager(Watcher):
-    """Saves and restores `state`. Every rank calls every method. Build it before the first step.
+    """Saves and restores `state`. Every rank calls every method but `newest`. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
     """
@@ -183,7 +183,6 @@ class SnapshotManager(Watcher):
         Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
         """
         nan = self.state.nan
-        self._name_newest(error)
         if nan.action != "rollback" or error.step is None:
             raise error
         self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
@@ -191,8 +190,10 @@ class SnapshotManager(Watcher):
         if self.rollbacks_in_a_row > ROLLBACKS_IN_A_ROW:
             raise error
         self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
-        if self.resume(self.resumed_from) is None:
+        path = self.resume(self.resumed_from)
+        if path is None:
             raise error
+        error.name_snapshot(path)
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
         nan.leave_out(error.step)
         step = self.state.progress.step
@@ -462,7 +463,9 @@ class CopyMemory:
 
 
 class Saver:
-    """Saves `state` to `folder`, in one file or in parts. Every rank calls every method, and a thread does the writing.
+    """Saves `state` to `folder`, in one file or in parts, and a thread does the writing.
+
+    Every rank calls every method, but `put` only where `collect` gave something.
 
     keep_last: how many numbered snapshots stay.
     form: `snapshot.format`.
