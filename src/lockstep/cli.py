@@ -327,7 +327,8 @@ def collect_garbage() -> None:
 def resume_sweep(argv: list[str]) -> list[str]:
     """The command with the words of the sweep that `sweep.resume=` names before what is typed, which wins.
 
-    Raises ConfigError for a folder that is not the folder of a sweep.
+    Raises ConfigError for a folder that is not the folder of a sweep, and for what only its user may type: the record
+    may be a stranger's.
     """
     typed = typed_value("sweep.resume", argv[1:])
     if typed is None or typed == "null":
@@ -338,10 +339,13 @@ def resume_sweep(argv: list[str]) -> list[str]:
 
     overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
-    before, flags_before = _split(recorded_arguments(Path(without_quotes(typed))))
+    folder = Path(without_quotes(typed))
+    recorded = recorded_arguments(folder)
+    _require_folders(folder, words_of_folders(recorded), argv[1:])
+    before = [word for word in _split(recorded)[0] if not word.startswith("hydra.searchpath=")]
     kept = [word for word in before if word.partition("=")[0].lstrip("+") not in keys]
-    kept_flags = [word for word in flags_before if word not in MULTIRUN_FLAGS]
-    return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *kept_flags, *flags]
+    _require_open_targets(folder, kept)
+    return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *flags]
 
 
 def require_words_of_finished_run(argv: list[str]) -> list[str]:
@@ -462,6 +466,11 @@ def _require_flags(folder: Path, typed: list[str]) -> None:
     with suppress(ConfigError):
         run = read_run(folder)
         recorded = [_from_anywhere(flag, run["cwd"]) for flag in run["flags"]]
+    _require_folders(folder, recorded, typed)
+
+
+def _require_folders(folder: Path, recorded: list[str], typed: list[str]) -> None:
+    """Raise ConfigError if folders of configs are `recorded`, and none are typed."""
     if recorded and not words_of_folders(typed):
         words = shlex.join(recorded)
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hydra
+import omegaconf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import (
@@ -346,11 +348,11 @@ def _raised_by_hydra(error: BaseException) -> bool:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     while files and files[-1].endswith("/logging/config.py"):  # Python's, which Hydra calls with hydra.job_logging
         files.pop()
-    return bool(files) and (_is_hydras(files[-1]) or "/omegaconf/" in files[-1])
+    return bool(files) and (_is_hydras(files[-1]) or Path(omegaconf.__file__).parent in Path(files[-1]).parents)
 
 
 def _is_hydras(file: str) -> bool:
-    return "/hydra/" in file
+    return Path(hydra.__file__).parent in Path(file).parents
 
 
 def _composed_keys(arguments: Sequence[str]) -> list[str]:
@@ -396,8 +398,10 @@ def _chooses_an_option(word: str) -> bool:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error, and what it was raised from."""
-    while error is not None:
+    seen: set[int] = set()  # `raise error from error` is a chain without an end
+    while error is not None and id(error) not in seen:
         yield error
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
 
 

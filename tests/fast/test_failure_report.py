@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from lockstep.failures.report import (
     MonitorOptions,
     build_report,
     compare_attempts,
+    remove_report,
     resume_command,
     write_report,
 )
@@ -82,7 +84,7 @@ def make_rank() -> Iterator[Any]:
 
 
 def report_of(*ranks: WatchedRank, folder: Path | None = None) -> FailureReport:
-    found = build_report(ranks, None if folder is None else str(folder), MonitorOptions())
+    found = build_report(ranks, None if folder is None else str(folder), MonitorOptions(), since=time.time())
     assert found is not None
     return found
 
@@ -123,6 +125,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (raised(RuntimeError("any words"), TORCH / "autograd/graph.py", "_engine_run_backward"), True),
         (raised(RuntimeError("a gradient is missing"), TORCH / "nn/parallel/distributed.py"), True),
         (chained(raised(ValueError("handled badly")), lost()), True),
+        (chained(one := ValueError("from itself"), one), False),
         (raised_below(TORCH / "distributed/x.py", RuntimeError("of an operator"), TORCH / "_ops.py"), True),
         (raised_below(TORCH / "nn/functional.py", RuntimeError("of an operator"), TORCH / "_ops.py"), False),
         (raised_below(PROJECT / "distributed/store.py", TimeoutError("a socket"), Path(socket.__file__)), True),
@@ -162,10 +165,10 @@ def test_a_rank_that_did_not_answer_is_blamed_by_those_that_waited(make_rank):
     silent = make_rank(2, at=1e9 + 9, exit_code=-9, killed_by_monitor=True)
     late = silent.page.last_progress + 8
     waiting = [make_rank(number, lost(), late) for number in (0, 1)]
-    report = build_report([*waiting, silent], None, MonitorOptions(), backend_timeout=8.0)
+    report = build_report([*waiting, silent], None, MonitorOptions(), 0.0, backend_timeout=8.0)
     assert report is not None
     assert (report.contents["first"]["rank"], report.kind, report.contents["exit_code"]) == (2, "silent", 4)
-    report = build_report([*waiting, silent], None, MonitorOptions(), backend_timeout=60.0)
+    report = build_report([*waiting, silent], None, MonitorOptions(), 0.0, backend_timeout=60.0)
     assert report is not None  # they did not wait for it as long: it was killed because it did not end by itself
     assert (report.contents["first"]["rank"], report.kind) == (0, "exception")
 
@@ -247,7 +250,10 @@ def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code
 
 
 def test_no_report_without_a_failure(make_rank):
-    assert build_report([make_rank(0, ended="finished"), make_rank(1, ended="stopped")], None, MonitorOptions()) is None
+    assert (
+        build_report([make_rank(0, ended="finished"), make_rank(1, ended="stopped")], None, MonitorOptions(), 0.0)
+        is None
+    )
 
 
 def test_the_file_has_these_keys(make_rank, tmp_path):
@@ -336,3 +342,22 @@ def test_an_abort_is_told_by_the_thread_that_called_it(make_rank, thread, meanin
     assert meaning in first["meaning"]
     assert ("gloo" in first["meaning"]) == (thread == "Thread")
     assert 'File "/net.py", line 7 in f' in first["stack"]
+
+
+def test_only_a_report_that_is_older_than_the_attempt_is_of_an_attempt_before(make_rank, tmp_path):
+    since = time.time()
+    report_of(make_rank(0, ValueError("x"), 1.0), folder=tmp_path).write()
+    failed = make_rank(0, ValueError("x"), 1.0)
+    for begun, is_known in ((since, False), (time.time(), True)):
+        report = build_report([failed], str(tmp_path), MonitorOptions(), begun)
+        assert report is not None
+        assert (report.contents["repeated"] is not None) == is_known
+
+
+def test_a_run_that_finishes_removes_the_hang_of_an_attempt_before_and_keeps_its_own(tmp_path):
+    hang = tmp_path / "hang.txt"
+    hang.write_text("rank 0")
+    remove_report(str(tmp_path), since=hang.stat().st_mtime - 1)
+    assert hang.exists()
+    remove_report(str(tmp_path), since=hang.stat().st_mtime + 1)
+    assert not hang.exists()

@@ -52,7 +52,7 @@ def test_the_record_of_a_run_belongs_to_the_run_that_holds_the_folder(tmp_path):
     ((refusal,),) = in_world(1, _train_with_records, cfg, [({"max_steps": 2}, second)])
     held = f"another run holds {tmp_path} (pid {os.getpid()} on "
     assert refusal.startswith(held)
-    assert refusal.endswith("wait for its end, or type another hydra.run.dir=")
+    assert refusal.endswith("wait for its end, or type hydra.run.dir=<another folder>")
     assert contents(hydra) == first
     held_folder.release()
 

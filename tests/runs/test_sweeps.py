@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from lockstep.cli import resume_sweep
+from lockstep.errors import ConfigError
 from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
 from support.sweep_tables import column, rows_of
 
@@ -203,6 +205,17 @@ def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
     assert "wait for its end, or type hydra.sweep.dir=" in run.sentence
     run = start(*PYTHON_TRAIN, "-m", "sweep.resume=run").finish(2)
     assert run.sentence.endswith("is not the folder of a sweep; type sweep.resume=<a folder with sweep.json>")
+
+
+@pytest.mark.parametrize(
+    "words", [["model._target_=os.system"], ["model._target_=lockstep.models.Net,os.system"], ["--config-dir=/theirs"]]
+)
+def test_a_strangers_sweep_cannot_name_what_may_run_anything(tmp_path, words):
+    (tmp_path / "sweep.json").write_text(json.dumps({"schema": 2, "arguments": ["-m", "seed=1,2", *words]}))
+    with pytest.raises(ConfigError, match=f"was trained with .*type {re.escape(shlex.join(words))}"):
+        resume_sweep(["src/train.py", "-m", f"sweep.resume={tmp_path}"])
+    again = resume_sweep(["src/train.py", "-m", f"sweep.resume={tmp_path}", *words])
+    assert again.count(words[0]) == 1
 
 
 def test_a_sampling_sweeper_under_torchrun_is_refused(start):

@@ -86,6 +86,9 @@ def names_own_code(cfg: DictConfig) -> bool:
 
 def chooses_foreign_target(word: str) -> bool:
     """Whether an override names a `_target_` that only its user may choose, and no record of a run."""
+    key, _, value = word.partition("=")
+    if key.endswith("_target_") and "," in value:  # of a sweep
+        return not all(is_open(name.strip()) for name in value.split(","))
     return "_target_" in word and not all(map(is_open, re.findall(r"_target_['\"]?\s*[=:]\s*([^,}\s]*)", word)))
 
 

@@ -63,10 +63,12 @@ class HeldFolder:
 
     It is a POSIX record lock: a forked DataLoader worker does not inherit it, so it cannot outlive the rank. Closing
     any file object of `.lock` in this process releases it.
+
+    what: run, or sweep for the folder of a sweep, which its parent process holds in the same way.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, what: str = "run") -> None:
+        self.folder, self.what, self.key = folder, what, f"hydra.{what}.dir"
         self.file: IO[str] | None = None
 
     def lock(self) -> str | None:
@@ -77,7 +79,7 @@ class HeldFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open(self.folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
         except OSError as error:
-            return unwritable(self.folder, error)
+            return unwritable(self.folder, error, self.key)
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.truncate(0)
@@ -87,9 +89,10 @@ class HeldFolder:
         except (BlockingIOError, PermissionError):  # POSIX allows either for a lock that another process holds
             self.file.seek(0)
             holder = self.file.read()
-            problem = f"another run holds {self.folder} ({holder}); wait for its end, or type another hydra.run.dir="
+            held = f"another {self.what} holds {self.folder} ({holder})"
+            problem = f"{held}; wait for its end, or type {self.key}=<another folder>"
         except OSError as error:
-            problem = unwritable(self.folder, error)
+            problem = unwritable(self.folder, error, self.key)
         self.release()
         return problem
 

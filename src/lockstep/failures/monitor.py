@@ -118,7 +118,7 @@ class Monitor:
             elif "watch" in message:
                 self.watchdog = self.watchdog or Watchdog(**message["watch"])
             elif message.get("ended") == "finished" and rank.rank == 0 and self.run_dir is not None:
-                remove_report(self.run_dir)
+                remove_report(self.run_dir, self.started_wall_time)
 
     def _rank_ended(self, rank: WatchedRank) -> None:
         if rank.pid_file is not None:
@@ -234,7 +234,10 @@ class Monitor:
                     send(rank.connection, answer)
 
     def _agent_has_ended(self) -> bool:
-        """Wait for torchrun to end: its traceback comes before the report. False if it starts other ranks."""
+        """Wait for torchrun to end: its traceback comes before the report. False if it starts other ranks.
+
+        True also after AGENT_SECONDS: a report at an odd place is better than none.
+        """
         agent = self.options.agent
         pid_file = None if agent is None else open_pid_file(agent)
         if agent is None or pid_file is None:
@@ -246,7 +249,7 @@ class Monitor:
                     return True
                 if {*children(agent)} - {rank.pid for rank in self.ranks}:
                     return False
-        return False
+        return True
 
     def _print(self) -> None:
         """Show the report once, unless a rank that was started alone does it itself."""

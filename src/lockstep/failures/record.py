@@ -9,12 +9,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.compat import BACKWARD, CALLED_OPERATOR, GENERATED
-from lockstep.errors import ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged, printable
+from lockstep.errors import ConfigError, RanksDiffer, TrainingDiverged, printable
 from lockstep.source_code import PROJECT, is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
-KINDS = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different", StoppedEarly: "stopped"}
+KINDS = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
 _OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 def exception_record(error: BaseException) -> dict[str, Any]:
     """What the failure report needs to know of `error`, as JSON values."""
-    while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
+    while type(error).__name__ == "InstantiationException" and error.__cause__ not in (None, error):
         error = error.__cause__  # Hydra wraps what a class of the user's raises
     return {
         "kind": next((kind for of_type, kind in KINDS.items() if isinstance(error, of_type)), "exception"),
@@ -43,11 +43,18 @@ def is_communication_error(error: BaseException) -> bool:
     mistake of this rank alone, so the time decides, see `lockstep.failures.causes.first_failure`. An error while such a
     one is handled counts, too.
     """
-    if isinstance(error, ConfigError):  # it says what to type
-        return False
-    before = error.__cause__ or error.__context__
-    if before is not None and is_communication_error(before):
-        return True
+    before: BaseException | None = error
+    seen: set[int] = set()  # `raise error from error` is a chain without an end
+    while before is not None and id(before) not in seen and not isinstance(before, ConfigError):  # it says what to type
+        if _is_from_communication(before):
+            return True
+        seen.add(id(before))
+        before = before.__cause__ or before.__context__
+    return False
+
+
+def _is_from_communication(error: BaseException) -> bool:
+    """As `is_communication_error`, without what `error` was raised from."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True

@@ -102,7 +102,7 @@ def write_report(
     The report of another machine is better if this one may be about a lost rank, or if a rank failed there before, by
     rank 0's clock. since: when the run started, in seconds since 1970.
     """
-    report = build_report(ranks, run_dir, options, backend_timeout)
+    report = build_report(ranks, run_dir, options, since, backend_timeout)
     if report is None:
         return None
     if report.run_dir is not None and len(ranks) < int(ranks[0].hello["world_size"]):
@@ -124,9 +124,17 @@ def write_report(
 
 
 def build_report(
-    ranks: Sequence[WatchedRank], run_dir: str | None, options: MonitorOptions, backend_timeout: float | None = None
+    ranks: Sequence[WatchedRank],
+    run_dir: str | None,
+    options: MonitorOptions,
+    since: float,
+    backend_timeout: float | None = None,
 ) -> FailureReport | None:
-    """The report of ranks that have reported how they end, or have ended. None if none of them has failed."""
+    """The report of ranks that have reported how they end, or have ended. None if none of them has failed.
+
+    since: when this attempt began, in seconds since 1970. A newer report in the run folder is another machine's of this
+    attempt, and says nothing of the attempt before.
+    """
     first = first_failure(ranks, backend_timeout)
     if first is None:
         return None
@@ -138,7 +146,10 @@ def build_report(
         "world_size": first.hello["world_size"],
         "run": resume_hint(folder, first, options),
     }
-    contents["repeated"] = compare_attempts(None if folder is None else read_report(folder), contents, options.attempt)
+    before = None if folder is None else read_report(folder)
+    if before is not None and before["run"]["time"] >= since - first.clock_ahead:
+        before = None
+    contents["repeated"] = compare_attempts(before, contents, options.attempt)
     contents["exit_code"] = EXIT_CODES[contents["first"]["kind"]]
     return FailureReport(contents, folder)
 
@@ -189,11 +200,18 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     return previous if isinstance(previous, dict) and previous.get("schema") == SCHEMA else None
 
 
-def remove_report(folder: str) -> None:
-    """Delete the report of an earlier attempt. A run that has finished does not need it."""
-    for name in ("failure.json", "failure.txt"):
+def remove_report(folder: str, since: float) -> None:
+    """Delete the report of an earlier attempt. A run that has finished does not need it.
+
+    since: when this attempt began, in seconds since 1970. What it has written of a hang that passed stays.
+    """
+    for path in (Path(folder, name) for name in ("failure.json", "failure.txt")):
         with suppress(OSError):
-            Path(folder, name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+    for path in (Path(folder, "hang.txt"), *Path(folder, "logs").glob("hang_of_rank*.json")):
+        with suppress(OSError):
+            if path.stat().st_mtime < since:
+                path.unlink()
 
 
 def compare_attempts(before: dict[str, Any] | None, now: dict[str, Any], attempt: int) -> dict[str, Any] | None:

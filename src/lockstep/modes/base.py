@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FOLDERS_OF_A_RUN = ("snapshots", ".hydra")
 FILES_OF_A_RUN = frozenset({NAME, "model.pt", "model_best.pt", "metrics.csv", "digests.bin", "train.log"})
-FILES_OF_A_RUN |= {"failure.json", "failure.txt", "uncommitted.diff"}
+FILES_OF_A_RUN |= {"failure.json", "failure.txt", "hang.txt", "uncommitted.diff"}
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,7 @@ class SnapshotManager(Watcher):
         Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
         """
         nan = self.state.nan
+        self._name_newest(error)
         if nan.action != "rollback" or error.step is None:
             raise error
         self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
@@ -190,10 +191,8 @@ class SnapshotManager(Watcher):
         if self.rollbacks_in_a_row > ROLLBACKS_IN_A_ROW:
             raise error
         self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
-        path = self.resume(self.resumed_from)
-        if path is None:
+        if self.resume(self.resumed_from) is None:
             raise error
-        error.name_snapshot(path)
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
         nan.leave_out(error.step)
         step = self.state.progress.step

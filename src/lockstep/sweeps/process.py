@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lockstep.distributed import signals
-from lockstep.distributed.host import cpu_count, end_with_parent
+from lockstep.distributed.host import cpu_count, end_with_parent, remove_temporary_folder
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -28,6 +28,7 @@ from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 
 LONGEST_CAUSE = 300  # characters
+DISCARD_SECONDS = 3.0  # for a job that waits for its turn to leave, and to remove its temporary folder
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 Item = TypeVar("Item")
@@ -71,7 +72,8 @@ def wait_for_previous_job() -> None:
     if _turn:
         is_asked = os.read(_turn[0], 1)
         os.close(_turn.pop())
-        if not is_asked:  # the sweep was killed
+        if not is_asked:  # the sweep was killed, or has no turn for this job any more
+            remove_temporary_folder()
             os._exit(EXIT_FAILED)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
 
@@ -105,9 +107,15 @@ class JobProcess:
         os.close(self.turn)
 
     def discard(self) -> None:
-        """End a job whose turn does not come."""
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        """End a job whose turn does not come. It leaves by itself when it waits; one that still prepares is killed."""
+        os.close(self.turn)
+        deadline = time.monotonic() + DISCARD_SECONDS
+        while not self.has_ended:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                return
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """Let the job save and end."""
@@ -207,6 +215,7 @@ def _become(
         for text in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 text.flush()
+        remove_temporary_folder()
         os._exit(code)
 
 

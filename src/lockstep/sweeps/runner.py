@@ -303,6 +303,9 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
     except ConfigError as error:  # also if the table cannot be written any more
         announce(problem=str(error))
         raise
+    except Exception as error:  # else the other ranks would wait for the next job
+        announce(problem=f"rank 0 of the sweep has failed ({type(error).__name__}: {error}); see its traceback")
+        raise
     announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
 
 

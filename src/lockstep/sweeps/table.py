@@ -5,21 +5,18 @@ The sweep's parent process alone writes the table: one row for each job, on the 
 """
 
 import csv
-import fcntl
 import io
 import json
-import os
 import shlex
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
-from lockstep.distributed.run_folder import unwritable
+from lockstep.distributed.run_folder import HeldFolder, unwritable
 from lockstep.errors import ConfigError, path_word
 from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.files import write_whole
@@ -167,30 +164,18 @@ def _cell(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def lock_sweep(folder: Path) -> IO[str]:
+def lock_sweep(folder: Path) -> HeldFolder:
     """Lock the folder of a sweep, which is created if it is missing. The kernel releases it when this process ends.
 
-    Raises ConfigError if another sweep holds it, or if it cannot be written to. The lock is a POSIX record lock:
-    forked jobs do not inherit it, so it never outlives this process.
+    Raises ConfigError if another sweep holds it, or if it cannot be written to.
     """
-    try:
-        if (folder / "train.log").exists() or (folder / "snapshots").exists():
-            raise ConfigError(f"{folder} is the folder of a run, not of a sweep; type hydra.sweep.dir=<another folder>")
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")  # noqa: SIM115  (it stays open as long as the lock is held)
-    except OSError as error:
-        raise ConfigError(unwritable(folder, error, "hydra.sweep.dir")) from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either for a lock that another process holds
-        file.seek(0)
-        raise ConfigError(
-            f"another sweep holds {folder} ({file.read()}); wait for its end, or type hydra.sweep.dir=<another folder>"
-        ) from None
-    file.truncate(0)
-    file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return file
+    if (folder / "train.log").exists() or (folder / "snapshots").exists():
+        raise ConfigError(f"{folder} is the folder of a run, not of a sweep; type hydra.sweep.dir=<another folder>")
+    held = HeldFolder(folder, "sweep")
+    problem = held.lock()
+    if problem is not None:
+        raise ConfigError(problem)
+    return held
 
 
 def wait_for_lock(folder: Path) -> None:
@@ -246,8 +231,11 @@ def require_same_sweep(folder: Path, record: Mapping[str, Any], accept_changes: 
 
 
 def write_sweep_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """record: as of `sweep_record`. Raises OSError."""
-    write_whole(folder / RECORD, json.dumps(record, indent=1))
+    """record: as of `sweep_record`. Raises ConfigError if it cannot be written, as on a full disk."""
+    try:
+        write_whole(folder / RECORD, json.dumps(record, indent=1))
+    except OSError as error:
+        raise ConfigError(unwritable(folder, error, "hydra.sweep.dir")) from None
 
 
 def read_sweep_record(folder: Path) -> dict[str, Any] | None:
