@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config. With `preflight` and `train.py` it is all that reads the config."""
+"""Builds the parts of a run from its config. What else reads the config: see CONTRIBUTING.md."""
 
 from collections.abc import Mapping
 from contextlib import suppress

@@ -43,6 +43,20 @@ def preflight(cfg: DictConfig, launcher: Launcher) -> DictConfig:
     return cfg
 
 
+def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
+    """As `preflight`, for a job of a sweep that starts later: without the data, and nothing is started or written.
+
+    words: the overrides of the job.
+    """
+    check_arguments(cfg, ("launch", "mode"))
+    launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
+    if launcher.plans or not mode.trains:
+        chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
+        raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
+    cfg, _ = without_untaken(cfg, words)
+    check_model(cfg, *check_options(cfg, launcher))
+
+
 def as_taken(cfg: DictConfig) -> DictConfig:
     """`cfg` without what a typed `_target_` does not take, of which rank 0 prints a line: see `without_untaken`."""
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
@@ -69,20 +83,6 @@ def prepare_data(cfg: DictConfig) -> None:
         raise ConfigError(
             f"dataset.prepare failed{place} ({said}); correct that, or type dataset.prepare=null if the data is ready"
         ) from error
-
-
-def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
-    """The same for a job of a sweep that starts later: without the data, and nothing is started or written.
-
-    words: the overrides of the job.
-    """
-    check_arguments(cfg, ("launch", "mode"))
-    launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
-    if launcher.plans or not mode.trains:
-        chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
-        raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
-    cfg, _ = without_untaken(cfg, words)
-    check_model(cfg, *check_options(cfg, launcher))
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.targets import matching_arguments
 from lockstep.distributed.world import World, init_distributed
 from lockstep.tasks.base import Task
 from lockstep.training import schedulers
@@ -93,7 +94,8 @@ def test_a_moving_average_has_the_statistics_of_its_own_weights() -> None:
 def rates(schedule: Any, steps: int, steps_per_epoch: int = 4) -> list[float]:
     """The learning rate of each step, of a peak of 2."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0, momentum=0.9)
-    scheduler, found = schedule(optimizer, steps_per_epoch, steps), []
+    facts = {"steps_per_epoch": steps_per_epoch, "total_steps": steps}
+    scheduler, found = schedule(optimizer, **matching_arguments(schedule, facts)), []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

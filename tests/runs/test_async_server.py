@@ -14,6 +14,7 @@ def test_it_applies_stale_gradients_and_learns(start: Any) -> None:
     shown = scalars(run.folder)
     assert all(0 < value <= 10 for _, value in shown["async/staleness_mean"])
     assert max(value for _, value in shown["async/staleness_max"]) >= 1
+    assert [step for step, _ in shown["train/grad_norm"]] == [step for step, _ in shown["train/lr"]]
     accuracy = shown["test/accuracy"][-1][1]
     assert accuracy > 0.85
     assert [step for step, _ in shown["train/loss"]] == [23, 46, 69, 92, 115]  # the steps of a synchronous run

@@ -52,7 +52,7 @@ def test_a_schedule_of_torch_moves_on_after_steps_or_epochs_and_warms_up(name: s
     for warmup_epochs, warm in ((0.0, []), (0.75, [1 / 3, 2 / 3])):
         ours = optimizer()
         schedule = partial(getattr(lr_scheduler, name), **SCHEDULES[name])
-        scheduler = AnySchedule(ours, STEPS_PER_EPOCH, steps, schedule, every, warmup_epochs)
+        scheduler = AnySchedule(ours, STEPS_PER_EPOCH, schedule, every, warmup_epochs)
         factors = [*warm, *[1.0] * steps]
         for step, found in enumerate(rates(ours, scheduler, steps)):
             assert found == pytest.approx([factors[step] * rate for rate in expected[step]], rel=1e-12), step

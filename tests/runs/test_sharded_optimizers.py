@@ -58,7 +58,7 @@ def run(folder: Path, begins: bool) -> dict[str, dict[str, list[float]]]:
                     torch.save(plain_copy(saved), folder / f"{name}.pt")
                 world.barrier()
             state = fresh(name, world)
-            restore_state(state, torch.load(folder / f"{name}.pt", weights_only=True))
+            restore_state(state, torch.load(folder / f"{name}.pt", weights_only=True), SAMPLES)
             take(state, AFTER)
             whole = model_state(state.strategy)
             found[name] = {key: value.flatten().tolist() for key, value in whole.items()} if world.is_rank_zero else {}

@@ -358,7 +358,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Logging:
-    every: Annotated[Count, "Steps between two points of train/running_loss and train/lr."]
+    every: Annotated[Count, "Steps between two points of train/running_loss and train/lr, the rate of the next step."]
 
 
 @dataclass(frozen=True)

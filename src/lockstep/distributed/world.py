@@ -43,7 +43,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Waiting:
-    """Adds up how long this process has waited for other ranks, in collectives that block the host.
+    """Adds up how long this process has waited for other ranks, in sums of tensors: votes and JSON values do not count.
 
     A context manager: the time in the block counts. seconds: since the world was formed.
     """
@@ -99,14 +99,14 @@ class World:
         dist.all_gather(texts, padded, group=self.control)
         return [_decoded(text[: int(length)]) for text, length in zip(texts, lengths, strict=True)]
 
-    def broadcast_json(self, value: Any, source: int = 0) -> Any:
-        """The `value` of rank `source`, which JSON can store, on every rank. Tuples become lists."""
-        text = _encoded(value) if self.rank == source else torch.zeros(0, dtype=torch.uint8)
+    def broadcast_json(self, value: Any) -> Any:
+        """The `value` of rank 0, which JSON can store, on every rank. Tuples become lists."""
+        text = _encoded(value) if self.is_rank_zero else torch.zeros(0, dtype=torch.uint8)
         length = torch.tensor([len(text)])
-        dist.broadcast(length, src=source, group=self.control)
-        if self.rank != source:
+        dist.broadcast(length, src=0, group=self.control)
+        if not self.is_rank_zero:
             text = torch.zeros(int(length), dtype=torch.uint8)
-        dist.broadcast(text, src=source, group=self.control)
+        dist.broadcast(text, src=0, group=self.control)
         return _decoded(text)
 
     def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,17 +130,6 @@ class World:
         for tensor in tensors:
             if tensor.numel():
                 dist.recv(_as_bytes(tensor), src=source, group=self.control)
-        return state
-
-    def broadcast_state(self, state: dict[str, Any], source: int) -> dict[str, Any]:
-        """The `state` that rank `source` has, on every rank. What it may hold: see `gather_state`."""
-        tensors: list[Tensor] = []
-        description = self.broadcast_json(_describe(state, tensors) if self.rank == source else None, source)
-        if self.rank != source:
-            state = _rebuild(description, tensors)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.broadcast(_as_bytes(tensor.contiguous()), src=source, group=self.control)
         return state
 
     def for_thread(self, timeout: timedelta) -> "World":

@@ -128,7 +128,7 @@ class _StepTaken(Exception):
 class DryWorld(World):
     """All other ranks have the values that this rank has."""
 
-    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+    def broadcast_json(self, value: Any) -> Any:
         return value
 
 

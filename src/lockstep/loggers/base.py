@@ -128,7 +128,10 @@ class Logger:
         """An optimizer step has ended. samples: of its global batch. Called at every step, so it must be cheap."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Numbers by tag, such as {"train/running_loss": 0.1, "train/lr": 0.05}. Called every `logging.every` steps."""
+        """Numbers by tag, such as {"train/running_loss": 0.1, "train/lr": 0.05}. Called every `logging.every` steps.
+
+        train/lr at step N is the learning rate of the next step.
+        """
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """A text, in Markdown."""

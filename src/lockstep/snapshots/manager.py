@@ -76,7 +76,7 @@ LAST, BEST = "model.pt", "model_best.pt"  # the weights that a run leaves at its
 
 
 class SnapshotManager(Watcher):
-    """Saves and restores `state`. Every rank calls every method. Build it before the first step.
+    """Saves and restores `state`. Every rank calls every method but `newest`. Build it before the first step.
 
     As a context manager it finishes the pending writes, however the run ends.
     """
@@ -462,7 +462,9 @@ class CopyMemory:
 
 
 class Saver:
-    """Saves `state` to `folder`, in one file or in parts. Every rank calls every method, and a thread does the writing.
+    """Saves `state` to `folder`, in one file or in parts, and a thread does the writing.
+
+    Every rank calls every method, but `put` only where `collect` gave something.
 
     keep_last: how many numbered snapshots stay.
     form: `snapshot.format`.

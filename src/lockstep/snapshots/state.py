@@ -56,17 +56,17 @@ def collect_state(
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
         "scaler": state.scaler.state_dict(),
         "meter": {"names": state.meter.names, "totals": meter_totals},
-        "objective": list(state.objective or [state.task.monitor]),
+        "objective": list(state.objective),
         "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
         "progress": asdict(state.progress),
     }
 
 
-def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int | None = None) -> None:
-    """Bring `state`, which has not trained yet, to what `collect_state` gave. Every rank passes all of it.
+def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
+    """Bring `state` to what `collect_state` gave, also if it has trained since. Every rank passes all of it.
 
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
-    epoch_samples: global samples in an epoch; None if the snapshot was made with this run's batch size.
+    epoch_samples: global samples in an epoch.
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
     restore_weights(state, saved)
@@ -124,11 +124,11 @@ def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
     return {"state": spread(named), "param_groups": list(map(without_parameters, indexed["param_groups"]))}
 
 
-def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int | None) -> None:
+def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
     """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
     the run's position instead. One that follows evaluations keeps its state."""
     scheduler, schedule, step = state.scheduler, saved["scheduler"], state.progress.step
-    place = step if epoch_samples is None else state.schedule_place(epoch_samples)
+    place = state.schedule_place(epoch_samples)
     goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, FollowsObjective))
 
     indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
@@ -170,7 +170,7 @@ def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
     state.nan.restore(*saved["skipped"])
-    if saved["objective"] != list(state.objective or [state.task.monitor]):
+    if saved["objective"] != list(state.objective):
         log.info("the objective changed: the best evaluation before step %d does not count", step)
         state.forget_best()
     elif (state.ema is None) != (saved["ema"] is None):

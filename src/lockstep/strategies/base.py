@@ -103,6 +103,11 @@ class Strategy:
         self.module = self.model = model
         self.ranks_per_model = 1
 
+    @property
+    def has_whole_model(self) -> bool:
+        """Whether each rank holds all weights of a model."""
+        return self.world.size == 1 or (self.ranks_per_model == 1 and not self.shards_state)
+
     def syncs_batch_norm(self, mode: str, world_size: int) -> bool:
         """Whether batch norm covers the whole global batch. mode: conf/sync_bn's "on", "off" or "auto"."""
         if mode == "auto":

@@ -115,7 +115,7 @@ class AsyncParameterServer(Strategy):
             from_bytes(message, [*gradients, *self.model.buffers(), has_gradient])
             for parameter, gradient, has in zip(parameters, gradients, has_gradient.tolist(), strict=True):
                 parameter.grad = gradient if has else None
-            update(state, is_last and step == steps - 1)
+            update(state, state.progress.step + step + 1, is_last and step == steps - 1)
             self.staleness.append(step - last_sent[worker])
             last_sent[worker] = step + 1
             dist.send(to_bytes(model_tensors(self.model)).cpu(), worker, group=self.world.control)

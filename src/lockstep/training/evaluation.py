@@ -167,7 +167,7 @@ class Evaluator:
     def _log_graph(self) -> None:
         """Of the model with one test sample, where a rank has the whole model."""
         strategy, loader = self.state.strategy, self.loader
-        if not (strategy.ranks_agree or strategy.world.size == 1):
+        if not strategy.has_whole_model:
             log.warning("no graph is written: with this strategy no rank has the whole model; type strategy=ddp")
             return
         inputs, _ = loader.first_sample()

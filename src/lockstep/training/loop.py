@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.errors import TrainingDiverged
 from lockstep.failures import rank as monitor
 from lockstep.loggers.base import EpochSummary, Logger
+from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, Watcher
@@ -41,18 +42,10 @@ class Snapshots(Protocol):
     def export(self) -> None: ...
 
 
-class Evaluation(Protocol):
-    """What the loop asks of an evaluation, see `lockstep.training.evaluation`."""
-
-    def __call__(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]: ...
-
-    def means(self, on_stop: Callable[[], NoReturn]) -> dict[str, float]: ...
-
-
 def fit(
     state: TrainState,
     loader: BatchLoader,
-    evaluate: Evaluation,
+    evaluate: Evaluator,
     snapshots: Snapshots,
     loggers: Logger,
     watchers: Sequence[Watcher],
@@ -137,7 +130,7 @@ def train_epoch(
                 timer.phase("optimizer")
             for watcher in watchers:
                 watcher.on_gradients_ready()
-            update(state, is_last=state.steps_left(len(loader)) == 1)
+            update(state, step, is_last=state.steps_left(len(loader)) == 1)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left(len(loader)))
             timer.phase("data")
@@ -215,13 +208,13 @@ class StepLoss:
         return loss
 
 
-def update(state: TrainState, is_last: bool) -> None:
+def update(state: TrainState, step: int, is_last: bool) -> None:
     """One optimizer step with the gradients in `.grad`: clipping, loss scaling, schedule and moving average.
 
-    is_last: whether this is the last step of an epoch.
+    step: its number, counted from 1. is_last: whether it is the last one of an epoch.
     Raises TrainingDiverged as `NanPolicy.accepts` does.
     """
-    optimizer, scaler, step = state.optimizer, state.scaler, state.progress.step + 1
+    optimizer, scaler = state.optimizer, state.scaler
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if step not in state.nan.left_out and state.nan.accepts(step, gradients):
         state.keep_gradients(step, is_last)

@@ -11,9 +11,6 @@ from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters, require_matches
 from lockstep.strategies.base import Strategy
 
-MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
-"""(parameters, or groups of them) -> an optimizer."""
-
 
 class ParameterRules:
     """The rules of `optimizer.no_decay` and `optimizer.groups`.
@@ -35,7 +32,10 @@ class ParameterRules:
     def optimizer(
         self, make: Callable[[list[Any]], torch.optim.Optimizer], strategy: Strategy
     ) -> torch.optim.Optimizer:
-        """`make` with `parameters`. Raises ConfigError, too, for a hyperparameter that the optimizer does not have."""
+        """What `make` returns for `parameters`.
+
+        Raises ConfigError, too, for a hyperparameter that the optimizer does not have.
+        """
         optimizer = make(self.parameters(strategy.model, strategy.world))
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(

@@ -42,14 +42,12 @@ def require_schedule(made: Any, key: str) -> Any:
     )
 
 
-def constant(optimizer: Optimizer, steps_per_epoch: int, total_steps: int) -> LambdaLR:
+def constant(optimizer: Optimizer) -> LambdaLR:
     """The optimizer's lr in every step."""
     return LambdaLR(optimizer, lambda step: 1.0)
 
 
-def step(
-    optimizer: Optimizer, steps_per_epoch: int, total_steps: int, step_epochs: Positive, gamma: Positive
-) -> LambdaLR:
+def step(optimizer: Optimizer, steps_per_epoch: int, step_epochs: Positive, gamma: Positive) -> LambdaLR:
     """lr times a factor after every few epochs.
 
     step_epochs: epochs between two changes of the learning rate.
@@ -110,7 +108,6 @@ def _with_warmup(
 
 def one_cycle(
     optimizer: Optimizer,
-    steps_per_epoch: int,
     total_steps: int,
     pct_start: Annotated[float, Limits(above=0, below=1)],
 ) -> OneCycleLR:
@@ -183,7 +180,6 @@ class AnySchedule(WithWarmup):
         self,
         optimizer: Optimizer,
         steps_per_epoch: int,
-        total_steps: int,
         schedule: Callable[[Optimizer], LRScheduler],
         every: Literal["epoch", "step"],
         warmup_epochs: NotNegative,

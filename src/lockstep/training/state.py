@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
@@ -17,7 +17,7 @@ from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.first_batch import FirstBatch
 from lockstep.training.meter import Meter
 from lockstep.training.nan import NanPolicy, ReadSamples
-from lockstep.training.schedulers import FollowsObjective, require_schedule
+from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
 from lockstep.training.setup import grad_scaler
 
 
@@ -77,11 +77,6 @@ class Progress:
     evaluation_pending: bool = False
 
 
-def constant_rate(optimizer: Optimizer) -> LRScheduler:
-    """The learning rate stays as it is."""
-    return LambdaLR(optimizer, lambda step: 1.0)
-
-
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
 
@@ -96,7 +91,7 @@ class TrainState:
         task: Task,
         strategy: Strategy,
         optimizer: Optimizer,
-        schedule: Callable[[Optimizer], LRScheduler] = constant_rate,
+        schedule: Callable[[Optimizer], LRScheduler] = constant,
         ema: float | None = None,
         nan: str = "stop",
         read: ReadSamples | None = None,

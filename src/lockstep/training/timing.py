@@ -279,8 +279,8 @@ class RunningMetrics(Watcher):
     def after_step(self, samples: int) -> None:
         """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
         step = self.state.progress.step
-        is_logged = self.state.settings.is_logged(step, step - self.last_step)  # a strategy may report several at once
-        self.last_step = step
+        before, self.last_step = self.last_step, step  # a strategy may report several steps at once
+        is_logged = self.state.settings.is_logged(step, step - before)
         self.logger.on_step(step, samples)
         if not is_logged:
             return
@@ -292,7 +292,7 @@ class RunningMetrics(Watcher):
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
         # Where all updates were left out, nothing is counted, and there is no loss.
         metrics = {"train/running_loss": loss} if self.state.meter.counted else {}
-        metrics |= {"train/lr": learning_rate} | self._grad_norm(step) | self._step_time(step)
+        metrics |= {"train/lr": learning_rate} | self._grad_norm(before, step) | self._step_time(step)
         if stragglers is not None:
             metrics |= stragglers.report(beside[world.size :])
         used = beside[: world.size].tolist()
@@ -303,8 +303,9 @@ class RunningMetrics(Watcher):
             self.logger.log_metrics(metrics, step)
             self.logged_step = step
 
-    def _grad_norm(self, step: int) -> dict[str, float]:
-        if self.state.grad_norm is None or self.state.grad_norm[0] != step:
+    def _grad_norm(self, before: int, step: int) -> dict[str, float]:
+        """The newest one of the steps after `before` up to `step`."""
+        if self.state.grad_norm is None or not before < self.state.grad_norm[0] <= step:
             return {}
         norm = float(self.state.grad_norm[1])
         return {"train/grad_norm": norm} if math.isfinite(norm) else {}
