@@ -85,7 +85,7 @@ def test_a_pulled_cable_ends_every_node_with_a_reason(start, two_hosts, starter)
     for host, node in enumerate(nodes):
         assert node.finish(None).process.returncode != 0
         assert "Timed out waiting 8000ms" in node.output
-        assert "what it means: a rank did not answer within backend.timeout" in node.output
+        assert "another rank or its machine is lost or did not answer within backend.timeout" in node.output
         assert not two_hosts.processes(host)
 
 
