@@ -71,14 +71,15 @@ def _log_to(handlers: Sequence[logging.Handler]) -> None:
 def rank_logs() -> Iterator[RankLogs]:
     """Inside the block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout.
 
-    An exception that ends the block is written to the rank's own log. A thread that cannot write to a full disk or a
-    deleted folder shows no traceback: TensorBoard's raises the same error again at the next call, which is handled.
+    An exception that ends the block is written to the rank's own log. The thread of TensorBoard's that cannot
+    write to a full disk or a deleted folder shows no traceback: the writer's next call raises the same error.
     """
     root, logs = logging.getLogger(), RankLogs(read_rank_info().rank)
     show_thread_error = threading.excepthook
 
     def show_unless_write_failed(failed: threading.ExceptHookArgs) -> None:
-        if not isinstance(failed.exc_value, OSError):
+        is_tensorboards = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (isinstance(failed.exc_value, OSError) and is_tensorboards):
             show_thread_error(failed)
 
     threading.excepthook = show_unless_write_failed
