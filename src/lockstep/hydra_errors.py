@@ -167,9 +167,7 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     keys = _composed_keys(arguments)
     key, value = word.partition("=")[0].lstrip("+~"), word.partition("=")[2]
     if override.is_interval_sweep():
-        return (
-            f"{key}=interval() is for a search; type sweep.search=random sweep.trials=20, and leave hydra/sweeper= out"
-        )
+        return f"{word} is for a search; type -m sweep.search=random sweep.trials=20"
     if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
         return f"{word} is a sweep; type -m {word}"
     chosen = _chosen_options(arguments)

@@ -30,7 +30,6 @@ from lockstep.config.schema import (
 from lockstep.config.targets import instantiate
 from lockstep.data.transforms import Augment
 from lockstep.distributed.world import init_distributed
-from lockstep.training.schedulers import constant
 from lockstep.training.step_records import StepProfiler
 from support.commands import ROOT
 from support.configs import composed
@@ -48,7 +47,7 @@ FILLED_IN = {
     "launch=slurm": ["launch.overrides=[]"],
 }  # by a person, or by Hydra
 PASSED_BY_TRAIN = {
-    "scheduler": set(inspect.signature(constant).parameters) | {"objective_mode"},
+    "scheduler": {"optimizer", "steps_per_epoch", "total_steps", "objective_mode"},
     "optimizer": {"params"},
 }
 

@@ -30,7 +30,7 @@ ANSWERS = [
     ("foo", f"foo is no key of this config; {ALL_KEYS}"),
     ("model=[mlp,convnet]", "chooses several options, and a run has one; type model=mlp, or for a sweep -m model=mlp,"),
     ("model=mlp,convnet", "model=mlp,convnet is a sweep; type -m model=mlp,convnet"),
-    ("optimizer.lr=interval(0.1,1)", "is a sweep; type -m optimizer.lr=interval(0.1,1)"),
+    ("optimizer.lr=interval(0.1,1)", "is for a search; type -m sweep.search=random sweep.trials=20"),
     ("optimizer=null", "the run needs an optimizer; type optimizer=adamw or optimizer=muon or"),
     ("sync_bn=true", "sync_bn=true is no option; type sync_bn=on"),
     ("sync_bn=False", "sync_bn=False is no option; type sync_bn=off"),
