@@ -9,11 +9,12 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import batch_transforms, completed, datasets, samples
+from lockstep.build_data import batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.partition import seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
@@ -25,6 +26,7 @@ from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy
+from lockstep.tasks.base import Task
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
@@ -43,21 +45,22 @@ def model_and_data(
     """
     monitor.enter("prepare")
     if loaded is None:
-        world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
-        import_targets(cfg)
+        world.once_per_machine(lambda: prepare(cfg))
+    import_targets(cfg)  # a module that seeds torch when it is imported does so here
     monitor.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     cfg = completed(cfg, train_data)
     trainer, data = cfg.trainer, cfg.dataset
-    with strategy.building(world.size):
-        model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last, world.device)
-    model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
-    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
-    set_weights_from_data(model, train_samples, converter)
+    with seeded(cfg.seed):
+        with strategy.building(world.size):
+            model = instantiate_as(nn.Module, cfg.model, "model")
+        memory_format = model_memory_format(model, trainer.channels_last, world.device)
+        model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+        converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+        set_weights_from_data(model, train_samples, converter)
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
@@ -77,11 +80,11 @@ def model_and_data(
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
     if has_lazy_layers(model):
-        inputs = BatchLoader(data, converter).raw_inputs(1)
+        inputs = BatchLoader(data, converter).raw_inputs(1, epoch=0)
         give_shapes(model, converter(converter.to_device(inputs), ())[0])
         model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):
-        inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted)
+        inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted, epoch=0)
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
@@ -99,7 +102,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
+    world, trainer, samples = strategy.world, cfg.trainer, len(loader)
+    with seeded(cfg.seed):
+        task = instantiate_as(Task, cfg.task, "task")
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,

@@ -1,5 +1,6 @@
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -8,20 +9,55 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import instantiate
-from lockstep.data.dataset import InMemoryDataset, Labels, check_shape, class_count, require_samples, sample_shape
+from lockstep.data.dataset import (
+    IGNORED,
+    InMemoryDataset,
+    Labels,
+    check_shape,
+    class_count,
+    class_names,
+    require_same_classes,
+    require_samples,
+    sample_shape,
+)
 from lockstep.data.loader import require_channels
-from lockstep.data.partition import random_states_kept
-from lockstep.data.samples import Samples, require_stream
+from lockstep.data.partition import fold_in, seeded
+from lockstep.data.samples import SampleError, Samples, require_stream
+from lockstep.data.text import TextWindows
 from lockstep.data.transforms import BatchTransform, as_batch_transforms
+from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
+from lockstep.tasks.segmentation import Segmentation
+
+MASKS = 8  # that are looked at before the training
+TRAINING, TESTS = 1, 2  # folded into the seeds of what data sets draw when they are made
+
+
+def prepare(cfg: DictConfig) -> None:
+    """Call dataset.prepare."""
+    with seeded(cfg.seed):
+        instantiate(cfg.dataset.prepare)
 
 
 def datasets(cfg: DictConfig) -> tuple[Any, Any]:
-    """The data sets for training and for tests. Raises ConfigError if one has no samples."""
-    with random_states_kept():  # the initial weights depend on the seed, not on what a data set draws
-        train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
+    """The data sets for training and for tests.
+
+    Raises ConfigError if one has no samples, or if a class number stands for another class in each of them.
+    """
+    with seeded(fold_in(cfg.seed, TRAINING)):
+        train = instantiate(cfg.dataset.train)
+    with seeded(fold_in(cfg.seed, TESTS)):
+        test = instantiate(cfg.dataset.test)
+    require_same_classes(
+        class_names(train),
+        class_names(test),
+        "the training data",
+        "the test data",
+        "give both the same attribute `classes`, or type dataset=image_folder, which compares names",
+    )
     mixes = any(transform.mixes for transform in batch_transforms(cfg))
     require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
     require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
@@ -42,22 +78,42 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     out and many in a row are.
     """
     data = cfg.dataset
-    transforms = instantiate(data.transforms if name == "training data" else data.test_transforms)
+    with seeded(cfg.seed):
+        transforms, plain = instantiate(data.transforms), instantiate(data.test_transforms)
+        collate = instantiate(data.collate_fn)
+    if name != "training data":
+        transforms = plain
     task = get_object(cfg.task._target_)
-    are_classes = isinstance(task, type) and issubclass(task, Classification)
+    kind: type[Any] = task if isinstance(task, type) else Task
+    are_classes, are_masks = issubclass(kind, Classification), issubclass(kind, Segmentation)
     # A task of the user's may be derived from Classification for other targets.
-    is_plain = are_classes and task.__module__.startswith("lockstep.")
-    are_flags = isinstance(task, type) and issubclass(task, MultiLabel)
-    allowed = partial(Labels, name, are_probabilities=is_plain, are_flags=are_flags, may_be_ignored=not is_plain)
-    if isinstance(dataset, InMemoryDataset) and not transforms and data.collate_fn is None:
-        labels = allowed(data.classes, is_signed=not are_classes)
-        labels.check(range(len(dataset)), dataset.targets)
+    is_plain = are_classes and kind.__module__.startswith("lockstep.")
+    are_numbers = are_masks or issubclass(kind, LanguageModelling)
+    ignored = None if is_plain else cfg.task.get("ignored_label", IGNORED)
+    allowed = partial(
+        Labels,
+        name,
+        are_probabilities=is_plain,
+        are_flags=issubclass(kind, MultiLabel),
+        are_dense=are_numbers,
+        ignored=ignored,
+    )
+    if isinstance(dataset, InMemoryDataset) and not transforms and collate is None:
+        labels = allowed(data.classes, is_signed=not are_classes and not are_numbers)
+        if not isinstance(dataset, TextWindows):  # they are numbered by this project
+            labels.check(range(len(dataset)), dataset.targets)
+        if are_masks:
+            labels.check_masks(dataset.targets[:MASKS])
         return dataset
-    counts_samples = isinstance(task, type) and getattr(task, "count", None) is Task.count
-    labels = allowed(data.classes if are_classes else None, one_each=counts_samples)
-    found = Samples(dataset, name, cfg.seed, transforms, data.on_error, instantiate(data.collate_fn), labels)
+    labels = allowed(data.classes if are_classes or are_numbers else None, one_each=kind.count is Task.count)
+    found = Samples(dataset, name, cfg.seed, transforms, plain, data.on_error, collate, labels)
     if found.skips:
-        found.one()  # that none can be read shall not be found by the first evaluation
+        found.one(epoch=0)  # that none can be read shall not be found by the first evaluation
+    if are_masks and data.classes is not None and found.stream is None:
+        keys = [(0, number) for number in range(min(MASKS, len(dataset)))]
+        with suppress(SampleError):  # training names it
+            batch = found.collate(found.read(keys))
+            labels.check_masks(() if isinstance(batch, ConfigError) else batch[1])
     return found
 
 
@@ -67,7 +123,8 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     Raises ConfigError where the data and a value in the config contradict each other.
     """
     cfg = cfg.copy()
-    inputs, targets = samples(cfg, dataset, "training data").one()
+    read = samples(cfg, dataset, "training data")
+    inputs, targets = read.one() if isinstance(read, InMemoryDataset) else read.one(epoch=0)
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}

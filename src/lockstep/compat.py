@@ -163,6 +163,17 @@ def standard_gamma(concentration: "Tensor", generator: "Generator") -> "Tensor":
     return torch._standard_gamma(concentration, generator=generator)
 
 
+def moves_pixels(transform: Any) -> bool:
+    """Whether a transform of torchvision's v2, or one inside of it, may move the pixels of an image.
+
+    The modules that hold such transforms are private (torchvision 0.29.1). Missing: False, and what would stay behind,
+    such as boxes that are plain numbers, is not refused.
+    """
+    kinds = {kind.__module__.rpartition(".")[2] for kind in type(transform).__mro__}
+    inner = getattr(transform, "transforms", None) or ()
+    return bool(kinds & {"_geometry", "_auto_augment"}) or any(map(moves_pixels, inner))
+
+
 def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None:
     """Let `scheduler.get_last_lr()` return `rates`, of each parameter group: only a step of the scheduler sets them.
 

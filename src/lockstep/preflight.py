@@ -9,9 +9,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
+from lockstep.build_data import prepare
 from lockstep.config.check import check_arguments
 from lockstep.config.targets import instantiate, instantiate_as, without_untaken
-from lockstep.data.partition import global_batch_size
+from lockstep.data.partition import global_batch_size, seeded
 from lockstep.distributed.backend import validate_backend
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
@@ -71,18 +72,40 @@ def as_taken(cfg: DictConfig) -> DictConfig:
 def prepare_data(cfg: DictConfig) -> None:
     """Call dataset.prepare. Raises ConfigError for whatever it raises: no rank has started that could report it."""
     try:
-        instantiate(cfg.dataset.prepare)
+        prepare(cfg)
     except ConfigError:
         raise
     except Exception as error:
         if "Error locating target" in str(error):  # what is said of other targets is said of this one
             raise
-        failed = exception_record(error)
-        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
-        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
-        raise ConfigError(
-            f"dataset.prepare failed{place} ({said}); correct that, or type dataset.prepare=null if the data is ready"
-        ) from error
+        advice = "correct that, or type dataset.prepare=null if the data is ready"
+        raise ConfigError(f"dataset.prepare failed{_place_and_reason(error)}; {advice}") from error
+
+
+def check_task(cfg: DictConfig) -> None:
+    """Raise ConfigError for whatever the task's constructor raises, and for an objective that it does not measure.
+
+    A task that needs what only the training data tells, such as the number of classes, is made by the ranks.
+    """
+    try:
+        with seeded(cfg.seed):
+            task = instantiate_as(Task, cfg.task, "task")
+    except ConfigError:
+        raise
+    except Exception as error:
+        if any(cfg.task.get(key, "given") is None for key in ("shape", "classes")):
+            return
+        advice = "correct that, or type task=classification"
+        raise ConfigError(f"task._target_={cfg.task._target_} failed{_place_and_reason(error)}; {advice}") from error
+    task.mode(cfg.objective)
+
+
+def _place_and_reason(error: Exception) -> str:
+    """ " at file.py:12 (TypeError: its message)", of an exception of the user's code."""
+    failed = exception_record(error)
+    place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
+    said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
+    return f"{place} ({said})"
 
 
 def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
@@ -91,8 +114,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     launcher.validate()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
-    task = instantiate_as(Task, cfg.task, "task")
-    task.mode(cfg.objective)
+    check_task(cfg)
     job = job_spec(cfg, launcher)
     mode = check_mode(cfg, launcher, job)
     validate_training(job)

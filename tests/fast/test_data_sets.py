@@ -91,7 +91,7 @@ def test_a_class_that_the_model_does_not_know_is_refused_with_its_sample() -> No
         Labels("test data", 255).check(range(2), torch.tensor([0, 255], dtype=torch.uint8))
 
     with pytest.raises(ConfigError, match="sample 7 of the test data has the target -100, and a classi"):
-        Labels("test data", None, may_be_ignored=False).check([6, 7], torch.tensor([0, -100]))
+        Labels("test data", None, ignored=None).check([6, 7], torch.tensor([0, -100]))
 
 
 @pytest.mark.parametrize("wrong", [[-0.5, 1.5, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [float("nan"), 1.0, 0.0]])

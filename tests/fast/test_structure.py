@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "sweeps": {"runs", "distributed", "failures", "errors"},  # a job of a sweep is a run
     "cli": {"sweeps", "runs", "config", "distributed", "launchers", "failures", "errors"},
     "launchers": {"distributed", "failures", "errors"},
-    "data": {"distributed", "errors"},
+    "data": {"distributed", "failures", "errors"},
     "models": {"distributed", "errors"},
     "tasks": {"data", "distributed", "errors"},
     "strategies": {"data", "models", "tasks", "distributed", "errors"},

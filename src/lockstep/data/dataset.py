@@ -4,8 +4,9 @@ targets must be.
 Inputs and targets are one tensor each, or a tuple or dict of tensors, whose first dimension counts samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -38,23 +39,64 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def count_samples(value: Any) -> int:
-    """How many samples a batch has."""
-    return len(next(tensors_in(value)))
+    """How many samples a batch has. A tensor with a single number is one for the whole batch."""
+    return next(len(tensor) for tensor in tensors_in(value) if tensor.dim())
 
 
-def copied(value: Any) -> Any:
-    """`value` with copies of its tensors and arrays, in tuples (named ones too), lists and dicts. Others stay."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.flags.writeable else value  # a mapped file may be large
-    if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(copied, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copied, value))
-    return value
+def without_samples(value: Any) -> Any:
+    """A batch `value` as one of no samples."""
+    return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, value)
+
+
+# What a sample is made of: values in tuples (named ones too), lists, mappings and dataclasses, in any depth.
+
+
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """{name or place: part} of what holds parts of a sample. None for a value, such as a tensor or an image."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple | list):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """A copy of `value` with other `parts`, which have the names of `parts_of(value)`."""
+    if isinstance(value, tuple | list):
+        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+    if isinstance(value, Mapping) and (type(value) is dict or not isinstance(value, MutableMapping)):
+        return dict(parts)
+    made = copy(value)
+    if isinstance(made, MutableMapping):
+        made.update(parts)
+        return made
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)  # a dataclass may be frozen
+    return made
+
+
+def values_in(sample: Any) -> Iterator[Any]:
+    """Every value of a sample."""
+    parts = parts_of(sample)
+    if parts is None:
+        yield sample
+    else:
+        for part in parts.values():
+            yield from values_in(part)
+
+
+def copied(sample: Any) -> Any:
+    """`sample` with copies of its tensors, arrays and images of Pillow. Other values stay."""
+    parts = parts_of(sample)
+    if parts is not None:
+        return with_parts(sample, {name: copied(part) for name, part in parts.items()})
+    if isinstance(sample, Tensor):
+        return sample.clone()
+    if isinstance(sample, np.ndarray):
+        return sample.copy() if sample.flags.writeable else sample  # a mapped file may be large
+    return sample.copy() if hasattr(sample, "getbands") else sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +141,11 @@ class InMemoryDataset:
     def epoch_samples(self) -> int:
         """How many samples an epoch has."""
         return len(self)
+
+    @property
+    def evaluated(self) -> range:
+        """The numbers of the samples that an evaluation of the whole takes."""
+        return range(len(self))
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
         """The indices (epoch_samples,) of an epoch's samples. They depend on `generator` alone."""
@@ -156,6 +203,18 @@ def class_names(dataset: object) -> list[str]:
     return [str(name) for name in names]
 
 
+def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:
+    """Raise ConfigError if a class number of the second data set has another name in the first one, or none there.
+
+    names, others: of the classes of the data sets `what` and `other`, empty if they have none. advice: what to type.
+    """
+    if not names or list(others) == list(names[: len(others)]):
+        return
+    number = next((n for n, pair in enumerate(zip(names, others, strict=False)) if pair[0] != pair[1]), len(names))
+    first = f"is {names[number]} in {what}" if number < len(names) else f"is none of {what}, which has {number},"
+    raise ConfigError(f"class {number} {first} and {others[number]} in {other}; {advice}")
+
+
 def class_count(dataset: Any, targets: Any) -> int:
     """How many outputs a model needs: classes, or numbers in a target. targets: of some samples.
 
@@ -180,9 +239,12 @@ def class_count(dataset: Any, targets: Any) -> int:
 
 def is_class_numbers(targets: Any) -> bool:
     """Whether targets are one whole number for each sample."""
-    if not isinstance(targets, Tensor) or targets.dim() != 1:
-        return False
-    return not targets.is_floating_point() and targets.dtype != torch.bool
+    return _is_whole(targets) and targets.dim() == 1
+
+
+def _is_whole(targets: Any) -> bool:
+    """Whether targets are a tensor of whole numbers."""
+    return isinstance(targets, Tensor) and not targets.is_floating_point() and targets.dtype != torch.bool
 
 
 @dataclass(frozen=True)
@@ -194,7 +256,8 @@ class Labels:
     is_signed: whether negative numbers may mean something to the task.
     are_probabilities: whether targets of several values a sample must be probabilities.
     are_flags: whether targets must lie between 0 and 1, as the labels of a multi-label task.
-    may_be_ignored: whether -100 is allowed; a task that counts samples would count it as a wrong answer.
+    are_dense: whether a target is a class number for each of several places, such as the pixels of a mask.
+    ignored: the number that counts nowhere; None: none does, and a task that counts samples would count -100.
     one_each: whether the task counts samples, so that there must not be fewer targets.
     """
 
@@ -203,7 +266,8 @@ class Labels:
     is_signed: bool = False
     are_probabilities: bool = False
     are_flags: bool = False
-    may_be_ignored: bool = True
+    are_dense: bool = False
+    ignored: int | None = IGNORED
     one_each: bool = False
 
     def check(self, numbers: Sequence[int], targets: Any) -> None:
@@ -220,14 +284,14 @@ class Labels:
                     f"sample {numbers[row]} of the {self.name} has the target {_in_words(targets[row].flatten())}, and "
                     f"the labels of a sample are 0 or 1; type task=regression, or its target as 0s and 1s"
                 )
-        elif is_class_numbers(targets):
+        elif is_class_numbers(targets) or (self.are_dense and _is_whole(targets)):
             self._check_numbers(numbers, targets)
         elif self.are_probabilities and isinstance(targets, Tensor) and targets.is_floating_point():
             self._check_probabilities(numbers, targets)
 
     def _check_numbers(self, numbers: Sequence[int], targets: Tensor) -> None:
         targets = targets.long()  # the number of classes, and -100, may be more than a small type holds
-        if not self.may_be_ignored:
+        if self.ignored is None:
             for row in (targets == IGNORED).nonzero().flatten().tolist()[:1]:
                 raise ConfigError(
                     f"sample {numbers[row]} of the {self.name} has the target {IGNORED}, and a classification counts "
@@ -237,13 +301,29 @@ class Labels:
             return
         wrong = targets >= self.classes
         if not self.is_signed:
-            wrong |= (targets < 0) & (targets != IGNORED)
-        for row in wrong.nonzero().flatten().tolist()[:1]:
-            label = int(targets[row])
+            wrong |= targets < 0
+        wrong &= targets != (IGNORED if self.ignored is None else self.ignored)
+        for row, *place in wrong.nonzero().tolist()[:1]:
+            label = int(targets[(row, *place)])
             advice = f"dataset.classes={label + 1}" if label >= 0 else f"its target as 0 to {self.classes - 1}"
+            where = f" at {place}" if place else ""
             raise ConfigError(
-                f"sample {numbers[row]} of the {self.name} has the target {label}, and the classes are "
+                f"sample {numbers[row]} of the {self.name} has the target {label}{where}, and the classes are "
                 f"0 to {self.classes - 1}; type {advice}"
+            )
+
+    def check_masks(self, targets: Any) -> None:
+        """Raise ConfigError if the masks of some samples together hold only class 0 and the ignored label.
+
+        Binary masks of 0 and 255 do: with 255 ignored, a net that says 0 everywhere would be right everywhere.
+        """
+        if not _is_whole(targets) or self.ignored is None or (self.classes or 0) < 2:
+            return
+        if sorted({0, self.ignored}) == targets.unique().tolist():
+            raise ConfigError(
+                f"the masks of the first {len(targets)} samples of the {self.name} hold only 0 and {self.ignored}, "
+                f"which is task.ignored_label and counts nowhere; return masks with the classes 0 to "
+                f"{(self.classes or 0) - 1} from __getitem__, or type task.ignored_label={IGNORED} for other masks"
             )
 
     def _check_probabilities(self, numbers: Sequence[int], targets: Tensor) -> None:

@@ -100,6 +100,11 @@ class BatchLoader:
         """Samples of an epoch."""
         return self.dataset.epoch_samples if isinstance(self.dataset, InMemoryDataset) else len(self.dataset)
 
+    @property
+    def evaluated(self) -> range:
+        """The numbers of the samples that an evaluation takes: those of an epoch may be drawn from more."""
+        return self.dataset.evaluated if isinstance(self.dataset, InMemoryDataset) else range(len(self.dataset))
+
     def close(self) -> None:
         """End the worker processes."""
         if self.reader is not None:
@@ -149,7 +154,7 @@ class BatchLoader:
             order = self._order(generator(self.seed, epoch)).to(self.index_device)
             for start in range(skip if epoch == epochs[0] else 0, len(self), batch_size)[turns]:
                 batch = order[start : start + batch_size].clone()  # a slice would keep all of `order` in memory
-                mine = parts(batch)
+                mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # and here all of `batch`
                 yield _Planned(start, len(batch), mine, self._shares(batch, epoch, start, parts, mine))
             del order  # before the next one takes as much memory
 
@@ -186,10 +191,9 @@ class BatchLoader:
 
     def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
-        together = self.size * batch_size
-        for first in range(0, len(self), together):
-            numbers = range(first, min(first + together, len(self)))
-            yield self._indices(numbers[self.rank :: self.size])
+        together, numbers = self.size * batch_size, self.evaluated
+        for first in range(0, len(numbers), together):
+            yield self._indices(numbers[first : first + together][self.rank :: self.size])
 
     def first_sample(self) -> tuple[Any, Any]:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""
@@ -210,9 +214,9 @@ class BatchLoader:
         inputs, targets = map(self.converter.to_device, collated)
         return torch.tensor(read.numbers[: read.kept]), *self.converter(inputs, targets)
 
-    def raw_inputs(self, count: int) -> Any:
+    def raw_inputs(self, count: int, epoch: int = EVALUATION) -> Any:
         """Inputs of the first samples, at most `count`, as the data set and its transforms give them."""
-        share = _Share(EVALUATION, self._indices(range(min(count, len(self)))))
+        share = _Share(epoch, self._indices(range(min(count, len(self)))))
         return next(self._raw([share]))[0]
 
     def shown_sample(self, number: int) -> Tensor:

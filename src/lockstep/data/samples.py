@@ -5,6 +5,7 @@ An IterableDataset is read as if its items had numbers.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from lockstep.data.dataset import TARGET_KEYS, Labels, copied, map_tensors, tensors_in
+from lockstep.data.dataset import TARGET_KEYS, Labels, copied, parts_of, tensors_in, with_parts, without_samples
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
 from lockstep.data.transforms import apply_transform
 from lockstep.errors import ConfigError
+from lockstep.failures.rank import heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,8 @@ class Samples:
     sample). So its random numbers are the same in whichever rank or worker, and after a resume.
 
     name: for messages.
-    transforms: applied one after the other.
+    transforms: applied one after the other to samples of a training.
+    plain_transforms: to those of an evaluation, where none is random.
     on_error: "fail" raises SampleError for a sample that cannot be read; "skip" takes the next readable one in
         training, and leaves it out of an evaluation.
     collate_fn: list of samples -> batch.
@@ -62,11 +65,13 @@ class Samples:
         name: str = "data",
         seed: int = 0,
         transforms: Sequence[Callable[..., Any]] = (),
+        plain_transforms: Sequence[Callable[..., Any]] | None = None,
         on_error: str = "fail",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         labels: Labels | None = None,
     ) -> None:
         self.dataset, self.name, self.seed, self.transforms = dataset, name, seed, transforms
+        self.plain_transforms = transforms if plain_transforms is None else plain_transforms
         self.skips, self.labels = on_error == "skip", labels
         self.collate_fn = collate_fn or collate_samples
         self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
@@ -136,9 +141,10 @@ class Samples:
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
             if sample is None and self.skips:
                 raise ValueError("__getitem__ returned None")
-            if self.transforms:  # one that works in place must not change what the data set holds
+            transforms = self.plain_transforms if epoch == EVALUATION else self.transforms
+            if transforms:  # one that works in place must not change what the data set holds
                 sample = copied(sample)
-            for transform in self.transforms if sample is not None else ():
+            for transform in transforms if sample is not None else ():
                 sample = apply_transform(transform, sample)
         except ConfigError:
             raise
@@ -149,10 +155,10 @@ class Samples:
             ) from error
         return sample
 
-    def one(self, number: int = 0) -> tuple[Any, Any]:
+    def one(self, number: int = 0, epoch: int = EVALUATION) -> tuple[Any, Any]:
         """(inputs, targets) of one sample as a batch. Raises ConfigError if it has a form that is not known."""
         with random_states_kept():
-            number, sample = self._readable(EVALUATION, number)
+            number, sample = self._readable(epoch, number)
         batch = self.collate(Read([number], [sample], 1))
         if isinstance(batch, ConfigError):
             raise batch
@@ -181,9 +187,7 @@ class Samples:
                 self.labels.check(read.numbers, targets)
         except ConfigError as error:
             return error
-        if read.kept == 0:
-            inputs, targets = (map_tensors(lambda tensor: tensor[:0], value) for value in (inputs, targets))
-        return inputs, targets
+        return (without_samples(inputs), without_samples(targets)) if read.kept == 0 else (inputs, targets)
 
 
 def split_batch(batch: Any, name: str) -> tuple[Any, Any]:
@@ -215,12 +219,27 @@ def collate_samples(samples: list[Any]) -> Any:
 
     Raises what default_collate raises for values that it cannot put together.
     """
+    if _has_dataclass(samples[0]):
+        samples = list(map(_with_dicts, samples))
     batch, first = default_collate(samples), samples[0]
     if isinstance(first, Mapping):
         return {key: _stacked(batch[key], first[key]) for key in batch}
     if isinstance(first, tuple | list):
         return [_stacked(values, value) for values, value in zip(batch, first, strict=True)]
     return batch
+
+
+def _has_dataclass(sample: Any) -> bool:
+    return is_dataclass(sample) or any(map(_has_dataclass, (parts_of(sample) or {}).values()))
+
+
+def _with_dicts(sample: Any) -> Any:
+    """A sample with dicts in the place of dataclasses, which default_collate does not know."""
+    parts = parts_of(sample)
+    if parts is None:
+        return sample
+    parts = {name: _with_dicts(part) for name, part in parts.items()}
+    return parts if is_dataclass(sample) else with_parts(sample, parts)
 
 
 def _stacked(values: Any, first: Any) -> Any:
@@ -281,12 +300,11 @@ def _form(value: Any) -> str:
 
 def _values(value: Any, place: str = "") -> list[tuple[str, Any]]:
     """(place, value) of each value in a sample. A list of numbers is one."""
-    if isinstance(value, Mapping):
-        return [found for key in value for found in _values(value[key], f" as {key}")]
-    is_numbers = isinstance(value, list) and all(isinstance(item, int | float) for item in value)
-    if isinstance(value, tuple | list) and not is_numbers:
-        return [found for item in value for found in _values(item, place)]
-    return [(place, value)]
+    parts = parts_of(value)
+    if parts is None or (isinstance(value, list) and all(isinstance(item, int | float) for item in value)):
+        return [(place, value)]
+    names = ((f" as {name}" if isinstance(name, str) else place, part) for name, part in parts.items())
+    return [found for name, part in names for found in _values(part, name)]
 
 
 class Stream:
@@ -320,6 +338,7 @@ class Stream:
                     f"type return {self.position + 1} there, or let it give the rest"
                 ) from None
             self.position += 1
+            heartbeat()  # a resumed run reads what it had used before, which may take a while
         return item
 
     def _start(self, epoch: int) -> None:

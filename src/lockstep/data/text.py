@@ -160,6 +160,11 @@ class TextWindows(InMemoryDataset):
     def epoch_samples(self) -> int:
         return self.drawn
 
+    @property
+    def evaluated(self) -> range:
+        """The windows that lie side by side: each token is a target once."""
+        return range(0, len(self), self.block)
+
     def epoch_order(self, generator: torch.Generator) -> Tensor:
         return torch.randint(len(self), (self.drawn,), generator=generator)
 

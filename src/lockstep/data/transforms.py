@@ -6,7 +6,7 @@ on the device, targets included. To add one of these: a class derived from `Batc
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.compat import standard_gamma
+from lockstep.compat import moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
-from lockstep.data.dataset import TARGET_KEYS, map_tensors
+from lockstep.data.dataset import TARGET_KEYS, map_tensors, parts_of, values_in, with_parts
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
@@ -29,29 +29,31 @@ SEEDS = 2**53  # whole numbers that a float64 holds
 def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
     """Apply a transform to one sample: one of torchvision's v2 to all of it, any other one to the inputs.
 
-    One of torchvision's v2 changes masks and boxes with their image, also those inside of a dict or a tuple of targets.
-    A tensor or an array of the image's height and width is a mask, and so is an image of Pillow with one number for a
-    pixel beside one of another mode. Raises ConfigError for an image that is an array if the transform would leave it
-    as it is.
+    One of torchvision's v2 changes what belongs to an image with it, in tuples (named ones too), lists, mappings and
+    dataclasses. A tensor or an array of the image's height and width is a mask, but another image if it stands among
+    the inputs and has the image's shape and type; an image of Pillow with one number for a pixel beside one of another
+    mode is a mask too. Raises ConfigError for what would stay behind: an image that is an array, boxes that are plain
+    numbers, values (height, width, channels).
 
-    Any other one gets the inputs alone, or the whole sample if that is a dict.
+    Any other one gets the inputs alone, or the whole sample if that has names.
     """
     v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
-    is_v2 = v2 is not None and isinstance(transform, v2.Transform)
-    if is_v2 and isinstance(sample, Mapping):
-        image = next((value for key, value in sample.items() if key not in TARGET_KEYS), None)
-        sample = {key: _as_masks(value, image) if key in TARGET_KEYS else value for key, value in sample.items()}
-    if not isinstance(sample, tuple | list):
-        return transform(sample)
-    if v2 is None or not is_v2:
-        return (transform(sample[0]), *sample[1:])
-    image, *others = sample
+    if v2 is None or not isinstance(transform, v2.Transform):
+        if not isinstance(sample, tuple | list):
+            return transform(sample)
+        parts = parts_of(sample) or {}
+        return with_parts(sample, parts | dict.fromkeys([*parts][:1], transform(sample[0])))
+    if type(transform) is v2.Compose and all(isinstance(inner, v2.Transform) for inner in transform.transforms):
+        for inner in transform.transforms:
+            sample = apply_transform(inner, sample)
+        return sample
+    belongings = Belongings(sample, moves_pixels(transform))
     several = (v2.Compose, v2.RandomApply, v2.RandomChoice, v2.RandomOrder, v2.Lambda)
     is_torchvisions = type(transform).__module__.startswith("torchvision.") and not isinstance(transform, several)
-    may_be_left = is_torchvisions and isinstance(image, np.ndarray)
+    may_be_left = is_torchvisions and isinstance(belongings.image, np.ndarray)
     try:
-        changed = transform((image, *(_as_masks(value, image) for value in others)))
-        is_left = may_be_left and changed[0] is image
+        changed = transform(belongings.marked(sample))
+        is_left = may_be_left and any(value is belongings.image for value in values_in(changed))
     except TypeError:  # some refuse a sample without an image
         if not may_be_left:
             raise
@@ -62,24 +64,96 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
             f"torch.from_numpy(image) with the shape (C, H, W) from __getitem__, or, for (H, W, C), type "
             f"dataset.transforms='[{{_target_:torchvision.transforms.v2.ToImage}}, ...]'"
         )
-    return changed
+    return _as_before(sample, changed)
 
 
-def _as_masks(value: Any, image: Any) -> Any:
-    """What has an image's height and width as a mask: torchvision changes no other values with their image."""
-    if type(value) is dict:
-        return {key: _as_masks(item, image) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_as_masks(item, image) for item in value)
-    if hasattr(value, "getbands"):
-        is_mask = value.mode in MASK_MODES and value.mode != getattr(image, "mode", None)
-    else:
-        is_mask = (type(value) is Tensor or isinstance(value, np.ndarray)) and value.ndim >= 2
-    if not is_mask or not any(size in _sizes(image) for size in _sizes(value)[:1]):
+def _as_before(sample: Any, changed: Any) -> Any:
+    """What torchvision has changed, in the containers of `sample`: it takes mappings and dataclasses for one value."""
+    parts = parts_of(sample)
+    if parts is None:
+        return changed
+    values = parts_of(changed) or {}
+    return with_parts(sample, {name: _as_before(part, values[name]) for name, part in parts.items()})
+
+
+class Belongings:
+    """What belongs to the image of a sample, as torchvision's v2 knows it: images and masks that move with it.
+
+    image: the first one among the inputs; None without one.
+    moves: whether the transform moves pixels. Then what it would leave behind is refused.
+    """
+
+    def __init__(self, sample: Any, moves: bool) -> None:
+        self.moves = moves
+        inputs = _inputs_of(sample)
+        images = [value for value in values_in(inputs) if _is_image(value)]
+        flat = [value for value in values_in(inputs) if getattr(value, "ndim", 0) == 2]
+        self.image = next(iter(images or flat), None)
+
+    def marked(self, value: Any, name: str = "", is_target: bool = False, is_top: bool = True) -> Any:
+        """`value`, a sample or a part of one called `name`, with what belongs to the image in torchvision's types.
+
+        Mappings and dataclasses become dicts. Raises ConfigError for what would be left behind.
+        """
+        parts = parts_of(value)
+        if parts is None:
+            return self._marked_value(value, name, is_target)
+        names_targets = is_top and not isinstance(value, tuple | list)
+        marked = {
+            key: self.marked(
+                part,
+                str(key),
+                is_target or (key in TARGET_KEYS if names_targets else is_top and place > 0),
+                is_top=False,
+            )
+            for place, (key, part) in enumerate(parts.items())
+        }
+        return with_parts(value, marked) if isinstance(value, tuple | list) else marked
+
+    def _marked_value(self, value: Any, name: str, is_target: bool) -> Any:
+        from torchvision import tv_tensors
+
+        if value is self.image:  # of plain tensors torchvision changes the first one, which may be another
+            return tv_tensors.Image(value) if type(value) is Tensor else value
+        if hasattr(value, "getbands"):
+            is_mask = value.mode in MASK_MODES and value.mode != getattr(self.image, "mode", None)
+            return tv_tensors.Mask(value) if is_mask and _sizes(value)[0] in _sizes(self.image) else value
+        if not (type(value) is Tensor or isinstance(value, np.ndarray)) or value.ndim < 2:
+            return value
+        if not is_target and self._is_twin(value):
+            return tv_tensors.Image(value)
+        if value.shape[-2:] in _sizes(self.image):
+            return tv_tensors.Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        last = value.ndim == 3 and tuple(value.shape[:2]) in _sizes(self.image)
+        boxes = value.ndim == 2 and value.shape[1] == 4 and "box" in name.lower()
+        if self.moves and self.image is not None and (last or boxes):
+            form = "torchvision.tv_tensors.BoundingBoxes(boxes, format=..., canvas_size=(H, W))"
+            raise ConfigError(
+                f"a sample has {name if name and not name.isdigit() else 'a target'} of the shape {list(value.shape)} "
+                f"beside its image, which a transform of torchvision moves without it; return "
+                f"{form if boxes else 'the shape (H, W) or (C, H, W)'} from __getitem__"
+            )
         return value
-    from torchvision.tv_tensors import Mask
 
-    return Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+    def _is_twin(self, value: Any) -> bool:
+        """Whether a value is a second image, of the first one's shape and type."""
+        image = self.image
+        if type(value) is not Tensor or not isinstance(image, Tensor) or image.ndim < 3:
+            return False
+        return value.shape == image.shape and value.dtype == image.dtype
+
+
+def _inputs_of(sample: Any) -> Any:
+    parts = parts_of(sample)
+    if parts is None:
+        return sample
+    if isinstance(sample, tuple | list):
+        return next(iter(parts.values()), None)
+    return {name: part for name, part in parts.items() if name not in TARGET_KEYS}
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "getbands") or (isinstance(value, Tensor | np.ndarray) and value.ndim >= 3)
 
 
 def _sizes(image: Any) -> list[tuple[int, ...]]:
@@ -143,6 +217,12 @@ class Augment:
         """
 
         def moved(target: Tensor) -> Tensor:
+            if target.dim() == 4 and target.shape[1:3] == images.shape[-2:] != target.shape[-2:]:
+                raise ConfigError(
+                    f"the targets have the shape {list(target.shape[1:])}, with the channels last, and "
+                    f"dataset.augment moves masks (H, W) or (C, H, W); return these from __getitem__, or type "
+                    f"dataset.augment.pad=0 dataset.augment.flip=false"
+                )
             if target.dim() < 3 or target.shape[-2:] != images.shape[-2:]:
                 return target
             return self(target.flatten(1, -3) if target.dim() > 3 else target[:, None], plan).reshape(target.shape)

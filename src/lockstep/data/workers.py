@@ -1,6 +1,7 @@
 """A DataLoader whose worker processes start once, end with their rank, and leave no files."""
 
 import atexit
+import fcntl
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
@@ -172,22 +173,36 @@ def _prepare_worker(rank: int, begun: Semaphore, number: int) -> None:
 
     rank: the process that reads what this worker, worker `number`, has loaded. begun: tells it that the worker begins.
     """
+    _separate_descriptors()
     begun.release()
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL, parent=rank)
-    _close_connections()
 
 
-def _close_connections() -> None:
-    """Close the copies of the rank's sockets and named pipes.
+def _separate_descriptors() -> None:
+    """Close the copies of the rank's sockets and named pipes, and open the files that it reads a second time.
 
-    While a copy is open, other ranks do not notice that the rank has closed its own.
+    While a copy of a socket is open, other ranks do not notice that the rank has closed its own. A copied file has one
+    position for the rank and all its workers: each of them would read on where another one has stopped.
     """
     with suppress(FileNotFoundError), open(os.devnull) as null:  # no /proc on macOS, where nothing is copied
-        for name in os.listdir("/proc/self/fd"):
+        for number in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):
-                mode, target = os.fstat(int(name)).st_mode, os.readlink(f"/proc/self/fd/{name}")
-                is_named_pipe = stat.S_ISFIFO(mode) and not target.startswith("pipe:")
-                if int(name) > STANDARD_ERROR and (stat.S_ISSOCK(mode) or is_named_pipe):
-                    os.dup2(null.fileno(), int(name))  # the number stays in use: an object may close it again
+                if number > STANDARD_ERROR:
+                    _separate(number, null.fileno())
+
+
+def _separate(number: int, null: int) -> None:
+    """As `_separate_descriptors`, for one. Its number stays in use: an object reads from it, or closes it again."""
+    mode, link = os.fstat(number).st_mode, f"/proc/self/fd/{number}"
+    if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and not os.readlink(link).startswith("pipe:")):
+        os.dup2(null, number)
+    flags = fcntl.fcntl(number, fcntl.F_GETFL)
+    if stat.S_ISREG(mode) and flags & os.O_ACCMODE != os.O_WRONLY:
+        own = os.open(link, flags)
+        try:
+            os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(own, number, inheritable=os.get_inheritable(number))
+        finally:
+            os.close(own)

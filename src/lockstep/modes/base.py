@@ -126,6 +126,7 @@ class Mode:
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
             trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
+            _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)
             monitor.enter("mode")
             return self.run(trained)
@@ -165,6 +166,24 @@ def begin(cfg: DictConfig, record: "ConfigRecord", world: "World", logs: "RankLo
         log.warning("%s", record.notice)
     join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
     build.check_same_config(record, world)
+
+
+def _require_same_classes(trained: TrainedRun) -> None:
+    """Raise ConfigError if a class number, or a token number of a text, has another name than in the training."""
+    from lockstep.data.dataset import class_names, require_same_classes
+    from lockstep.data.text import TextWindows
+
+    dataset, symbols = trained.train_loader.dataset, None
+    for data in (dataset, trained.eval_loader.dataset):
+        advice = "type dataset=<data with the classes of the training>"
+        require_same_classes(trained.classes, class_names(data), "the training", "this data", advice)
+    with suppress(ConfigError):
+        symbols = read_run(trained.folder)["data"].get("symbols")
+    if isinstance(dataset, TextWindows) and symbols not in (None, dataset.text.symbols_hash):
+        raise ConfigError(
+            "the text has other symbols than the one that the model was trained on, which would be shown in their "
+            "place; type dataset.path=<the text that it was trained on>"
+        )
 
 
 def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> None:

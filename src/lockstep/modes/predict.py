@@ -47,14 +47,13 @@ class Predict(Mode):
             raise ConfigError("mode=predict writes a row for each sample; type dataset.on_error=fail")
         columns = predict(trained, self.split)
         rows = sum(world.all_gather_json(len(next(iter(columns.values()), ()))))
-        if rows != len(loader):
-            raise ConfigError(
-                f"{len(loader) - rows} samples of {len(loader)} have no prediction; type dataset.on_error=fail"
-            )
+        samples = len(loader.evaluated)
+        if rows != samples:
+            raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type dataset.on_error=fail")
         shares = world.gather_state({"share": loader.rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
-        lines = table(in_order(shares, loader.size, len(loader)), trained.classes) if world.is_rank_zero else iter(())
-        log.info("predicted: %d samples of %s at step %d", len(loader), self.split, trained.step)
+        lines = table(in_order(shares, loader.size, samples), trained.classes) if world.is_rank_zero else iter(())
+        log.info("predicted: %d samples of %s at step %d", samples, self.split, trained.step)
         write_output(world, path, lines)
 
 
@@ -62,6 +61,8 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     """The columns of this rank's share, without rows where another rank computes the outputs."""
     import torch
 
+    from lockstep.data.partition import fold_in, seeded
+    from lockstep.data.samples import EVALUATION
     from lockstep.distributed import signals
     from lockstep.failures import rank as monitor
     from lockstep.training.setup import autocast
@@ -76,8 +77,9 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     monitor.enter("evaluation")
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
-    with state.ema_weights(), torch.no_grad():
-        for inputs, targets in trained.loader(split).eval_batches(settings.eval_batch_size):
+    loader = trained.loader(split)
+    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.rank)):
+        for inputs, targets in loader.eval_batches(settings.eval_batch_size):
             strategy.eval_step(inputs, targets, keep, context)
             monitor.heartbeat()
             if signals.stop_requested():

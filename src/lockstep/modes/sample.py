@@ -1,14 +1,11 @@
 """mode=sample: text that a trained language model writes."""
 
 import logging
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from lockstep.config.schema import Count, Limits, NotNegative, Seed
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
-from lockstep.runs.record import read_run
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +45,7 @@ class Sample(Mode):
             raise ConfigError(f"mode=sample writes in one process, not in {job.world_size}; type launch=env")
 
     def run(self, trained: TrainedRun) -> None:
-        """Raises ConfigError if the run was not trained on a text, on other symbols, or not on those of the prompt."""
+        """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""
         import torch
 
         from lockstep.data.text import TextWindows
@@ -57,7 +54,6 @@ class Sample(Mode):
         dataset = trained.train_loader.dataset
         if not isinstance(dataset, TextWindows):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
-        _require_same_symbols(trained.folder, dataset.text.symbols_hash)
         state, device = trained.state, trained.world.device
         model = state.strategy.model.eval()
         tokens = dataset.text.encode(self.prompt).to(device)
@@ -83,15 +79,3 @@ class Sample(Mode):
         if scores.max().isinf():  # of so small a temperature that only the likeliest token is left
             return likeliest
         return torch.multinomial(scores.softmax(0), 1, generator=generator)
-
-
-def _require_same_symbols(folder: Path, symbols_hash: str) -> None:
-    """Raise ConfigError if the text is not written with the symbols of the one that the run was trained on."""
-    recorded = None
-    with suppress(ConfigError):
-        recorded = read_run(folder)["data"].get("symbols")
-    if recorded not in (None, symbols_hash):
-        raise ConfigError(
-            "the text has other symbols than the one that the model was trained on, which would be shown in their "
-            "place; type dataset.path=<the text that it was trained on>"
-        )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lockstep.data.dataset import map_tensors, tensors_in
+from lockstep.data.dataset import map_tensors, tensors_in, without_samples
 from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
@@ -267,5 +267,6 @@ def forward_empty_batch(module: nn.Module, inputs: Any) -> Any:
         for part in module.modules():
             if isinstance(part, SyncBatchNorm):
                 stack.enter_context(part.without_samples())
-        outputs = module(map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]), inputs))
-    return map_tensors(lambda tensor: tensor[:0], outputs)
+        ones = map_tensors(lambda tensor: tensor.new_ones(2, *tensor.shape[1:]) if tensor.dim() else tensor, inputs)
+        outputs = module(ones)
+    return without_samples(outputs)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
+from lockstep.data.partition import fold_in, seeded
+from lockstep.data.samples import EVALUATION
 from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
@@ -97,7 +99,8 @@ def evaluate(
     is_stopped, vote = False, StopVote(strategy.world, flags=1)
     strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
-    with state.ema_weights(), torch.no_grad():
+    # What the model draws does not depend on what was drawn before: a stop changes nothing.
+    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.rank)):
         strategy.sync_buffers()
         for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
             strategy.eval_step(inputs, targets, count, context)
@@ -130,7 +133,7 @@ class Evaluator:
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
         if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
-            report = self.state.task.report(Share(loader.rank, loader.size, len(loader)), self.wanted.images)
+            report = self.state.task.report(Share(loader.rank, loader.size, len(loader.evaluated)), self.wanted.images)
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
