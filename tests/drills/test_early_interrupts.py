@@ -13,7 +13,7 @@ import pytest
 
 from support.commands import LAUNCHERS, TRAIN, processes_of, skip_without_mpirun, wait_for
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.new_process]
 
 MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]  # seconds after the start
 FOREIGN_MOMENTS = {

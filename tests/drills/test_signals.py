@@ -15,7 +15,7 @@ from support.commands import LAUNCHERS, STARTERS, Command, processes_of, wait_fo
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.new_process]
 
 TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM

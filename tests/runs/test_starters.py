@@ -19,6 +19,7 @@ from support.ports import free_port
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]
 MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
+pytestmark = pytest.mark.new_process
 NEEDS_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
@@ -32,7 +33,7 @@ STARTERS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """The run that all others must equal: one plain process."""
-    return Command([*PYTHON_TRAIN, *SHORT], tmp_path_factory.mktemp("alone")).finish()
+    return Command([*PYTHON_TRAIN, *SHORT], tmp_path_factory.mktemp("alone"), new_process=True).finish()
 
 
 def check_folder(run: Command, ranks: int) -> None:
