@@ -163,6 +163,7 @@ def _become(words: list[str], folder: str, env: dict[str, str], output: int) -> 
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None
+    del sys.modules["__mp_main__"]  # this file, as multiprocessing has noted it
     sys.modules["numpy"].random.seed()  # each new process draws other numbers
     sys.argv = words
     try:
