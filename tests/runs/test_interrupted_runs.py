@@ -27,7 +27,6 @@ from support.commands import (
 from support.event_files import scalars
 from support.ports import free_port
 from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
-from support.worlds import same_bits
 
 LONG = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"]
 
@@ -151,21 +150,6 @@ def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tm
 def forked_ranks(run: Command) -> list[int]:
     """The ranks of launch=fork have the command line of their parent."""
     return ranks_of_torchrun(run.process.pid)
-
-
-def test_killed_workers_are_restarted_by_torchrun_and_end_with_the_same_bits(start, tmp_path):
-    training = [*SLOW, "trainer.epochs=8"]
-    start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=3", TRAIN]
-    run = start(*torchrun, *training, "hydra.run.dir=disturbed")
-    disturbed = tmp_path / "disturbed"
-    wait_for_snapshot(disturbed)
-    os.kill(ranks_of_torchrun(run.process.pid)[0], signal.SIGKILL)
-    run.finish()
-    assert count_resumptions(disturbed) == 1
-    assert same_bits(tmp_path / "undisturbed", disturbed)
-    steps = [step for step, _ in scalars(disturbed)["train/running_loss"]]
-    assert steps == sorted(set(steps))
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(start, train, tmp_path):
