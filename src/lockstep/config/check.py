@@ -35,8 +35,8 @@ from lockstep.config.schema import (
     show,
 )
 from lockstep.config.suggest import (
-    ALIASES,
     NOT_ON_CONFIG,
+    OTHER_NAMES,
     closest,
     removed_key,
     unknown_key,
@@ -133,7 +133,7 @@ def _check_sections(config: Node) -> None:
     for name in (*SECTIONS, *NEEDED_GROUPS):
         node = _node(config, name)
         if node is None and name != "dataset.augment":
-            raise ConfigError(removed_key(name, []))
+            raise ConfigError(removed_key(name))
         if not isinstance(node, dict):
             raise ConfigError(value_for_section(name, show(node)))
         target = node.get("_target_")
@@ -142,7 +142,7 @@ def _check_sections(config: Node) -> None:
     for section in ALL_SECTIONS:
         for key in section_rules(config, section):
             if key not in _node(config, section):
-                raise ConfigError(removed_key(join(section, key), []))
+                raise ConfigError(removed_key(join(section, key)))
     keys = [key for key in flatten(config) if key.partition(".")[0] in (*SECTIONS, *NEEDED_GROUPS)]
     for section in SECTIONS:
         known = section_rules(config, section)
@@ -153,7 +153,7 @@ def _check_sections(config: Node) -> None:
 
 
 def _check_dataset(dataset: Node) -> None:
-    """Both halves have a reader, and mean and std have one number for each channel, or one for all."""
+    """Both halves have a reader, and mean and std have one number for each channel."""
     for half in ("train", "test"):
         reader = dataset.get(half)
         if half == "test" and reader is None:
@@ -175,12 +175,11 @@ def _check_dataset(dataset: Node) -> None:
     if shape is None or len(shape) != 3:
         return
     for name in ("mean", "std"):
-        values = dataset[name]
-        if values is not None and len(values) not in (1, shape[0]):
-            numbers = "1 number" if shape[0] == 1 else f"1 or {shape[0]} numbers"
+        values, channels = dataset[name], shape[0]
+        if values is not None and len(values) != channels:
             raise ConfigError(
-                f"dataset.{name}={show(values)} must be {numbers}, as the images have the shape {show(shape)}; "
-                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+                f"dataset.{name}={show(values)} must be a list of {channels}, one number for each channel of images of "
+                f"shape {show(shape)}; type dataset.{name}={show([0.5] * channels)} or dataset.{name}=null"
             )
 
 
@@ -372,7 +371,7 @@ def check_unread_overrides(cfg: DictConfig, values: Node, hydra_cfg: HydraConf) 
     for key, value in _unread(cfg, hydra_cfg).items():
         top, dot, _ = key.partition(".")
         is_name = key in names and key != "name"  # which is a label of the run, and no backend.name
-        if _is_misspelled(top) or (not dot and (is_name or key in ALIASES)):
+        if _is_misspelled(top) or (not dot and (is_name or key in OTHER_NAMES)):
             others = [other for other in keys if other != key]
             raise ConfigError(unknown_key(key, value, others, {}))
 
