@@ -64,6 +64,7 @@ from lockstep.hydra_errors import (
     config_folders,
     find_cause,
     missing_value,
+    search_path,
     typed_value,
 )
 from lockstep.launchers.base import RankFailed, flush_output
@@ -364,7 +365,10 @@ def require_words_of_finished_run(argv: list[str]) -> list[str]:
     """
     typed = argv[1:]
     folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
-    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
+    is_finished = False
+    with suppress(ConfigError):
+        is_finished = state_of(read_run(folder)) == FINISHED
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not is_finished:
         return argv
     left_out = _recorded_words(folder, typed)
     words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
@@ -374,13 +378,6 @@ def require_words_of_finished_run(argv: list[str]) -> list[str]:
             f"hydra.run.dir=<a new folder> for another run"
         )
     return argv
-
-
-def _is_finished(folder: Path) -> bool:
-    """Whether `folder` is that of a run that has finished, by its run.json."""
-    with suppress(ConfigError):
-        return state_of(read_run(folder)) == FINISHED
-    return False
 
 
 def with_trained_run(argv: list[str]) -> list[str]:
@@ -506,7 +503,9 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     parsed = _parse_flags(flags, overrides)
     _check_package(parsed)
     _check_config_folders(parsed, Path(argv[0]).parent)
-    _check_search_path(typed_value("hydra.searchpath", overrides))
+    for folder in search_path(overrides):
+        if "://" not in folder and "${" not in folder and not Path(folder).is_dir():  # Hydra would leave it out
+            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
     _check_spaces(overrides)
     _check_presets(overrides, words)
     for word in overrides:
@@ -576,14 +575,6 @@ def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
             if not folder.is_dir():
                 raise ConfigError(f"--config-{name}={typed} is no folder; type --config-{name}=<a folder of configs>")
             refuse_foreign_record(folder, flags.config_name or "config")
-
-
-def _check_search_path(typed: str | None) -> None:
-    """Raise ConfigError for a folder that does not exist, which Hydra would leave out with a warning."""
-    for item in (typed or "").strip("'\"[]").split(","):
-        folder = item.strip(" '\"").removeprefix("file://")
-        if folder not in ("", "null") and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
-            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
 
 
 def _check_package(flags: Namespace) -> None:

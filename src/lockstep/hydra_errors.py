@@ -219,9 +219,14 @@ def _mistake_in_file(word: str, arguments: list[str]) -> str | None:
 def config_folders(arguments: Sequence[str]) -> list[Path]:
     """conf/, and the folders of configs that were typed."""
     flag = _flags(arguments).get("--config-dir")
-    listed = (typed_value("hydra.searchpath", arguments) or "").strip("[]'\"").split(",")
-    typed = [item.strip(" '\"").removeprefix("file://") for item in listed]
-    return [CONF, *(Path(folder) for folder in [flag, *typed] if folder)]
+    return [CONF, *(Path(folder) for folder in [flag, *search_path(arguments)] if folder)]
+
+
+def search_path(arguments: Sequence[str]) -> list[str]:
+    """The folders of the typed hydra.searchpath."""
+    typed = (typed_value("hydra.searchpath", arguments) or "").strip("[]'\"")
+    folders = [item.strip(" '\"").removeprefix("file://") for item in typed.split(",")]
+    return [folder for folder in folders if folder not in ("", "null")]
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ from lockstep.config.schema import (
     enumerate_words,
     flatten,
     join,
+    node_at,
     node_in_conf,
     nodes_with_target,
     option_rules,
@@ -72,7 +73,7 @@ def as_declared(config: Node) -> Node:
     {watch: {weights: off}} of a YAML file "off".
     """
     for section in ALL_SECTIONS:
-        node = _node(config, section)
+        node = node_at(config, section)
         if isinstance(node, dict):
             for name, rule in section_rules(config, section).items():
                 if name in node:
@@ -85,7 +86,7 @@ def check_config(cfg: DictConfig | Node) -> None:
     config = as_dict(cfg)
     _check_sections(config)
     for section in ALL_SECTIONS:
-        node = _node(config, section)
+        node = node_at(config, section)
         for name, rule in section_rules(config, section).items():
             check_value(join(section, name), node[name], rule)
     _check_dataset(config["dataset"])
@@ -115,14 +116,6 @@ def wrong_value(key: str, value: object, rule: Rule, default: object = None) -> 
     return f"{key}={shown} must be {rule.must_be}; type {rule.what_to_type(key, value, default)}"
 
 
-def _node(config: Node, section: str) -> Any:
-    """The node with this dotted name, the whole config for an empty name."""
-    node: Any = config
-    for name in filter(None, section.split(".")):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
-
-
 def _check_sections(config: Node) -> None:
     """`~key`, `key=value` for a whole section, and `+key` can change what the composition guarantees."""
     for name in ("experiment", "local"):
@@ -131,7 +124,7 @@ def _check_sections(config: Node) -> None:
     if len(SECTIONS.keys() - config.keys()) > len(SECTIONS) // 2:
         raise ConfigError(NOT_ON_CONFIG)
     for name in (*SECTIONS, *NEEDED_GROUPS):
-        node = _node(config, name)
+        node = node_at(config, name)
         if node is None and name != "dataset.augment":
             raise ConfigError(removed_key(name))
         if not isinstance(node, dict):
@@ -141,12 +134,12 @@ def _check_sections(config: Node) -> None:
             raise ConfigError(f"{name}._target_ names no class; type {name}=<an option in conf/{name}>")
     for section in ALL_SECTIONS:
         for key in section_rules(config, section):
-            if key not in _node(config, section):
+            if key not in node_at(config, section):
                 raise ConfigError(removed_key(join(section, key)))
     keys = [key for key in flatten(config) if key.partition(".")[0] in (*SECTIONS, *NEEDED_GROUPS)]
     for section in SECTIONS:
         known = section_rules(config, section)
-        for key, value in _node(config, section).items():
+        for key, value in node_at(config, section).items():
             if key not in known:
                 others = [other for other in keys if other != join(section, key)]
                 raise ConfigError(unknown_key(join(section, key), show(value), others, {}))
@@ -237,10 +230,13 @@ def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
     """
     config = as_dict(cfg)
     for group in groups:
-        found = {key: locate(f"{key}._target_", node["_target_"], group) for key, node in _nodes(config, group)}
+        found = {
+            key: locate(f"{key}._target_", node["_target_"], group)
+            for key, node in nodes_with_target(config.get(group), group)
+        }
         if group == "dataset":
             _check_values("dataset", config[group], rules_of_readers(config[group], found), config[group])
-        for key, node in _nodes(config, group):
+        for key, node in nodes_with_target(config.get(group), group):
             check_signature(key, node, found[key])
             _check_values(key, node, option_rules(key, node["_target_"], found[key]), node)
     if groups is CHECKED:
@@ -248,10 +244,6 @@ def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
         _check_model_fits_data(config["model"], config["dataset"])
         _check_task(config)
         _check_optimizer(config["optimizer"])
-
-
-def _nodes(config: Node, group: str) -> list[tuple[str, Node]]:
-    return list(nodes_with_target(config.get(group), group))
 
 
 def _check_values(key: str, node: Node, known: Mapping[str, Rule], named: Node) -> None:

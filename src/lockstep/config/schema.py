@@ -245,7 +245,7 @@ def _lines(text: str) -> dict[str, str]:
 def _with_help(rule: Rule, line: str) -> Rule:
     is_word = line.partition(":")[0] in rule.words  # spawn: a fresh interpreter
     help = line if is_word else line[:1].upper() + line[1:] or rule.help
-    return Rule(rule.kinds, rule.is_list, rule.nullable, rule.words, rule.limits, help)
+    return replace(rule, help=help)
 
 
 def _rule(annotation: Any) -> Rule | None:
@@ -617,10 +617,7 @@ def find_rule(key: str) -> Rule | None:
 
 def default_of(key: str) -> object:
     """The value of a key of a section in conf/config.yaml; None for other keys."""
-    node: Any = values_in_conf()
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
+    return node_at(values_in_conf(), key)
 
 
 def option_rules(key: str, path: str, target: Callable[..., Any]) -> dict[str, Rule]:
@@ -664,9 +661,7 @@ def nodes_in_conf(key: str) -> Iterator[Node]:
     """The node `key` of each option in conf/ that has one. strategy=fsdp has one of the optimizer, without a class."""
     for group, options in GROUPS.items():
         for option in options:
-            node: Any = _all_values_in_conf(group, option)
-            for name in key.split("."):
-                node = node.get(name) if isinstance(node, dict) else None
+            node = node_at(_all_values_in_conf(group, option), key)
             if isinstance(node, dict):
                 yield node
 
@@ -674,6 +669,14 @@ def nodes_in_conf(key: str) -> Iterator[Node]:
 def node_in_conf(key: str, target: str) -> Node:
     """The node `key` of the option in conf/ with this `_target_` there, empty without one."""
     return next((node for node in nodes_in_conf(key) if node.get("_target_") == target), {})
+
+
+def node_at(config: Node, key: str) -> Any:
+    """What stands at a key such as trainer.epochs: None if there is nothing. The whole config for an empty key."""
+    node: Any = config
+    for name in filter(None, key.split(".")):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]:

@@ -88,7 +88,8 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
     group, _, name = key.partition(".")
     if group in OWN_CLASSES and name and chosen.get(group) not in (None, *GROUPS[group]):
         return f"{key} is no key of this config; type +{key}={typed} if your class takes it"
-    owner = None if name in ("name", "type", "option") and value in GROUPS.get(group, ()) else _owner(key, chosen)
+    is_option = name in ("name", "type", "option") and value in GROUPS.get(group, ())
+    owner = None if is_option or OTHER_NAMES.get(name, key) != key else _owner(key, chosen)
     if owner is None:
         return f"{key} is no key of this config; type {replacement(key, value, keys) or _all_keys(key)}"
     choose, listed, rule, default = owner
@@ -116,8 +117,7 @@ def replacement(key: str, value: str | None, keys: Sequence[str]) -> str | None:
         return f"{section}={option}"
     meant = None if section else _closest_group(key, value)
     if meant is not None:
-        option = "<option>" if value is None else closest(value, GROUPS[meant]) or "<option>"
-        return f"{meant}={option}"
+        return f"{meant}={closest(typed, GROUPS[meant]) or '<value>'}"
     first, dot, rest = key.partition(".")
     known = {*GROUPS, *SECTIONS}
     if dot and first not in known:  # trainr.epoch
