@@ -144,7 +144,7 @@ def test_words_that_contradict_each_other_are_refused(typed: str, said: str, adv
         ("~task.metrics.loss", "task.metrics has no loss, which every run reports; type ++task.metrics.loss=min"),
         (
             "task=language_modelling +task.metrics.accuracy=max",
-            "is not measured by this task, which has loss and perplexity; type ~task.metrics.accuracy",
+            "is not measured by this task, which has loss and perplexity; leave it out, or type task=<an option",
         ),
         (
             "task.loss={_target_:torch.nn.CrossEntropyLoss} task.label_smoothing=0.3",

@@ -115,7 +115,7 @@ def test_links_and_damaged_records_cost_a_table_no_run(tmp_path: Path) -> None:
         (["table", "a", "--sort", "optimizer.l"], "type --sort optimizer.lr"),
         (["table", "a", "--columns", "run,,seed"], "type --columns objective"),
         (["table", "a", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
-        (["table", "a", "--filter", "seeds=1"], "type --filter seed"),
+        (["table", "a", "--filter", "seeds=1"], "type --filter seed=<value>"),
         (["table", "a", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
     ],
     ids=" ".join,

@@ -304,7 +304,10 @@ def _check_task(config: Node) -> None:
             raise ConfigError(f"{key}={show(mode)} must be min or max; type {key}=min or {key}=max")
         if task["_target_"] == LANGUAGE_MODELLING and name not in OF_LANGUAGE_MODELLING:
             known = " and ".join(OF_LANGUAGE_MODELLING)
-            raise ConfigError(f"{key} is not measured by this task, which has {known}; type ~{key}")
+            raise ConfigError(
+                f"{key} is not measured by this task, which has {known}; leave it out, or type task=<an option in "
+                f"conf/task>"
+            )
     smoothing = task.get("label_smoothing")
     if task.get("loss") and smoothing:
         raise ConfigError(

@@ -156,7 +156,9 @@ class Rule:
         if number is not None and not self.is_list and self.is_number:
             whole = int(number) if abs(number) < LARGEST_SEED and number == int(number) else number
             return [whole] if self.accepts(whole) else []
-        return [word for word in self.words if str(typed) and str(typed).lower() in show(word)] if self.words else []
+        parts = [part for part in re.findall(r"[a-z]+|\d+", str(typed).lower()) if len(part) > 1]  # 16-mixed, float32
+        counts = {word: sum(part in show(word) for part in parts) for word in self.words}
+        return [word for word, count in counts.items() if count == max(counts.values()) > 0]
 
     def _describe_item(self) -> str:
         described = [show(word) for word in self.words]

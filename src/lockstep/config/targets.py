@@ -198,7 +198,8 @@ PACKAGES = {name: name for name in ("datasets", "einops", "kornia", "lightning",
 PACKAGES |= {name: name for name in ("albumentations", "peft", "torchmetrics", "transformers", "webdataset")}
 PACKAGES |= {"cv2": "opencv-python", "open_clip": "open_clip_torch", "sklearn": "scikit-learn"}
 PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torch_geometric": "torch-geometric"}
-_TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+TAKES_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def without_untaken(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -312,12 +313,16 @@ def check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
         return
     given = set(node) - HYDRA_KEYS - NOT_PASSED.get(key, frozenset())
     by_position = len(node.get("_args_") or ()) + (key in POSITIONAL)
-    filled = set(list(_positional(parameters))[:by_position])
+    filled = set([name for name, parameter in parameters.items() if parameter.kind in TAKEN_BY_POSITION][:by_position])
     unknown = [name for name in node if name in given and (name not in parameters or name in filled)]
     if unknown and not (_takes_any_name(parameters) and not set(unknown) & filled):
         raise ConfigError(_unknown_sentence(key, node, unknown, sorted(set(parameters) - given - filled)))
     filled |= given | PASSED_BY_NAME.get(key, frozenset())
-    missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in filled]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in TAKES_ANY and name not in filled
+    ]
     if missing and (not node.get("_partial_") or key in POSITIONAL):
         raise ConfigError(_missing_sentence(key, node, missing, is_function=not inspect.isclass(target)))
 
@@ -359,17 +364,8 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
         return None
 
 
-def _positional(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-    return (name for name, parameter in parameters.items() if parameter.kind in _TAKEN_BY_POSITION)
-
-
 def _takes_any_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variable
 
 
 Kind = TypeVar("Kind")
