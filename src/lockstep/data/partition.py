@@ -112,6 +112,16 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def seed_constructors(seed: int) -> None:
+    """Seed what the constructor of a data set or of a model draws from, on every device, directly before it is called.
+
+    Modules of the user's may draw, or seed, when they are imported, and which process imports them first depends on the
+    launcher.
+    """
+    torch.manual_seed(seed)
+    seed_all(seed)
+
+
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """After the block these generators go on as if nothing had been drawn in it."""

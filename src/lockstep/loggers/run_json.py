@@ -81,6 +81,8 @@ class RunJson(Logger):
             if before["lives"]:
                 _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
+            began = {key: value for key, value in before.get("data", {}).items() if key in ("init", "resume")}
+            self.run["data"] = began | self.run["data"]
             if run.best_step is not None:  # else the values before cannot be compared with these
                 self.run["improvements"] = [entry for entry in before["improvements"] if entry[0] <= start]
             self.run["samples_per_second"] = before.get("samples_per_second")

@@ -1,7 +1,6 @@
 """What mode=check finds in one world of ranks: what is drawn at random, and what its first steps compute and hold."""
 
 import logging
-import random
 import statistics
 import time
 from collections.abc import Iterable
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -89,9 +87,7 @@ def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
         logs.leave_console()  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
             monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
-            random.seed()  # as in the processes of a launcher that does not fork
-            np.random.seed()
-            set_determinism(cfg.seed, cfg.trainer.deterministic)
+            set_determinism(cfg.trainer.deterministic)
             try:
                 facts = _build_and_step(cfg, world, strategy, folder, timed)
             except OtherData as error:
