@@ -9,12 +9,12 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import batch_transforms, completed, datasets, sample_source
+from lockstep.build_data import batch_transforms, completed, datasets, samples
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
-from lockstep.data.partition import seed_constructors
+from lockstep.data.partition import seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
@@ -45,22 +45,21 @@ def model_and_data(
     monitor.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
-        import_targets(cfg)
+    import_targets(cfg)  # a module that seeds torch when it is imported does so here
     monitor.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     cfg = completed(cfg, train_data)
     trainer, data = cfg.trainer, cfg.dataset
-    seed_constructors(cfg.seed)
-    with strategy.building(world.size):
-        model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last, world.device)
-    model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
-    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
-    train_samples = sample_source(cfg, train_data, "training data")
-    test_samples = sample_source(cfg, test_data, "test data")
-    set_weights_from_data(model, train_samples, converter)
+    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
+    with seeded(cfg.seed):
+        with strategy.building(world.size):
+            model = instantiate_as(nn.Module, cfg.model, "model")
+        memory_format = model_memory_format(model, trainer.channels_last, world.device)
+        model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+        converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+        set_weights_from_data(model, train_samples, converter)
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):

@@ -10,7 +10,7 @@ from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import instantiate
 from lockstep.data.dataset import InMemoryDataset, Labels, check_shape, class_count, require_samples, sample_shape
 from lockstep.data.loader import require_channels
-from lockstep.data.partition import seed_constructors
+from lockstep.data.partition import random_states_kept
 from lockstep.data.samples import Samples, require_stream
 from lockstep.data.transforms import BatchTransform, as_batch_transforms
 from lockstep.tasks.base import Task
@@ -20,8 +20,8 @@ from lockstep.tasks.multi_label import MultiLabel
 
 def datasets(cfg: DictConfig) -> tuple[Any, Any]:
     """The data sets for training and for tests. Raises ConfigError if one has no samples."""
-    seed_constructors(cfg.seed)
-    train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
+    with random_states_kept():  # the initial weights depend on the seed, not on what a data set draws
+        train, test = instantiate(cfg.dataset.train), instantiate(cfg.dataset.test)
     mixes = any(transform.mixes for transform in batch_transforms(cfg))
     require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
     require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
@@ -35,7 +35,7 @@ def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
     return as_batch_transforms(instantiate(cfg.dataset.batch_transforms))
 
 
-def sample_source(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
+def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
     """`dataset` as a loader reads it. name: "training data" or "test data".
 
     Raises ConfigError if data in memory has targets that the task does not take, and if unreadable samples are left
@@ -67,7 +67,7 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     Raises ConfigError where the data and a value in the config contradict each other.
     """
     cfg = cfg.copy()
-    inputs, targets = sample_source(cfg, dataset, "training data").one()
+    inputs, targets = samples(cfg, dataset, "training data").one()
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}

@@ -83,7 +83,7 @@ def test_data_of_which_nothing_can_be_read_is_refused_at_the_start(name: str) ->
     cfg = own("AllBroken", "dataset.on_error=skip")
     said = f"none of 23 samples of the {name} in a row can be read; sample 0 .* no such disk; correct that, or type "
     with pytest.raises(ConfigError, match=said):
-        build_data.sample_source(cfg, build_data.datasets(cfg)[0], name)
+        build_data.samples(cfg, build_data.datasets(cfg)[0], name)
 
 
 def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_samples() -> None:
@@ -91,7 +91,7 @@ def test_a_batch_without_some_of_its_samples_is_refused_by_a_task_that_counts_sa
     OmegaConf.update(cfg, "dataset.collate_fn", {"_target_": "support.own_data.without_the_first", "_partial_": True})
     for task, refused in (("classification.Classification", True), ("language_modelling.LanguageModelling", False)):
         OmegaConf.update(cfg, "task._target_", f"lockstep.tasks.{task}")
-        samples = build_data.sample_source(cfg, build_data.datasets(cfg)[0], "training data")
+        samples = build_data.samples(cfg, build_data.datasets(cfg)[0], "training data")
         found = samples.collate(samples.__getitems__([(0, 0), (0, 1)]))
         assert isinstance(found, ConfigError) is refused
 

@@ -263,6 +263,9 @@ torch.manual_seed(1)  # as many scripts begin
 np.random.seed(1)
 random.seed(1)
 
+def prepare():
+    torch.rand(1)
+
 class Net(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
@@ -272,11 +275,18 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.parametrize("launch", ["env", "fork", "spawn"])
-def test_what_a_module_draws_or_seeds_when_it_is_imported_changes_no_first_weight(
+def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     start: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str
 ) -> None:
     (tmp_path / "seeds.py").write_text(SEEDS_AT_IMPORT)
-    words = ["model._target_=seeds.Net", "seed=7", "optimizer.lr=1e-30", "trainer.max_steps=1", "logger=[]"]
+    words = [
+        "model._target_=seeds.Net",
+        "dataset.prepare={_target_:seeds.prepare}",
+        "seed=7",
+        "optimizer.lr=1e-30",
+        "trainer.max_steps=1",
+        "logger=[]",
+    ]
     start(*PYTHON_TRAIN, *words, f"launch={launch}", "hydra.run.dir=run", PYTHONPATH=tmp_path).finish()
     monkeypatch.syspath_prepend(tmp_path)
     net = importlib.import_module("seeds").Net

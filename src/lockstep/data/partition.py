@@ -112,14 +112,23 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_constructors(seed: int) -> None:
-    """Seed what the constructor of a data set or of a model draws from, on every device, directly before it is called.
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside the block torch, numpy and random draw from `seed`; after it they go on as if nothing had been drawn.
 
-    Modules of the user's may draw, or seed, when they are imported, and which process imports them first depends on the
-    launcher.
+    For what a user's code draws: then it matters neither what ran before, nor in which order.
     """
-    torch.manual_seed(seed)
-    seed_all(seed)
+    gpus = torch.cuda.default_generators
+    states = [gpu.get_state() for gpu in gpus]
+    try:
+        with random_states_kept():
+            seed_all(seed)
+            for gpu in gpus:
+                gpu.manual_seed(seed)
+            yield
+    finally:
+        for gpu, state in zip(gpus, states, strict=True):
+            gpu.set_state(state)
 
 
 @contextmanager

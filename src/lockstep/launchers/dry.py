@@ -196,7 +196,7 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
     strategy = instantiate(cfg.strategy)
     try:
         with world.resources:
-            set_determinism(cfg.trainer.deterministic)
+            set_determinism(cfg.seed, cfg.trainer.deterministic)
             cfg, loader, _ = build.model_and_data(cfg, world, strategy, data)
             state, shares = build.train_state(cfg, strategy, loader), strategy.data_parallel_size(ranks)
             plan = Plan(state, parts=ranks // cfg.strategy.get("replicas", 1), has_own_share=shares == ranks)

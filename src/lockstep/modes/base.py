@@ -151,7 +151,7 @@ def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
         monitor.failures(),
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
     ):
-        set_determinism(cfg.trainer.deterministic)
+        set_determinism(cfg.seed, cfg.trainer.deterministic)
         yield world, strategy, logs
 
 

@@ -14,8 +14,9 @@ from lockstep.models.base import has_lazy_layers
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_determinism(deterministic: bool) -> None:
-    """With `deterministic`, use only algorithms that give the same bits every time."""
+def set_determinism(seed: int, deterministic: bool) -> None:
+    """Seed the initial weights. With `deterministic`, use only algorithms that give the same bits every time."""
+    torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
