@@ -61,7 +61,7 @@ from lockstep.hydra_errors import as_config_error, compose_typed, find_cause, mi
 from lockstep.launchers.base import RankFailed, flush_output
 from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.slurm import config_flags
-from lockstep.runs.record import read_run
+from lockstep.runs.record import RUNNING, read_run, state_of
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -355,9 +355,7 @@ def require_words_of_run(argv: list[str]) -> list[str]:
     """
     typed = argv[1:]
     folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
-    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN):
-        return argv
-    if not (folder / RECORD / "overrides.yaml").exists() or not any(folder.glob("snapshots/step_*.pt")):
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _goes_on(folder):
         return argv
     left_out = _recorded_words(folder, typed)
     words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
@@ -367,6 +365,13 @@ def require_words_of_run(argv: list[str]) -> list[str]:
             f"hydra.run.dir=<a new folder> for another run"
         )
     return argv
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether a training in `folder` goes on from a snapshot of a run that has ended there."""
+    with suppress(ConfigError):
+        return any(folder.glob("snapshots/step_*.pt")) and state_of(read_run(folder)) != RUNNING
+    return False
 
 
 def with_trained_run(argv: list[str]) -> list[str]:
