@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError, path_word
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.files import write_whole
 from lockstep.runs.record import read_run
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
@@ -95,7 +95,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
         say(f"best:       none, as the objectives are different metrics: {', '.join(names)}")
     elif best is not None:
         say(f"best:       job {best.number}, {table.folder / best.folder}")
-        _plot(table.folder, rows, objective, best)
+        _plot(table, rows, objective, best)
         say(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
@@ -108,13 +108,13 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> None:
+def _plot(table: SweepTable, rows: Sequence[Row], objective: str, best: Row) -> None:
+    path = table.folder / PLOT
     try:
-        if plot_sweep(folder, rows, objective, best.number):
-            say(f"plot:       {folder / PLOT}")
+        if plot_sweep(table.folder, rows, objective, best.number):
+            say(f"plot:       {path}")
     except OSError as error:
-        typed = path_word("sweep.resume", folder)
-        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {typed}")
+        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {shlex.join(table.resume)}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
