@@ -65,6 +65,7 @@ def run_info(
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,
+        best=state.progress.best,
         best_step=state.progress.best_step,
         facts=facts,
         script=Path(shlex.split(record.run_json["command"])[1]),

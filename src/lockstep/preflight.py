@@ -26,7 +26,6 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.setup import model_memory_format
 
@@ -62,7 +61,6 @@ def as_taken(cfg: DictConfig) -> DictConfig:
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     cfg, lines = without_untaken(cfg, words)
     for line in lines:
-        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     return cfg
