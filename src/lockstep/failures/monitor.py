@@ -144,7 +144,7 @@ class Monitor:
                     with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
                         self.selector.unregister(file or -1)
                 rank.close()
-            self.before = self.report and self.report.contents
+            self.before = None if self.report is None else self.report.contents
             self.ranks, self.report, self.watchdog = [], None, None
         elif "over" in request:
             self.is_over = True
