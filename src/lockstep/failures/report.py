@@ -215,7 +215,8 @@ def _screen(report: Mapping[str, Any]) -> str:
     position = f"{epoch}, in the phase {first['phase']}"
     consequences = report["consequences"]
     if first["kind"] in RAISED_BY_ALL:
-        lines = [f"lockstep: {first['message']}", f"  raised by all ranks, first by {who} {process}{position}"]
+        sentence = f"lockstep: {first['message']}".splitlines()
+        lines = [*sentence, f"  raised by all ranks, first by {who} {process}{position}"]
         alike = f"{first['type']}: {first['message']}"
         consequences = [other for other in consequences if other["what"] != alike]
     else:

@@ -52,7 +52,7 @@ class Watchdog:
         self.last_look = 0.0
         self.ignored_until = 0.0  # silence before this moment does not count
         self.next_examination = 0.0
-        self.reported: tuple[Kind, tuple[int, ...]] | None = None
+        self.reported: tuple[bool, Kind, tuple[int, ...]] | None = None  # whether it was slow, and the verdict
 
     def look(self, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
         """With watch.on_hang=stop a hang is the failure of the rank that causes it. run_dir: for hang.txt."""
@@ -108,19 +108,27 @@ class Watchdog:
         return timeout * patience
 
     def examine(self, ranks: Sequence[WatchedRank]) -> Diagnosis | None:
-        """The diagnosis of a new hang, None if there is none. Takes up to a few seconds."""
+        """The diagnosis of a new hang, None if there is none, and of slow ranks a line. Takes up to a few seconds."""
         facts = tuple(gather(ranks))
         verdict = find_verdict(facts, int(ranks[0].hello["world_size"]))
         now, limit = time.monotonic(), self.limit(ranks, capped=True)
         self.next_examination = now + limit
-        if verdict.kind is Kind.SLOW:  # silence counts from the end of a compilation, or of a debugger
+        progress = max(rank.page.last_progress for rank in ranks)
+        silence = now - max(self.ignored_until, progress)
+        if silence < limit:  # a rank has made progress meanwhile
+            return None
+        is_slow = verdict.kind is Kind.SLOW
+        if is_slow:  # silence counts from the end of a compilation, or of a debugger
             self.ignored_until = now
         if not any(rank.is_waiting for rank in facts):  # no rank's patience with another one ends
-            limit = self.limit(ranks, capped=False)
-        silence = now - max(self.ignored_until, *(rank.page.last_progress for rank in ranks))
-        if silence < limit or self.reported == (verdict.kind, verdict.ranks):
+            is_slow = is_slow or silence < self.limit(ranks, capped=False)
+        if self.reported == (is_slow, verdict.kind, verdict.ranks):
             return None
-        self.reported = verdict.kind, verdict.ranks
+        self.reported = is_slow, verdict.kind, verdict.ranks
+        if is_slow:
+            text = f"lockstep: no rank has made progress for {now - progress:.0f} s, and the run goes on"
+            print(f"{text}: {verdict.meaning}", file=sys.stderr, flush=True)
+            return None
         return Diagnosis(verdict, facts, silence)
 
 
