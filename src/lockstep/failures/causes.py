@@ -104,15 +104,15 @@ SIGNALS: dict[str, tuple[str, str]] = {
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
     "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
 }
-HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, unaligned)"
+HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, tcache)"
 ABORTS = {  # by the thread that has called abort: one that runs Python, or one of native code
     True: (
         f"native code ended the process (abort) in the call of the stack above: {HEAP}",
         "look at the native code that the line above calls; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
     False: (
-        "native code ended the process (abort) in a thread of its own, as gloo does when ranks give other shapes to "
-        f"one collective, and NCCL when a rank does not answer within backend.timeout; {HEAP}",
+        f"native code ended the process (abort) in a thread of its own: {HEAP}; else as gloo does when ranks give "
+        "other shapes to one collective, and NCCL when a rank does not answer within backend.timeout",
         "look at the words before this report: for gloo and NCCL look for a condition on the rank or its data before a "
         "collective; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
