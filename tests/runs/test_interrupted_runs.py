@@ -23,7 +23,7 @@ from support.commands import (
 )
 from support.event_files import scalars
 from support.ports import free_port
-from support.run_folders import SLOW, count_resumptions, has_logged, position, read_log, stopped_at
+from support.run_folders import SLOW, has_logged, position, read_log, stopped_at
 
 LONG = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "hydra.run.dir=run"]
 
