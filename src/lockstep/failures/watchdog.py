@@ -6,6 +6,8 @@ after two seconds at most; the monitor does nothing else meanwhile.
 """
 
 import math
+import os
+import signal
 import statistics
 import sys
 import time
@@ -75,6 +77,10 @@ class Watchdog:
         cause.hangs(diagnosis.as_dict())
         for rank in living:
             rank.leave()
+            for child in children(rank.pid):  # a program that it waits for would go on without it
+                if child != os.getpid():  # the first rank may have started the monitor
+                    with suppress(OSError):
+                        os.kill(child, signal.SIGKILL)
 
     def silence(self, ranks: Sequence[WatchedRank], now: float) -> float | None:
         """Seconds since the last progress of any rank, if they are too many. now: time.monotonic()."""
