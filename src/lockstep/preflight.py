@@ -110,7 +110,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
-    shares = strategy.batch_shares(job.world_size)
+    shares = strategy.data_parallel_size(job.world_size)
     if not mode.needs_run:
         check_batch_size(cfg, shares)
     return strategy, job.world_size

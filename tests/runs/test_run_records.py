@@ -117,7 +117,8 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
 
 @pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
 def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
-    run = start(*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run")
+    words = [*SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run"]
+    run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", "trainer.ema=0.9")
     folder = run.cwd / "run"
     wait_for(lambda: position(folder)[0] >= 5, "snapshot")
     assert states(run.cwd) == ["running"]
@@ -125,6 +126,8 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
     assert exit_code_of(read_run(folder)) == code
+    fewer = start(*PYTHON_TRAIN, *words, "trainer.ema=0.5").finish(2)  # the default would replace the learning rate
+    assert "holds a run of optimizer.lr=0.1; to train it on type optimizer.lr=0.1 in this" in fewer.sentence
 
 
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:

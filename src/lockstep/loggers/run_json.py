@@ -86,6 +86,8 @@ class RunJson(Logger):
             if before["lives"]:
                 _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
+            began = {key: value for key, value in before.get("data", {}).items() if key in ("init", "resume")}
+            self.run["data"] = began | self.run["data"]
             self.run["samples_per_second"] = before.get("samples_per_second")
 
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
