@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -25,9 +26,10 @@ from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy
+from lockstep.tasks.base import modules_of
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
-from lockstep.training.parameter_groups import ParameterRules
-from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
+from lockstep.training.parameter_groups import ParameterRules, can_fuse
+from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
@@ -51,8 +53,10 @@ def model_and_data(
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     cfg = completed(cfg, train_data)
     trainer, data = cfg.trainer, cfg.dataset
+    torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
     with strategy.building(world.size):
         model = instantiate_as(nn.Module, cfg.model, "model")
+    torch.set_default_dtype(torch.float32)  # a constructor, too
     memory_format = model_memory_format(model, trainer.channels_last, world.device)
     model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
     converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
@@ -100,6 +104,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
     world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
+    for module in modules_of(task):
+        cast(module, trainer.precision)
+        module.to(world.device)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
@@ -114,7 +121,10 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         log_every=cfg.logging.every,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in NOT_PASSED["optimizer"]}))
+    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
+    if options.get("fused", True) is None:
+        options["fused"] = can_fuse(strategy.model)
+    make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.

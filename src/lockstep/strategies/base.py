@@ -19,6 +19,7 @@ from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -204,8 +205,11 @@ class Strategy:
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
+        buffers = list(self.model.buffers())
+        if buffers and self.world.size > 1:
+            packed = to_bytes(buffers)  # of any type and layout: gloo knows few, and takes memory as contiguous
+            dist.broadcast(packed, src=0)
+            from_bytes(packed, buffers)
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""

@@ -50,7 +50,7 @@ def cut_like_parameters(named: dict[str, Any], model: nn.Module) -> dict[str, An
 
     Of a StoredTensor only this rank's part is read.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: _cut_like(parameters.get(name), values) for name, values in named.items()}
 
 

@@ -32,8 +32,9 @@ def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8."""
-    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
+    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8. Sparse ones as dense."""
+    dense = [tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors]
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in dense])
 
 
 @torch.no_grad()
@@ -42,7 +43,8 @@ def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         aligned = part.clone()  # torch cannot read an int64 that begins at any byte
-        tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+        values = aligned.view(tensor.dtype).view(tensor.shape)
+        tensor.copy_(values.to_sparse(layout=tensor.layout) if tensor.layout != torch.strided else values)
 
 
 def as_bytes(tensor: Tensor) -> Any:

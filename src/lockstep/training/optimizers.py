@@ -23,7 +23,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     weight_decay: decoupled weight decay.
     adamw_lr: learning rate of all other parameters.
     betas: AdamW's decay of the two moments.
-    fused: one kernel for all weights of AdamW.
+    fused: one kernel for all weights of AdamW; null: where torch can.
     """
 
     def __init__(
