@@ -172,12 +172,14 @@ class OddTensors(nn.Module):
 
     TYPES = ("bool", "int16", "uint16", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn")
 
-    def __init__(self, shape: list[int], classes: int) -> None:
+    def __init__(self, shape: list[int], classes: int, trains_all: bool = True) -> None:
+        """trains_all: False trains the parameters of float32 only."""
         super().__init__()
-        self.layer, self.empty = nn.Linear(math.prod(shape), classes), nn.Parameter(torch.empty(0))
-        self.filter = nn.Parameter(torch.polar(torch.ones(classes), torch.linspace(0, 1, classes)))
-        self.gain = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.float64))
-        self.shift = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.bfloat16))
+        self.layer = nn.Linear(math.prod(shape), classes)
+        self.empty = nn.Parameter(torch.empty(0)) if trains_all else None
+        self.filter = nn.Parameter(torch.polar(torch.ones(classes), torch.linspace(0, 1, classes)), trains_all)
+        self.gain = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.float64), trains_all)
+        self.shift = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.bfloat16), trains_all)
         self.codes = nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False)
         self.coarse = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
         for name in self.TYPES:
@@ -203,7 +205,8 @@ class OddTensors(nn.Module):
                 self.direction = torch.stack([angle.cos(), angle.sin()]).float()  # another tensor in its place
                 self.running_mean.lerp_(seen.float(), 0.5)
         rows = torch.view_as_real(self.layer(inputs.flatten(1)) * self.filter).sum(-1)
-        return (rows * self.gain + self.shift).to(inputs.dtype) + self.empty.sum()
+        outputs = (rows * self.gain + self.shift).to(inputs.dtype)
+        return outputs if self.empty is None else outputs + self.empty.sum()
 
 
 def whole_inside(shape: list[int], classes: int) -> nn.Sequential:

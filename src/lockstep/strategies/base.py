@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -19,7 +18,7 @@ from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
+from lockstep.strategies.tensor_bytes import broadcast
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -205,11 +204,8 @@ class Strategy:
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        buffers = list(self.model.buffers())
-        if buffers and self.world.size > 1:
-            packed = to_bytes(buffers)  # of any type and layout: gloo knows few, and takes memory as contiguous
-            dist.broadcast(packed, src=0)
-            from_bytes(packed, buffers)
+        if self.world.size > 1:
+            broadcast(list(self.model.buffers()))
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -45,6 +46,15 @@ def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
         aligned = part.clone()  # torch cannot read an int64 that begins at any byte
         values = aligned.view(tensor.dtype).view(tensor.shape)
         tensor.copy_(values.to_sparse(layout=tensor.layout) if tensor.layout != torch.strided else values)
+
+
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Copy rank 0's `tensors` to every rank. They may have any type and layout: gloo knows few types, takes memory as
+    contiguous, and no backend knows sparse ones."""
+    if tensors:
+        packed = to_bytes(tensors)
+        dist.broadcast(packed, src=0)
+        from_bytes(packed, tensors)
 
 
 def as_bytes(tensor: Tensor) -> Any:
