@@ -122,7 +122,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
     options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
-    if options.get("fused", True) is None:
+    if options.get("fused") == "auto":
         options["fused"] = can_fuse(strategy.model)
     make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)

@@ -151,7 +151,7 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
         nan=cfg.watch.nan,
         save_unit=SaveInterval(cfg.snapshot.every).unit,
         optimizer=get_object(cfg.optimizer._target_),
-        fused_optimizer=bool(cfg.optimizer.get("fused")),
+        fused_optimizer=cfg.optimizer.get("fused") is True,
     )
 
 

@@ -68,9 +68,10 @@ class FSDP(Strategy):
             return
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 or not parameter.numel():
+                length = "no numbers" if parameter.dim() else "none"
                 raise ConfigError(
-                    f"strategy=fsdp cuts each parameter along its first dimension, and {name} has none or is empty; "
-                    f"make it one with the shape (1,), or type strategy=ddp"
+                    f"strategy=fsdp cuts each parameter along its first dimension, and {name} has "
+                    f"{length}; make it one with the shape (1,), or type strategy=ddp"
                 )
         gathered = set[nn.Parameter]()
         for block in [*blocks, model]:
