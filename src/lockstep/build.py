@@ -25,7 +25,7 @@ from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, refuse_changing_weights
 from lockstep.tasks.base import modules_of
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
@@ -66,6 +66,7 @@ def model_and_data(
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
+    refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 

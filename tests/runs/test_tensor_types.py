@@ -17,6 +17,8 @@ from lockstep.modes.export import write_weights
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.state import require_plain, trained_weights
+from lockstep.strategies.base import refuse_changing_weights
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.tensor_bytes import to_bytes
 from lockstep.tasks.base import OwnParts
 from lockstep.training.ema import ExponentialMovingAverage
@@ -25,6 +27,7 @@ from lockstep.training.setup import cast
 from support.configs import composed, with_values
 from support.models import MadeInForward, OddTensors
 from support.reference import train_reference
+from support.small_text import small_gpt
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
 MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
@@ -163,14 +166,12 @@ def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, strategy: str) -> None:
     """In model.pt, in model_best.pt and in what init= reads of a snapshot."""
-    words = ["model=gpt", "model.width=16", "model.layers=1", "model.heads=2", "dataset=text", "dataset.length=16"]
-    small = ["trainer.batch_size=64", "trainer.max_steps=4", "trainer.ema=0.5", "logger=[]", "optimizer.fused=false"]
-    cfg = composed(*words, *small, f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
+    words = small_gpt(tmp_path, "trainer.ema=0.5", f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
+    cfg = composed(*words)
     in_world(2, train_all, [cfg])
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
     newest = torch.load(list_snapshots(tmp_path / "run" / "snapshots")[0], weights_only=True)
-    shared = [name for name, value in saved.items() if value.shape == saved["embedding.weight"].shape]
-    assert len(shared) == 2
+    shared = ["embedding.tokens.weight", "head.linear.weight"]
     for held in (saved, trained_weights(newest, averaged=True)):
         assert torch.equal(held[shared[0]], held[shared[1]])
     assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
@@ -260,11 +261,12 @@ def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path) -> None:
     """They have the type of the run."""
     loss = "task.loss={_target_:torch.nn.BCEWithLogitsLoss,pos_weight:[3]}"
     words = ["dataset=random", "model=linear", "task=regression", loss, "trainer.precision=fp64", "logger=[]"]
-    sizes = ["dataset.train.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
+    sizes = ["dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
+    sizes += ["scheduler=constant"]
     cfg = composed(*words, *sizes, f"run_dir={tmp_path / 'run'}")
     in_world(2, train_all, [cfg])
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(20, 1)).double()
+    model = nn.Linear(20, 1).double()
     data = random_pairs(samples=61, features=20, seed=0, train=True)
 
     def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -279,6 +281,23 @@ def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path) -> None:
 def test_a_loss_with_weights_of_its_own_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"task.loss has weights of its own \(weight, bias\)"):
         OwnParts(nn.Linear(2, 2), {})
+
+
+def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_ranks() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
+    refuse_changing_weights(model, 1)
+    with pytest.raises(ConfigError, match=r"^0 has max_norm=1.0.*type launch=env"):
+        refuse_changing_weights(model, 2)
+
+
+@pytest.mark.parametrize(("add", "said"), [("gain", "gain is float64"), ("empty", "empty has no numbers")])
+def test_fsdp_refuses_what_it_cannot_add_up(add: str, said: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_parameter(add, nn.Parameter(torch.ones(2).double() if add == "gain" else torch.ones(0)))
+    strategy = FSDP(1, True, [], 1000)
+    strategy.validate_model(model, 1)
+    with pytest.raises(ConfigError, match=f"{said}.*type strategy=ddp"):
+        strategy.validate_model(model, 2)
 
 
 def test_one_cycle_moves_the_typed_momentum() -> None:

@@ -246,6 +246,19 @@ class Strategy:
         raise NotImplementedError
 
 
+def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
+    """Raise ConfigError for a layer whose forward pass changes the weights of the samples that it sees.
+
+    On several ranks these are other weights on each of them.
+    """
+    for name, module in model.named_modules():
+        if world_size > 1 and getattr(module, "max_norm", None) is not None and hasattr(module, "num_embeddings"):
+            raise ConfigError(
+                f"{name or 'the model'} has max_norm={module.max_norm}, so its forward pass changes the weights of the "
+                f"samples that a rank sees, which are others on each rank; leave max_norm out, or type launch=env"
+            )
+
+
 def forward(module: nn.Module, inputs: Any) -> Any:
     """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples."""
     if all(len(tensor) for tensor in tensors_in(inputs)):
