@@ -16,7 +16,7 @@ from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
-from lockstep.snapshots.state import give_buffers, trained_weights
+from lockstep.snapshots.state import trained_weights, with_buffers
 from lockstep.training.setup import AUTOCAST_TYPES, autocast, cast, model_dtype, model_memory_format
 
 
@@ -81,7 +81,7 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
     weights = trained_weights(saved, averaged=config["trainer.ema"] is not None)
-    give_buffers(net, {name: weights[name] for name in saved["buffers"]})
+    weights = with_buffers(net, weights, saved["buffers"])
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:  # of a model of the user's

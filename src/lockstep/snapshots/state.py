@@ -90,24 +90,29 @@ def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
     """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
     strategy = state.strategy
     weights = whole(strategy.shard_state(saved["model"]))
-    give_buffers(strategy.model, {name: weights[name] for name in saved["buffers"] if name in weights})
-    strategy.model.load_state_dict(weights)
+    strategy.model.load_state_dict(with_buffers(strategy.model, weights, saved["buffers"]))
     if state.ema is not None:
         state.ema.restore(_to_layout_of_weights(strategy, saved["ema"] or {}, saved["model"]))
 
 
-def give_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    """Make those of `buffers`, {name: values of a snapshot}, that `model` does not have or has in another shape.
+def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`weights` of a snapshot, as `model` loads them. names: of the buffers among them.
 
-    Some modules make or enlarge a buffer in their forward pass, so a new model has not the form of a trained one.
+    Some modules make or enlarge a buffer in their forward pass, so a new model has not the form of a trained one: it
+    gets such a buffer. A snapshot in parts has sparse ones as dense.
     """
-    own = dict(model.named_buffers(remove_duplicate=False))
-    for name, values in buffers.items():
-        if name not in own or own[name].shape != values.shape:
+    own, fitting = dict(model.named_buffers(remove_duplicate=False)), dict(weights)
+    for name in names:
+        if name not in weights:
+            continue  # another rank's
+        if name not in own or own[name].shape != weights[name].shape:
             owner, _, last = name.rpartition(".")
             with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
                 device = next(model.parameters()).device
-                model.get_submodule(owner).register_buffer(last, torch.empty_like(values, device=device))
+                model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
+        elif own[name].layout != weights[name].layout:
+            fitting[name] = weights[name].to_sparse(layout=own[name].layout)
+    return fitting
 
 
 def require_plain(weights: dict[str, Any]) -> None:

@@ -13,9 +13,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.strategies.tensor_bytes import broadcast
-
-TYPES_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)  # by all backends
+from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
 
 
 class DDP(Strategy):

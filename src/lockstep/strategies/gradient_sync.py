@@ -77,7 +77,7 @@ class SharedMemory(GradientSync):
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Raises ConfigError, on all ranks, for GPUs, several machines, weights of several types, sparse gradients."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if any(getattr(part, "sparse", False) for part in module.modules()):
+        if any(getattr(part, "sparse", False) is True for part in module.modules()):
             raise ConfigError("gradient_sync=shared_memory needs dense gradients; type gradient_sync=all_reduce")
         if len({parameter.dtype for parameter in parameters}) > 1 or parameters[0].is_complex():
             raise ConfigError("gradient_sync=shared_memory needs weights of one real type; type gradient_sync=auto")

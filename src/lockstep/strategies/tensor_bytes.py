@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+# What all backends can send.
+TYPES_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
 
 
@@ -120,7 +122,8 @@ def whole(named: Any) -> Any:
 
 
 def whole_block(tensor: Tensor) -> Block:
-    """`tensor`, saved as a whole by this rank."""
+    """`tensor`, saved as a whole by this rank; a sparse one as dense."""
+    tensor = tensor.to_dense()
     return Block(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
 
 

@@ -17,7 +17,7 @@ def can_fuse(model: nn.Module) -> bool:
     """Whether torch's fused optimizers can step on all weights of `model`: no complex ones, no parts of weights on
     several ranks, no sparse gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     return not has_sparse and all(p.is_floating_point() and local_part(p) is p for p in trained)
 
 
