@@ -37,7 +37,9 @@ def _full(tensor: DTensor) -> Tensor:
         mesh, placements = tensor.device_mesh, tensor.placements
         both = DTensor.from_local(pairs, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
         return torch.view_as_complex(both.full_tensor().contiguous())
-    return tensor.to(torch.float32 if dtype.is_floating_point else torch.int32).full_tensor().to(dtype)
+    wide: Any = tensor.to(torch.float32 if dtype.is_floating_point else torch.int32)
+    full: Tensor = wide.full_tensor().to(dtype)
+    return full
 
 
 def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = True) -> dict[str, Any]:
