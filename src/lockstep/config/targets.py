@@ -405,7 +405,10 @@ def _as_declared(node: Any) -> Any:
 
 def _tensor_arguments(path: str) -> list[str]:
     """The arguments of a class or function of torch that must be tensors, which YAML writes as lists."""
-    parameters = inspect.signature(hydra.utils.get_object(path)).parameters
+    try:
+        parameters = inspect.signature(hydra.utils.get_object(path)).parameters
+    except Exception:  # there is none, which instantiate explains, or it is written in C
+        return []
     return [name for name, parameter in parameters.items() if "Tensor" in str(parameter.annotation)]
 
 
