@@ -87,12 +87,12 @@ class Export(Mode):
         import torch
 
         from lockstep.modes.trained_net import TrainedNet
-        from lockstep.strategies.tensor_bytes import map_only
+        from lockstep.strategies.tensor_bytes import as_saved, map_only
 
         model = trained.state.strategy.model.eval()
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
-            weights: Weights = map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), state)
+            weights: Weights = map_only(torch.Tensor, as_saved, state)
             require_same_weights(weights, write_weights(weights, path, self.format), self.format)
             return
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)

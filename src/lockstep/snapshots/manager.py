@@ -62,7 +62,7 @@ from lockstep.snapshots.state import (
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.tensor_bytes import map_only
+from lockstep.strategies.tensor_bytes import as_saved, map_only
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
 from lockstep.training.timing import Watcher
@@ -342,7 +342,7 @@ class SnapshotManager(Watcher):
         if progress.best_step not in (None, progress.step):
             best = self._best_weights()
         # Beside tensors a state dict has what modules give in get_extra_state.
-        last = map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
+        last = map_only(Tensor, as_saved, last)
         try:
             if best is None:
                 (self.run_dir / BEST).unlink(missing_ok=True)

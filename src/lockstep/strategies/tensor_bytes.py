@@ -59,6 +59,11 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
         from_bytes(packed, tensors)
 
 
+def as_saved(tensor: Tensor) -> Tensor:
+    """`tensor` as files of weights hold it: on the CPU and, if it is dense, contiguous."""
+    return tensor.cpu().contiguous() if tensor.layout == torch.strided else tensor.cpu()
+
+
 def as_bytes(tensor: Tensor) -> Any:
     """The memory of a contiguous tensor, as a numpy array of bytes: numpy has no bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
