@@ -59,7 +59,7 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
     moved = ["layer.weight", "of_int16", "of_uint16", "of_bfloat16", "of_complex64", "column"]
     for name in [*moved, *(("filter", "gain", "shift") if trains_all else ())]:
         assert not torch.equal(trained[name], made[name]), f"{name} was not trained"
-    assert trained["filter"].imag.abs().min() > 0
+    assert trained["filter"].imag[1:].abs().min() > 0
     assert float(trained["direction"].norm()) == pytest.approx(1, abs=1e-6), "a mean of unit vectors is none"
     column, dense = trained["column"], trained["transposed"].flatten()
     assert torch.allclose(column, column[0] * torch.arange(1, 6))
