@@ -31,12 +31,6 @@ def _full(tensor: DTensor) -> Tensor:
     dtype = tensor.dtype
     if dtype in TYPES_SENT:
         return tensor.full_tensor()
-    if dtype.is_complex:
-        pairs = torch.view_as_real(tensor.to_local().contiguous())
-        shape, stride = (*tensor.shape, 2), (*(2 * step for step in tensor.stride()), 1)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        both = DTensor.from_local(pairs, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-        return torch.view_as_complex(both.full_tensor().contiguous())
     wide: Any = tensor.to(torch.float32 if dtype.is_floating_point else torch.int32)
     full: Tensor = wide.full_tensor().to(dtype)
     return full

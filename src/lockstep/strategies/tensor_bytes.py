@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-# What all backends can send.
-TYPES_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+# What all backends can send, unlike float8, int16 and unsigned types.
+TYPES_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+TYPES_SENT |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
 LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
 
 
