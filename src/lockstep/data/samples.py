@@ -17,7 +17,7 @@ from lockstep.data.dataset import TARGET_KEYS, Labels, copied, parts_of, tensors
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
 from lockstep.data.transforms import apply_transform
 from lockstep.errors import ConfigError
-from lockstep.failures.rank import heartbeat
+from lockstep.failures.reporter import heartbeat
 
 log = logging.getLogger(__name__)
 

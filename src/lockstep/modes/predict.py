@@ -64,7 +64,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     from lockstep.data.partition import fold_in, seeded
     from lockstep.data.samples import EVALUATION
     from lockstep.distributed import signals
-    from lockstep.failures import rank as monitor
+    from lockstep.failures import reporter
     from lockstep.training.setup import autocast
 
     state, parts = trained.state, list[Columns]()
@@ -74,14 +74,14 @@ def predict(trained: TrainedRun, split: str) -> Columns:
         columns = state.task.predictions(outputs) | _truth(targets)
         parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
 
-    monitor.enter("evaluation")
+    reporter.enter("evaluation")
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
     with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.rank)):
         for inputs, targets in loader.eval_batches(settings.eval_batch_size):
             strategy.eval_step(inputs, targets, keep, context)
-            monitor.heartbeat()
+            reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
