@@ -200,7 +200,7 @@ def _separate(number: int, null: int) -> None:
         os.dup2(null, number)
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
     if stat.S_ISREG(mode) and flags & os.O_ACCMODE != os.O_WRONLY:
-        own = os.open(link, flags)
+        own = os.open(link, flags & (os.O_ACCMODE | os.O_APPEND))
         try:
             os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
             os.dup2(own, number, inheritable=os.get_inheritable(number))
