@@ -19,13 +19,16 @@ from torchvision.transforms import v2
 
 from lockstep import build_data
 from lockstep.data.dataset import Labels, copied, require_same_classes, without_samples
+from lockstep.data.images import ImageFolder
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts, seed_all, seeded
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.text import TextWindows, training_text
 from lockstep.data.transforms import Augment
 from lockstep.errors import ConfigError
+from lockstep.modes.predict import files_of, table
 from support.configs import composed
+from support.small_data import write_small_data
 
 RECORDS = 600
 FLIP = v2.RandomHorizontalFlip(1.0)
@@ -279,3 +282,11 @@ def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
     batch = without_samples((torch.zeros(3, 2), torch.tensor(5.0)))
     assert batch[0].shape == (0, 2)
     assert batch[1].item() == 5
+
+
+def test_predictions_of_a_folder_of_images_name_its_files(tmp_path: Path) -> None:
+    folder = write_small_data(tmp_path)
+    loader = BatchLoader(ImageFolder(str(folder), "test", 8, None), Converter(torch.device("cpu")))
+    rows = list(table({"prediction": torch.zeros(8, dtype=torch.int64)}, ["cat", "dog"], files_of(loader)))
+    assert rows[:2] == ["index,file,prediction\n", "0,cat/0.jpg,cat\n"]
+    assert rows[8] == "7,dog/3.jpg,cat\n"

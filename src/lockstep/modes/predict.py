@@ -3,6 +3,7 @@
 import csv
 import io
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ from lockstep.modes.base import Mode, TrainedRun, require_place, write_output
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.data.loader import BatchLoader
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ Columns = dict[str, "Tensor"]
 class Predict(Mode):
     """One row for each sample, in the data set's order, whatever the number of ranks.
 
-    The columns are index, what `Task.predictions` gives, and truth.
+    The columns are index, for folders of images file, what `Task.predictions` gives, and truth.
 
     split: the data to predict; training data is not augmented.
     file: where the rows go; null: predictions.csv in the run folder.
@@ -52,7 +54,11 @@ class Predict(Mode):
             raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type dataset.on_error=fail")
         shares = world.gather_state({"share": loader.rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
-        lines = table(in_order(shares, loader.size, samples), trained.classes) if world.is_rank_zero else iter(())
+        lines = (
+            table(in_order(shares, loader.size, samples), trained.classes, files_of(loader))
+            if world.is_rank_zero
+            else iter(())
+        )
         log.info("predicted: %d samples of %s at step %d", samples, self.split, trained.step)
         write_output(world, path, lines)
 
@@ -114,10 +120,22 @@ def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Colum
     return whole
 
 
-def table(columns: Columns, classes: Sequence[str]) -> Iterator[str]:
-    """The lines of the file. classes: names that replace the numbers of classes, empty if they have none."""
+def files_of(loader: "BatchLoader") -> Sequence[str]:
+    """The names of the files of a folder of images inside of it, in their order; empty for other data."""
+    from lockstep.snapshots.data_fingerprint import image_files
+
+    folder, files = image_files(loader.dataset) or ("", ())
+    return [os.path.relpath(path, folder) for path, _ in files]
+
+
+def table(columns: Columns, classes: Sequence[str], files: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of the file.
+
+    classes: names that replace the numbers of classes, empty if they have none.
+    files: the name of the file of each sample, empty if they have none.
+    """
     flat = {name: values.flatten(1) if values.dim() > 1 else values for name, values in columns.items()}
-    header = ["index"]
+    header = ["index", "file"] if files else ["index"]
     for name, values in flat.items():
         count = values.shape[1] if values.dim() > 1 else 0
         labels = classes if name == "probability" and len(classes) == count else range(count)
@@ -125,7 +143,7 @@ def table(columns: Columns, classes: Sequence[str]) -> Iterator[str]:
     yield csv_line(header)
     cells = [_texts(values, classes if name in OF_CLASSES else ()) for name, values in flat.items()]
     for index, row in enumerate(zip(*cells, strict=True)):
-        yield csv_line([str(index), *(text for texts in row for text in texts)])
+        yield csv_line([str(index), *files[index : index + 1], *(text for texts in row for text in texts)])
 
 
 def _texts(values: "Tensor", classes: Sequence[str]) -> Iterator[list[str]]:

@@ -44,7 +44,7 @@ def file_times(dataset: Any) -> str | None:
 
     It is no part of the fingerprint: copies on other machines have other times.
     """
-    images = _image_files(dataset)
+    images = image_files(dataset)
     if images is None:
         return None
     times = [time for _, time in _sizes_and_times(images[1])]
@@ -52,7 +52,7 @@ def file_times(dataset: Any) -> str | None:
 
 
 def _fingerprint(dataset: Any) -> str:
-    images = _image_files(dataset)
+    images = image_files(dataset)
     if images is not None:
         return _of_files(*images)
     if isinstance(dataset, InMemoryDataset):
@@ -84,7 +84,7 @@ def _held_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,)) if 0 < span < tensor.numel() else tensor
 
 
-def _image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, int]]] | None:
+def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, int]]] | None:
     """(folder, [(file, class)]) of this project's and torchvision's folders of images. None for other data sets."""
     if isinstance(dataset, DecodedImages):
         dataset = dataset.source
