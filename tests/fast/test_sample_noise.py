@@ -74,7 +74,7 @@ def passes(function: Callable[[Tensor], Tensor], inputs: Tensor, edges: Sequence
         with noise.of(begin, end - begin, len(inputs)):
             output = function(part)
             output.square().sum().backward()
-        assert noise.has_drawn
+        assert noise.is_needed
         outputs.append(output.detach().reshape(end - begin, -1))
         gradients.append(part.grad)
     return torch.cat(outputs), torch.cat(gradients)
@@ -122,3 +122,16 @@ def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_noise_without_s
     assert len(coins) == 1
     assert not torch.equal(*masks)
     assert not torch.equal(*orders)
+
+
+def test_a_model_without_draws_is_watched_in_one_step_of_an_epoch() -> None:
+    noise, needed = SampleNoise(), []
+    for p in (0.0, 0.0, 0.5, 0.0):
+        with noise.of(0, 4, 4):
+            F.dropout(torch.ones(4, 5), p)
+            F.scaled_dot_product_attention(*[torch.ones(4, 1, 5, 6)] * 3, dropout_p=p)
+        needed.append(noise.is_needed)
+        if p == 0 and len(needed) == 1:
+            noise.look_again()
+            needed.append(noise.is_needed)
+    assert needed == [False, True, False, True, True]

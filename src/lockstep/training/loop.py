@@ -235,7 +235,7 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
 
 def seeded(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
     """In the block the forward and backward pass of `part` draw, in optimizer step `step`, counted from 1."""
-    if state.noise is None or not (state.noise.has_drawn or state.noise.is_new):
+    if state.noise is None or not state.noise.is_needed:
         set_seed(fold_in(seed, step - 1, part.number))
         return nullcontext()
     set_seed(fold_in(seed, step - 1))

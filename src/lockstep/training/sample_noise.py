@@ -54,14 +54,13 @@ class SampleNoise(TorchFunctionMode):
     A single number, which may decide about a layer, is the same on all ranks, as in one process. What else has no
     dimension of the batch, or cannot be cut by it, is drawn by each rank for itself.
 
-    has_drawn: an attribute, whether anything was drawn yet. A model that draws nothing in its first step needs no such
-    block: to look at each function costs a microsecond.
-    is_new: an attribute, whether no block has ended yet.
+    is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
+    that draw nothing need not pay the microsecond that a look at each function takes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_drawn, self.is_new = False, True
+        self.has_drawn, self.is_needed = False, True
         self.draws = _Draws(self)
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -70,8 +69,11 @@ class SampleNoise(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.is_new = False
-        super().__exit__(*error)
+        self.is_needed = self.has_drawn
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def look_again(self) -> None:
+        self.is_needed = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -82,7 +84,7 @@ class SampleNoise(TorchFunctionMode):
         dimensions = DIMENSIONS.get(func)
         if dimensions is None:
             return func(*args, **kwargs)
-        self.has_drawn, self.dimensions = True, dimensions
+        self.dimensions = dimensions
         with self.draws:
             return func(*args, **kwargs)
 
@@ -90,16 +92,16 @@ class SampleNoise(TorchFunctionMode):
         return int(torch.randint(2**62, (), device="cpu"))
 
     def by_rank(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """`func`, whose draws differ between ranks."""
+        """`func`, whose draws differ between ranks, if it draws: an attention need not have dropout."""
         seed = fold_in(self.new_seed(), self.start)
         generators = [torch.default_generator, *torch.cuda.default_generators]
         states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
+        seeded = [generator.manual_seed(seed).get_state() for generator in generators]
         try:
             return func(*args, **kwargs)
         finally:
-            for generator, state in zip(generators, states, strict=True):
+            for generator, before, state in zip(generators, seeded, states, strict=True):
+                self.has_drawn |= not torch.equal(generator.get_state(), before)
                 generator.set_state(state)
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
@@ -116,6 +118,7 @@ class SampleNoise(TorchFunctionMode):
 
         fill: puts random numbers of a generator into a tensor (rows, ...).
         """
+        self.has_drawn = True
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
         if dimension is None:
             fill(tensor, self.seeded(tensor.device, seed if tensor.numel() == 1 else fold_in(seed, self.start)))

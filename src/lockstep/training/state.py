@@ -167,6 +167,8 @@ class TrainState:
         """An epoch, or the rest of one, is about to be trained."""
         self.progress.evaluation_pending = False
         self.strategy.module.train()
+        if self.noise is not None:
+            self.noise.look_again()
         if self.progress.samples == 0:
             self.meter.clear()
         if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
