@@ -12,6 +12,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    if sys.flags.safe_path:  # python -P
+        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))  # the next import takes 30 ms
     from lockstep.distributed.signals import end_at_signals
 
@@ -27,12 +29,11 @@ from lockstep import cli
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import check_arguments
 from lockstep.config.record import record_config
-from lockstep.config.targets import instantiate_as, names_own_code
+from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
-from lockstep.sweeps.process import wait_for_previous_job
 
 
 @hydra.main(**hydra_version_base(), config_path="../conf", config_name="config")
@@ -49,11 +50,8 @@ def main(cfg: DictConfig) -> Any:
         launcher.prepare("lockstep.rank_imports")
         from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-        if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
-            wait_for_previous_job()
         cfg = preflight(cfg, launcher)
         cli.collect_garbage()
-        wait_for_previous_job()
         return launcher.launch(mode.work, cfg, record)
 
 

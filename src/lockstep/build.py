@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -14,20 +15,22 @@ from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.partition import seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.loggers.base import LoggerList
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, refuse_changing_weights
+from lockstep.tasks.base import modules_of
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
-from lockstep.training.parameter_groups import ParameterRules
-from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
+from lockstep.training.parameter_groups import ParameterRules, can_fuse
+from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
 from lockstep.training.weight_check import WeightCheck
@@ -41,34 +44,38 @@ def model_and_data(
     loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
     hold only a part of it on this rank.
     """
-    monitor.enter("prepare")
+    reporter.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
-        import_targets(cfg)
-    monitor.enter("build")
+    import_targets(cfg)  # a module that seeds torch when it is imported does so here
+    reporter.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     cfg = completed(cfg, train_data)
     trainer, data = cfg.trainer, cfg.dataset
-    with strategy.building(world.size):
-        model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last, world.device)
-    model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
-    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
-    set_weights_from_data(model, train_samples, converter)
+    with seeded(cfg.seed):
+        torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
+        with strategy.building(world.size):
+            model = instantiate_as(nn.Module, cfg.model, "model")
+        torch.set_default_dtype(torch.float32)  # a constructor, too
+        memory_format = model_memory_format(model, trainer.channels_last, world.device)
+        model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+        converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+        set_weights_from_data(model, train_samples, converter)
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
+    refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
-    shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
+    share = strategy.evaluation_share(world)
     augment, transforms = Augment(**data.augment), batch_transforms(cfg)
-    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
-    eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
+    train_loader = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms)
+    eval_loader = BatchLoader(test_samples, converter, *share, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return cfg, train_loader, eval_loader
@@ -99,12 +106,16 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
+    trainer, task, samples = cfg.trainer, instantiate(cfg.task), len(loader)
+    shares = strategy.data_parallel_size(strategy.world.size)
+    for module in modules_of(task):
+        cast(module, trainer.precision)
+        module.to(strategy.world.device)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size)) if takes_steps else trainer.batch_size,
+        batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
@@ -115,7 +126,10 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         draws_by_sample=not trainer.compile,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in NOT_PASSED["optimizer"]}))
+    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
+    if options.get("fused") == "auto":
+        options["fused"] = can_fuse(strategy.model)
+    make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.

@@ -24,9 +24,8 @@ from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.base import JobSpec, Strategy, refuse_changing_weights
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.setup import model_memory_format
 
@@ -62,7 +61,6 @@ def as_taken(cfg: DictConfig) -> DictConfig:
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     cfg, lines = without_untaken(cfg, words)
     for line in lines:
-        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     return cfg
@@ -75,8 +73,6 @@ def prepare_data(cfg: DictConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        if "Error locating target" in str(error):  # what is said of other targets is said of this one
-            raise
         failed = exception_record(error)
         place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
         said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
@@ -112,7 +108,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
-    shares = strategy.batch_shares(job.world_size)
+    shares = strategy.data_parallel_size(job.world_size)
     if not mode.needs_run:
         check_batch_size(cfg, shares)
     return strategy, job.world_size
@@ -151,7 +147,7 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
         nan=cfg.watch.nan,
         save_unit=SaveInterval(cfg.snapshot.every).unit,
         optimizer=get_object(cfg.optimizer._target_),
-        fused_optimizer=bool(cfg.optimizer.get("fused")),
+        fused_optimizer=cfg.optimizer.get("fused") is True,
     )
 
 
@@ -178,6 +174,7 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         return
     on_gpus = cfg.backend.name != "gloo" and torch.cuda.is_available()
     model_memory_format(model, cfg.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
+    refuse_changing_weights(model, world_size)
     if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):

@@ -1,8 +1,12 @@
 """Classes of the user's own, named by `_target_`: what the checks accept, refuse and show; torch's own schedules."""
 
+import importlib
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -13,10 +17,11 @@ from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.hydra_errors import as_config_error
 from lockstep.preflight import preflight
+from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
-from support.worlds import in_world, train, train_all
+from support.worlds import in_world, train, train_all, weights
 
 OWN_MODULE = """
 from torch import nn
@@ -107,11 +112,11 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ),
         (
             "model._target_=torch.nn.Linear",
-            "takes no shape and no classes; type ~model.shape ~model.classes, or model=",
+            "Linear needs in_features and out_features; type +model.in_features=<value>",
         ),
         (
-            "optimizer._target_=torch.optim.RMSprop",
-            "type ~optimizer.nesterov ~optimizer.fused, or optimizer=<an option",
+            "optimizer._target_=torch.optim.RMSprop +optimizer.a=1 +optimizer.b=2",
+            "takes no a and no b; leave optimizer.a and optimizer.b out, or type optimizer=<an option",
         ),
         (
             "optimizer._partial_=false",
@@ -127,8 +132,7 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
             "needs size; type size: <value> beside _target_: torchvision.transforms.v2.Resize in dataset.test_transf",
         ),
         (
-            "scheduler=torch scheduler.schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR "
-            "~scheduler.schedule.gamma",
+            "scheduler=torch scheduler.schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR",
             "CosineAnnealingLR needs T_max; type +scheduler.schedule.T_max=<value>, or scheduler=<an option in",
         ),
         ("model=mlp ~model.width", "needs width; type +model.width=<value>, or model=<an option in conf/model>"),
@@ -152,7 +156,7 @@ def test_an_optimizer_without_the_keys_of_ours_is_accepted() -> None:
 
 def test_a_key_that_a_function_passes_on_in_vain_is_refused_before_any_process_starts() -> None:
     cfg = composed("model._target_=torchvision.models.resnet18", "launch=fork")
-    with pytest.raises(ConfigError, match=r"resnet18 takes no shape \(ResNet.*\); type ~model.shape$"):
+    with pytest.raises(ConfigError, match=r"no shape and no classes \(ResNet.*\); type ~model.shape ~model.classes$"):
         preflight(cfg, instantiate(cfg.launch))
 
 
@@ -246,3 +250,47 @@ def test_schedules_of_torch_step_as_in_plain_torch(tmp_path: Path) -> None:
     for name, options in SCHEDULES.items():
         found = [value for _, value in scalars(tmp_path / name)["train/lr"]]
         assert found == pytest.approx(plain_learning_rates(name, options), rel=1e-5), name
+
+
+SEEDS_AT_IMPORT = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+torch.manual_seed(1)  # as many scripts begin
+np.random.seed(1)
+random.seed(1)
+
+def prepare():
+    torch.rand(1)
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        with torch.no_grad():
+            self[1].bias.mul_(np.random.rand() + random.random())
+"""
+
+
+@pytest.mark.parametrize("launch", ["env", "fork", "spawn"])
+def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
+    start: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str
+) -> None:
+    (tmp_path / "seeds.py").write_text(SEEDS_AT_IMPORT)
+    words = [
+        "model._target_=seeds.Net",
+        "dataset.prepare={_target_:seeds.prepare}",
+        "seed=7",
+        "optimizer.lr=1e-30",
+        "trainer.max_steps=1",
+        "logger=[]",
+    ]
+    start(*PYTHON_TRAIN, *words, f"launch={launch}", "hydra.run.dir=run", PYTHONPATH=tmp_path).finish()
+    monkeypatch.syspath_prepend(tmp_path)
+    net = importlib.import_module("seeds").Net
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    expected = torch.cat([parameter.detach().flatten() for parameter in net().parameters()])
+    assert torch.equal(weights(tmp_path / "run"), expected.double())

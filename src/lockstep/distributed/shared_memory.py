@@ -14,7 +14,7 @@ import torch
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
@@ -49,7 +49,7 @@ class SharedMemorySum:
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
         self.world = world
-        self.page = monitor.page()
+        self.page = reporter.page()
         length = min(length, PIECE)
         values = (world.size + 1) * length
         with self._common_folder(values * dtype.itemsize) as folder:
@@ -122,7 +122,6 @@ class SharedMemorySum:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
         with self.world.waiting:
             for pipe, peer in self.readers.items():
-                self.page.sum_waits_for(peer)
                 arrival = select.poll()
                 arrival.register(pipe, select.POLLIN)
                 if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):
@@ -140,28 +139,16 @@ def tree_sum(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _create_folder(ranks: int, size: int) -> tuple[str, str]:
-    """(a folder, "") or ("", why there is none). In memory if there is room, else among the temporary files.
-
-    The folder has a file of `size` bytes and a pipe for each pair of ranks.
-    """
-    memory = Path("/dev/shm")
-    places: list[Path | None] = [None]
-    if os.access(memory, os.W_OK):
-        stats = os.statvfs(memory)
-        if stats.f_bavail * stats.f_frsize > size:  # a container may have 64 MB
-            places = [memory, None]
-    problem = ""
-    for place in places:
-        folder = ""
-        try:
-            folder = tempfile.mkdtemp(prefix="lockstep-", dir=place)
-            _fill_folder(Path(folder), ranks, size)
-            return folder, ""
-        except OSError as error:
-            problem = f"finds no room for {size / 2**20:.1f} MB in /dev/shm and in TMPDIR ({error.strerror or error})"
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
-    return "", problem
+    """(a folder, "") or ("", why there is none). It is in memory: with a file of `size` bytes, and a pipe for each pair
+    of ranks."""
+    folder = ""
+    try:
+        folder = tempfile.mkdtemp(prefix="lockstep-", dir="/dev/shm")
+        _fill_folder(Path(folder), ranks, size)
+        return folder, ""
+    except OSError as error:  # a container may have 64 MB
+        shutil.rmtree(folder, ignore_errors=True)
+        return "", f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"
 
 
 def _fill_folder(folder: Path, ranks: int, size: int) -> None:

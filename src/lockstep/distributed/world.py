@@ -30,8 +30,8 @@ from lockstep.distributed.backend import (
 )
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
-from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.errors import CannotStartNow, ConfigError
+from lockstep.failures import reporter
 from lockstep.failures.start import start_for_rank
 from lockstep.source_code import module_hashes
 
@@ -151,7 +151,7 @@ class World:
         Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
         They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
         """
-        with monitor.phase("disk"):
+        with reporter.phase("disk"):
             yield
         # In another phase: the monitor is only patient with a rank that uses its disk.
         self.barrier(DISK_TIMEOUT if self.local_size >= self.size else None)
@@ -166,11 +166,10 @@ class World:
             try:
                 work()
             except ConfigError as error:
-                problem = str(error)
+                problem = str(error), isinstance(error, CannotStartNow)
         self.barrier(PREPARE_TIMEOUT)
-        problems = [text for text in self.all_gather_json(problem) if text is not None]
-        if problems:
-            raise ConfigError(problems[0])
+        for sentence, may_pass in filter(None, self.all_gather_json(problem)):
+            raise CannotStartNow(sentence) if may_pass else ConfigError(sentence)
 
 
 @contextmanager
@@ -189,7 +188,7 @@ def init_distributed(
     NCCL's environment variables where they are set. bind_device: False if this rank computes on several GPUs, so that
     NCCL is not bound to one. Raises ConfigError as `choose_backend` does.
     """
-    monitor.enter("meeting")
+    reporter.enter("meeting")
     info = read_rank_info()
     backend = choose_backend(name, info.local_world_size)
     warn_of_unused_gpus(name, backend, info.local_world_size)
@@ -228,21 +227,14 @@ def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_ha
 
     If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
     """
-    if monitor.may_start_monitor():
+    if not reporter.is_connected():
         name = world.broadcast_json(uuid.uuid4().hex)
         started_by = read_rank_info().started_by
         if world.local_rank == 0:
             start_for_rank(name, started_by, world.size)
-        monitor.connect(name, world.rank, world.size, local_rank=world.local_rank)
-    monitor.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"), clock_ahead(world))
-    monitor.watch_for_hangs(timeout, on_hang, world.timeout)
-
-
-def clock_ahead(world: World) -> float:
-    """Seconds by which this rank's clock is ahead of rank 0's, wrong by about the time of a message. A collective."""
-    world.barrier()  # all ranks leave it at the same time
-    now = time.time()
-    return float(now - world.all_gather_json(now)[0])
+        reporter.connect(name, world.rank, world.size, local_rank=world.local_rank)
+    reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"))
+    reporter.watch_for_hangs(timeout, on_hang, world.timeout)
 
 
 # What all ranks must have alike.

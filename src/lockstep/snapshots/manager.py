@@ -31,7 +31,7 @@ from lockstep.errors import (
     TrainingDiverged,
     path_word,
 )
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.files import explain_disk_error, write_whole
 from lockstep.snapshots.files import (
     INFIX,
@@ -56,12 +56,13 @@ from lockstep.snapshots.state import (
     copy_to_cpu,
     model_state,
     plain_copy,
+    require_plain,
     restore_state,
     trained_weights,
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.tensor_bytes import map_only
+from lockstep.strategies.tensor_bytes import as_saved, map_only
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
 from lockstep.training.timing import Watcher
@@ -103,6 +104,7 @@ class SnapshotManager(Watcher):
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
         compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
         """
+        require_plain(state.strategy.model.state_dict())
         self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
@@ -131,7 +133,7 @@ class SnapshotManager(Watcher):
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.writer.pending:
-            monitor.enter("disk")  # the monitor gives it more time
+            reporter.enter("disk")  # the monitor gives it more time
         self.writer.close()
         if error is None:
             self.vote.close()
@@ -144,7 +146,7 @@ class SnapshotManager(Watcher):
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
-        monitor.enter("resume")
+        reporter.enter("resume")
         found = load_on_all_ranks(self.world, lambda: self._find(where))
         if found is None:
             return None
@@ -159,7 +161,7 @@ class SnapshotManager(Watcher):
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.state.progress.samples == self.epoch_samples
         self.resumed_from = path
-        monitor.resumed(str(path.absolute()), self.start_step)
+        reporter.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
         if self.state.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
@@ -263,7 +265,7 @@ class SnapshotManager(Watcher):
 
     # Saving.
 
-    @monitor.phase("snapshot")
+    @reporter.phase("snapshot")
     def save(self, name: str | None = None) -> None:
         """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
 
@@ -340,7 +342,7 @@ class SnapshotManager(Watcher):
         if progress.best_step not in (None, progress.step):
             best = self._best_weights()
         # Beside tensors a state dict has what modules give in get_extra_state.
-        last = map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
+        last = map_only(Tensor, as_saved, last)
         try:
             if best is None:
                 (self.run_dir / BEST).unlink(missing_ok=True)
@@ -550,4 +552,6 @@ def is_finite(values: Tensor) -> bool:
         return True
     if values.is_complex():
         values = torch.view_as_real(values)
+    if values.dtype.itemsize == 1:  # torch has no such function for float8
+        values = values.float()
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())

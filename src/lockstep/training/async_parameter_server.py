@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, Part, fold_in, micro_batch_parts
+from lockstep.data.partition import Batch, fold_in
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.loop import StepLoss, batches, begin_epoch, end_steps, set_seed, update
@@ -64,15 +65,14 @@ class AsyncParameterServer(Strategy):
     def needs_other_ranks(self) -> bool:
         return True
 
-    def batch_shares(self, world_size: int) -> int:
-        return 1
+    def data_parallel_size(self, world_size: int) -> int:
+        return 1  # a worker computes whole batches
 
-    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
-        """All of a global batch: a worker computes whole batches. An evaluation is shared by all ranks."""
-        return micro_batch_parts(batch, accumulation_steps, rank=0, size=1)
+    def data_parallel_rank(self, world: World) -> int:
+        return 0
 
-    def sum_counts(self, count: Tensor) -> Tensor:
-        return count
+    def evaluation_share(self, world: World) -> tuple[int, int]:
+        return world.rank, world.size
 
     def own_epoch(self) -> Callable[..., int]:
         return self.train_epoch
@@ -138,7 +138,7 @@ class AsyncParameterServer(Strategy):
             from_bytes(weights, model_tensors(self.model))
 
     def _compute_gradients(self, state: TrainState, loader: BatchLoader, batch: Batch, step: int) -> None:
-        monitor.current_batch(batch)
+        reporter.current_batch(batch)
         state.nan.begin(step, state.progress.epoch, batch)
         loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
         for number, part in enumerate(batch.parts, start=1):
