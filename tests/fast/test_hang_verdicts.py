@@ -129,10 +129,10 @@ def test_a_rank_is_not_missed_in_a_process_group_of_others():
 
 def test_a_sum_through_shared_memory_beside_a_collective():
     history = STEP[:1] * 3
-    in_sum = facts(1, records=record(*history, finished=True), sum_values=1000, sum_waits_for=0)
+    in_sum = facts(1, records=record(*history, finished=True), sum_values=1000)
     assert verdict(waits(0, *history, STEP[0]), in_sum) == (Kind.MISSING_CALL, (1,))
     assert verdict(waits(0, *history, ("all_reduce", [9])), in_sum) == (Kind.OTHER_OPERATION, (0,))
-    larger = replace(in_sum, rank=0, sum_values=2000, sum_waits_for=1)
+    larger = replace(in_sum, rank=0, sum_values=2000)
     assert verdict(larger, in_sum) == (Kind.OTHER_SHAPE, (0, 1))
 
 
