@@ -127,7 +127,7 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
                 _mistake_in_file(word, arguments)
                 or f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
             )
-    return f"{reason.rstrip(".")}; type {HYDRA_HELP}"
+    return f"{reason.rstrip('.')}; type {HYDRA_HELP}"
 
 
 def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
