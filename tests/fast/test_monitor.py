@@ -84,6 +84,7 @@ def test_a_rank_in_a_container_of_its_own_is_left_alone(name, tmp_path):
     assert not (tmp_path / "failure.json").exists()
     assert rank.poll() is None
     rank.communicate()
+    wait_for(lambda: channel.connect(channel.address_of(name), timeout=0) is None, "end of the monitor", 20)
 
 
 # Its forked rank has a copy of all that is open in the launcher, and does not end by SIGTERM.

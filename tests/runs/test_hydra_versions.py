@@ -44,7 +44,14 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "said"), COMMANDS, ids=[" ".join(words) for words, _, _ in COMMANDS])
+STARTED_ANEW = (["--help"], ["--version"], SHORT)  # with the warnings of imports
+ROWS = [
+    pytest.param(*row, id=" ".join(row[0]), marks=[pytest.mark.new_process] if row[0] in STARTED_ANEW else [])
+    for row in COMMANDS
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), ROWS)
 def test_a_command_answers(start, tmp_path, words, code, said):
     (tmp_path / "other.yaml").write_text("a: 1\n")
     run = start(sys.executable, TRAIN, *words).finish(code)

@@ -118,13 +118,12 @@ PHASES = (
     *("start", "meeting", "prepare", "build", "resume"),
     *("train", "evaluation", "snapshot", "disk", "export", "end", "mode"),
 )
-NOBODY = -1
 
 # Offsets in the page, in bytes. All times are those of time.monotonic(), one clock for all processes of a machine.
 EPOCH, STEP, STEPS_ENDED, STEP_ENDED_AT = 0, 8, 16, 24
 PHASE, PHASE_SINCE = 32, 40
-SUM_VALUES, SUM_WAITS_FOR = 48, 56
-HEARTBEAT_AT = 64
+SUM_VALUES = 48
+HEARTBEAT_AT = 56
 
 
 def create_unnamed_file(name: str, size: int = 0) -> int:
@@ -186,11 +185,7 @@ class ProgressPage:
 
     def sum_starts(self, values: int) -> None:
         """The rank is in a sum through shared memory, which torch's flight recorder does not see."""
-        self.set(SUM_WAITS_FOR, NOBODY)
         self.set(SUM_VALUES, values)
-
-    def sum_waits_for(self, rank: int) -> None:
-        self.set(SUM_WAITS_FOR, rank)
 
     def sum_ends(self) -> None:
         self.set(SUM_VALUES, 0)

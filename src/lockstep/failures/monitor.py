@@ -89,6 +89,7 @@ class Monitor:
                 self._note(rank, message)
         else:
             connection.close()
+            self.is_over = self.options.is_foreign and not self.ranks
 
     def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> WatchedRank:
         page, stacks, *asks = reader.descriptors
@@ -164,7 +165,7 @@ class Monitor:
                 shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
             self.is_over = not is_anyone_alive
         elif not self.ranks and self.launcher is None:
-            self.is_over = time.monotonic() - self.started > FIRST_RANK_SECONDS
+            self.is_over = self.is_over or time.monotonic() - self.started > FIRST_RANK_SECONDS
         elif self.options.is_foreign:
             is_late = bool(failed_at) and time.monotonic() > min(failed_at) + END_SECONDS
             if failed_at and self.report is None and (is_late or all(rank.end_is_known for rank in self.ranks)):

@@ -296,7 +296,7 @@ class RankFacts:
     answers: whether its Python threads run, None if they cannot be asked.
     stacks, main_thread: what faulthandler has written, and the thread to look at.
     records: torch's flight records.
-    sum_values, sum_waits_for: of a sum through shared memory that has not ended: its size, and a rank.
+    sum_values: the size of a sum through shared memory that has not ended, or 0.
     worker: the pid of a process that it has started, such as a loader worker, and the stacks of that one.
     """
 
@@ -312,7 +312,6 @@ class RankFacts:
     main_thread: str | None = None
     records: str = "[]"
     sum_values: int = 0
-    sum_waits_for: int | None = None
     worker: tuple[int, str] | None = None
 
     @cached_property
@@ -557,9 +556,7 @@ def _row(rank: RankFacts) -> tuple[str, ...]:
     record, frame = rank.record, rank.workers_frame or rank.stack.place
     calls = f"{record.completed}/{record.enqueued}" if record.enqueued else "-"
     call = ", ".join(record.point_to_point) if record.point_to_point and not record.unfinished else rank.call()
-    if rank.sum_values and rank.sum_waits_for is not None:
-        call += f", for rank {rank.sum_waits_for}"
-    elif not rank.is_waiting:
+    if not rank.is_waiting:
         call = "no collective"
     elif len(call) > WIDEST_CALL:
         call = f"{call[: WIDEST_CALL - 3]}..."

@@ -6,6 +6,8 @@ after two seconds at most; the monitor does nothing else meanwhile.
 """
 
 import math
+import os
+import signal
 import statistics
 import sys
 import time
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.failures.channel import NOBODY, STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES, SUM_WAITS_FOR
+from lockstep.failures.channel import STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES
 from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, find_verdict, parse_stack
 from lockstep.failures.watched_rank import WatchedRank, children, parent, process_state, request_stack
 
@@ -75,6 +77,10 @@ class Watchdog:
         cause.hangs(diagnosis.as_dict())
         for rank in living:
             rank.leave()
+            for child in children(rank.pid):  # a program that it waits for would go on without it
+                if child != os.getpid():  # the first rank may have started the monitor
+                    with suppress(OSError):
+                        os.kill(child, signal.SIGKILL)
 
     def silence(self, ranks: Sequence[WatchedRank], now: float) -> float | None:
         """Seconds since the last progress of any rank, if they are too many. now: time.monotonic()."""
@@ -166,7 +172,7 @@ def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
         is_complete = not unanswered
     now, facts = time.monotonic(), []
     for rank in ranks:
-        stacks, peer = rank.read_stacks(stacks_before[rank.pid]), rank.page.get(SUM_WAITS_FOR)
+        stacks = rank.read_stacks(stacks_before[rank.pid])
         facts.append(
             RankFacts(
                 rank=rank.rank,
@@ -181,7 +187,6 @@ def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
                 main_thread=rank.main_thread,
                 records=answers[rank.pid].decode(errors="replace"),
                 sum_values=rank.page.get(SUM_VALUES),
-                sum_waits_for=None if peer == NOBODY else peer,
                 worker=_busy_worker(rank) if parse_stack(stacks, rank.main_thread).is_inside(LOADERS) else None,
             )
         )

@@ -7,6 +7,7 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,14 @@ class VirtualRanks(Strategy):
                 "strategy=virtual_ranks on GPUs needs deterministic kernels; type trainer.deterministic=true"
             )
 
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if len(types) > 1 or any(dtype.is_complex for dtype in types):
+            raise ConfigError(
+                "strategy=virtual_ranks adds up gradients of one real type, and the weights have "
+                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))}; type strategy=ddp"
+            )
+
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
@@ -107,7 +116,8 @@ class VirtualRanks(Strategy):
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
         samples = batch.tensor_split(self.count)
-        return [Part(number, samples[number]) for number in self.share]
+        starts = list(accumulate(map(len, samples), initial=0))
+        return [Part(number, starts[number], samples[number]) for number in self.share]
 
     def forward_backward(
         self,

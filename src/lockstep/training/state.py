@@ -17,6 +17,7 @@ from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.first_batch import FirstBatch
 from lockstep.training.meter import Meter
 from lockstep.training.nan import NanPolicy, ReadSamples
+from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
 from lockstep.training.setup import grad_scaler
 
@@ -26,6 +27,7 @@ class TrainSettings:
     """What stays the same from the first step to the last. Batch sizes count samples.
 
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
+    draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
     epochs: int
@@ -39,6 +41,7 @@ class TrainSettings:
     eval_every: int = 1  # epochs
     patience: int | None = None  # evaluations
     log_every: int = 10  # steps
+    draws_by_sample: bool = True
 
     @property
     def last_epoch(self) -> int:
@@ -122,6 +125,9 @@ class TrainState:
         self.objective = objective, task.mode(objective)
         self.progress = Progress()
         self.first_batch = FirstBatch(task, strategy.model)
+        # Ranks that compute the same samples draw for their own parts of the model.
+        shares_samples = strategy.data_parallel_size(strategy.world.size) < strategy.world.size
+        self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
         self.grad_norm: tuple[int, Tensor] | None = None
         self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
@@ -161,6 +167,8 @@ class TrainState:
         """An epoch, or the rest of one, is about to be trained."""
         self.progress.evaluation_pending = False
         self.strategy.module.train()
+        if self.noise is not None:
+            self.noise.look_again()
         if self.progress.samples == 0:
             self.meter.clear()
         if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
@@ -252,7 +260,7 @@ class TrainState:
         yield from self.strategy.module.parameters()
         for state in self.optimizer.state.values():
             for value in state.values():
-                if torch.is_tensor(value) and value.is_floating_point():
+                if torch.is_tensor(value):
                     yield value
         if self.ema is not None:
             yield from self.ema.averages.values()
