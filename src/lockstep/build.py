@@ -29,7 +29,8 @@ from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules
 from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
+from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
 
 
@@ -135,6 +136,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         read=loader.read,
         objective=cfg.objective,
         keeps_gradients=_wanted(cfg).histograms,
+        buffers=trainer.buffers,
     )
 
 

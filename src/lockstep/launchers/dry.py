@@ -26,7 +26,7 @@ from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.modes.check import bytes_shown, held
 from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups of options
 

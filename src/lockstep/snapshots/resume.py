@@ -275,7 +275,7 @@ def require_same_model(path: Path, saved: dict[str, Any], ours: dict[str, Any]) 
     if differences:
         raise ConfigError(
             f"{path} is of another model: {'; '.join(differences)}; type a data set with the shape and the classes "
-            f"of the trained one's, and no model="
+            f"of the trained one, and leave out what changes the model"
         )
 
 

@@ -129,6 +129,7 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
     the run's position instead. One that follows evaluations keeps its state."""
     scheduler, schedule, step = state.scheduler, saved["scheduler"], state.progress.step
     place = state.schedule_place(epoch_samples)
+    state.trained.unfreeze(saved["optimizer"]["state"])
     goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, FollowsObjective))
 
     indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.compat import hidden_from_profiler
 from lockstep.errors import RanksDiffer, first_of
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 log = logging.getLogger(__name__)
 
