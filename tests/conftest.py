@@ -44,13 +44,13 @@ def seed() -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
     """start(*words, **environment) -> a running Command, in an empty folder."""
     started: list[Command] = []
+    marked = request.node.get_closest_marker("new_process") is not None
 
-    def start_command(*words: str, **env: object) -> Command:
-        cwd = env.pop("cwd", tmp_path)
-        started.append(Command(list(words), Path(str(cwd)), **env))
+    def start_command(*words: str, cwd: Path = tmp_path, new_process: bool = marked, **env: object) -> Command:
+        started.append(Command(list(words), cwd, new_process, **env))
         return started[-1]
 
     yield start_command
@@ -74,7 +74,7 @@ def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) 
 
     def start_command(*words: str, **env: object) -> Command:
         traces = Traces()
-        watched.append((start(*words, **traces.environment | env), traces))
+        watched.append((start(*words, new_process=True, **traces.environment | env), traces))
         return watched[-1][0]
 
     yield start_command

@@ -11,7 +11,7 @@ from support.option_pairs import answers, page, pairs
 def main() -> None:
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for pair, answer in answers(Path(folder), pairs(), servers=2):
+        for pair, answer in answers(Path(folder), pairs(), at_once=2):
             found.append((pair, answer))
             if answer.problem():
                 print(f"{' '.join(pair.words)}: {answer.problem()}\n{answer}", flush=True)

@@ -17,7 +17,7 @@ from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.loggers.base import LoggerList
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.preflight import check_batch_size
@@ -42,11 +42,11 @@ def model_and_data(
     loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
     hold only a part of it on this rank.
     """
-    monitor.enter("prepare")
+    reporter.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
         import_targets(cfg)
-    monitor.enter("build")
+    reporter.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))

@@ -167,7 +167,8 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     keys = _composed_keys(arguments)
     key, value = word.partition("=")[0].lstrip("+~"), word.partition("=")[2]
     if override.is_interval_sweep():
-        return f"{word} is for a search; type -m sweep.search=random sweep.trials=20"
+        without = "".join(f", and leave {other} out" for other in arguments if other.startswith("hydra/sweeper="))
+        return f"{word} is for a search; type -m sweep.search=random sweep.trials=20{without}"
     if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
         return f"{word} is a sweep; type -m {word}"
     chosen = _chosen_options(arguments)

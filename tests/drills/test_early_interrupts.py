@@ -1,6 +1,6 @@
 """Ctrl-C and a closed terminal before training: while Hydra composes, while torch is imported, also in the helpers.
 
-LOCKSTEP_SIGNALS=all tries both signals under each launcher.
+LOCKSTEP_SIGNALS=all tries both signals under each launcher, at more moments.
 """
 
 import os
@@ -13,12 +13,12 @@ import pytest
 
 from support.commands import LAUNCHERS, TRAIN, processes_of, skip_without_mpirun, wait_for
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.new_process]
 
-MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]  # seconds after the start
+MOMENTS = [0.15, 0.25, 0.5, 0.9, 1.5, 2.2]  # seconds after the start
 FOREIGN_MOMENTS = {
-    "torchrun": [1.2, 2.4, 3.6],  # it imports torch first, its ranks afterwards
-    "mpirun": [0.4, 0.8, 1.6, 2.4],
+    "torchrun": [1.2, 3.0],  # it imports torch first, its ranks afterwards
+    "mpirun": [0.8, 2.0],
 }
 ROWS = [
     *[(signal.SIGINT, words) for words in ([], ["launch=torchrun"], ["launch=spawn"])],
@@ -28,6 +28,7 @@ FOREIGN_ROWS = [(number, name) for number in (signal.SIGINT, signal.SIGHUP) for 
 if os.environ.get("LOCKSTEP_SIGNALS") == "all":
     WORDS = ([], ["launch=torchrun"], ["launch=spawn"], ["launch=fork"])
     ROWS = [(number, words) for number in (signal.SIGINT, signal.SIGHUP) for words in WORDS]
+    MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]
     FOREIGN_MOMENTS = {name: [0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2] for name in FOREIGN_MOMENTS}
 
 

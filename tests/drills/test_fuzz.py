@@ -5,14 +5,14 @@ without a run in tests/fast/test_fuzzed_words.py, the others here.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, note, settings
 
-from support.command_server import CommandServer
 from support.fuzzed_commands import SMALL, accepted_commands, commands
+from support.small_commands import answer_of
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(0)]
 
@@ -51,14 +51,8 @@ KEPT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as running:
-        yield running
-
-
 @pytest.fixture
-def start(server: CommandServer, tmp_path: Path) -> Start:
+def start(tmp_path: Path) -> Start:
     """start(words): runs the command in a folder of its own, and fails if its end is not one of those allowed."""
     numbers = iter(range(10**9))
 
@@ -66,7 +60,7 @@ def start(server: CommandServer, tmp_path: Path) -> Start:
         folder = tmp_path / str(next(numbers)) / "deep" / "down"  # a command may write to `..`
         folder.mkdir(parents=True)
         note(f"python src/train.py {words}")
-        answer = server.run(words, folder)
+        answer = answer_of(words, folder)
         problem = answer.problem()
         assert problem is None, f"{problem}: {words}\n{answer}"
 
@@ -86,8 +80,8 @@ def test_options_that_are_accepted_start_a_run_or_are_refused_with_a_sentence(st
 
 
 @pytest.mark.parametrize(("typed", "said"), KEPT, ids=[typed for typed, _ in KEPT])
-def test_commands_that_once_failed(server: CommandServer, tmp_path: Path, typed: str, said: str) -> None:
-    answer = server.run([*typed.split(), SMALL], tmp_path)
+def test_commands_that_once_failed(tmp_path: Path, typed: str, said: str) -> None:
+    answer = answer_of([*typed.split(), SMALL], tmp_path)
     assert answer.problem() is None, answer
     assert said in answer.output
     assert answer.code == (2 if said else 0), answer

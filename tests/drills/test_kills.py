@@ -16,6 +16,7 @@ from support.worlds import same_bits
 pytestmark = pytest.mark.drill
 
 TESTS = Path(__file__).parents[1]
+KILLS = 5
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 
 
@@ -35,18 +36,18 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 
 
 @pytest.mark.timeout(1200)
-def test_nine_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
+def test_five_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     training, folder = [*SLOW, "trainer.epochs=20"], tmp_path / "run"
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
-    run = start_faulty(*STANDALONE, "--max-restarts=9", TRAIN, *training, "hydra.run.dir=run")
+    run = start_faulty(*STANDALONE, f"--max-restarts={KILLS}", TRAIN, *training, "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
-    waits = [kill_a_rank(run, folder, kill) for kill in range(9)]
+    waits = [kill_a_rank(run, folder, kill) for kill in range(KILLS)]
     run.finish()
-    assert count_resumptions(folder) == 9
+    assert count_resumptions(folder) == KILLS
     assert same_bits(tmp_path / "undisturbed", folder)
     assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
-    print(f"9 kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
+    print(f"{KILLS} kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
     assert middle <= 20  # other drills run beside this one
 
 

@@ -52,10 +52,10 @@ def test_the_best_jobs_of_each_rung_go_on(undisturbed):
 
 
 def test_a_killed_search_in_two_slots_ends_with_the_same_table(start, undisturbed):
-    """kill -9 of the parent alone, four times at random moments, and the same command after each."""
+    """kill -9 of the parent alone, twice at random moments, and the same command after each."""
     moments = random.Random(5)
     command = [*PYTHON_TRAIN, *JOBS, *HALVING, f"sweep.slots={SLOTS}"]
-    for _ in range(4):
+    for _ in range(2):
         run = start(*command)
         wait_for((run.cwd / "s" / "sweep.csv").exists, "table")
         time.sleep(moments.uniform(1, 6))
@@ -118,7 +118,7 @@ def test_a_killed_search_with_optuna_ends_with_the_same_table(start):
     whole = results(start(*command, "hydra.sweep.dir=whole").finish().cwd / "whole")
     assert [row.state for row in whole] == ["finished"] * 14
     assert len({row.overrides for row in whole}) == 14
-    for jobs in (3, 11, 13):
+    for jobs in (3, 11):
         run = start(*command)
         wait_for(partial(has_rows, run.cwd / "s", jobs), "job", limit=120)
         run.send(signal.SIGKILL)

@@ -16,7 +16,7 @@ from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
-KILLS = int(os.environ.get("LOCKSTEP_KILLS", "5"))
+KILLS = int(os.environ.get("LOCKSTEP_KILLS", "3"))
 TRAINING = [
     *PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "strategy=fsdp", "snapshot.format=sharded",
     "snapshot.every=1steps", "snapshot.keep_last=2", "model=mlp", "model.width=2048", "optimizer=adamw",

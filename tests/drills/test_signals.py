@@ -15,7 +15,7 @@ from support.commands import LAUNCHERS, STARTERS, Command, processes_of, wait_fo
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.new_process]
 
 TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
@@ -67,10 +67,10 @@ def check(run: Command, tmp_path: Path, phase: str, number: int) -> None:
 
 ROWS = [
     *[("python", phase, INT, "group") for phase in SECONDS if phase != "meeting"],
-    *[("python", phase, HUP, "group") for phase in ("prepare", "step", "evaluation")],
+    ("python", "step", HUP, "group"),
     *[("launch=torchrun", phase, INT, "group") for phase in SECONDS if phase != "snapshot"],
-    *[("launch=torchrun", phase, HUP, "group") for phase in ("prepare", "step")],
-    *[("launch=torchrun", phase, HUP, "launcher") for phase in ("step", "evaluation")],
+    ("launch=torchrun", "prepare", HUP, "group"),
+    ("launch=torchrun", "evaluation", HUP, "launcher"),
     *[("launch=spawn", phase, INT, "group") for phase in ("import", "meeting", "step", "end")],
     ("launch=fork", "meeting", HUP, "launcher"),
     ("launch=spawn", "step", HUP, "launcher"),

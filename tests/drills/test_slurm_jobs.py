@@ -109,8 +109,10 @@ def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, se
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("phase", ["meeting", "prepare", "build", "step", "evaluation"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [*[(phase, signal.SIGINT) for phase in ("meeting", "prepare", "build", "step")], ("evaluation", signal.SIGHUP)],
+)
 def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
     """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
     trains = phase in ("step", "evaluation")
@@ -127,8 +129,7 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
         start_faulty(*PYTHON_TRAIN, *PARTS, *words, PYTHONPATH=TESTS).finish()
 
 
-@pytest.mark.parametrize("name", ["INT", "HUP", "TERM"])
-@pytest.mark.parametrize("phase", ["step", "evaluation"])
+@pytest.mark.parametrize(("phase", "name"), [("step", "INT"), ("step", "HUP"), ("step", "TERM"), ("evaluation", "INT")])
 def test_a_signal_by_scancel_saves_the_last_step(start_faulty, slurm, tmp_path, phase, name):
     run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2)
     slurm.run("scancel", f"--signal={name}", slurm.run("squeue", "--noheader", "--format=%i").strip())

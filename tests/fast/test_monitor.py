@@ -17,9 +17,11 @@ from lockstep.failures.report import MonitorOptions
 from lockstep.failures.start import run_monitor
 from support.commands import ROOT, wait_for
 
-CONNECTS = "import os, sys; from lockstep.failures import rank; rank.connect('{name}', {rank}, {size}, local_rank=0); "
-CONNECTS += "rank.set_run('{run_dir}', 'log', 0.0); "
-RAISES = CONNECTS + "rank.failed({error})"
+CONNECTS = (
+    "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}, local_rank=0); "
+)
+CONNECTS += "reporter.set_run('{run_dir}', 'log', 0.0); "
+RAISES = CONNECTS + "reporter.failed({error})"
 WAITS = CONNECTS + "sys.stdin.read()"  # until the test closes its input
 LEAVES_CHILD = CONNECTS + "os.fork() or sys.stdin.read(); os._exit(0)"
 
@@ -93,12 +95,12 @@ def test_a_rank_in_a_container_of_its_own_is_alive_as_long_as_it_is_connected(na
 # Its forked rank has a copy of all that is open in the launcher, and does not end by SIGTERM.
 LAUNCHER = """
 import os, signal, time
-from lockstep.failures import rank
+from lockstep.failures import reporter
 from lockstep.failures.start import MonitorLink
 link = MonitorLink(None)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    rank.connect(link.name, 0, 1, local_rank=0)
+    reporter.connect(link.name, 0, 1, local_rank=0)
     print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)

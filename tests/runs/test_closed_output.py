@@ -9,8 +9,10 @@ from support.commands import TORCHRUN, TRAIN
 from support.sweep_tables import states
 
 
-@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
-@pytest.mark.parametrize("output", [">&-", "| head -1", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(
+    ("launch", "output"),
+    [("env", ">&-"), ("env", "| head -1"), ("fork", "| head -1"), ("fork", ">&- 2>&- <&-"), ("torchrun", ">&-")],
+)
 def test_a_run_whose_output_is_closed_finishes_without_a_word(start, tmp_path, launch, output):
     words = f"{sys.executable} {TRAIN} model=mlp trainer.max_steps=12 launch={launch} hydra.run.dir=run"
     run = start("bash", "-o", "pipefail", "-c", f"{words} {output}").finish(0)

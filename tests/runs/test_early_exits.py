@@ -21,9 +21,11 @@ NET = "model._target_=ends.Net"
 PREPARE = "dataset.prepare={_target_: ends.prepare}"
 
 
-@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
-@pytest.mark.parametrize(("typed", "at_import"), [(NET, True), (NET, False), (PREPARE, False)])
-def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, launch, typed, at_import):
+@pytest.mark.parametrize(
+    ("typed", "at_import", "launch"),
+    [(NET, True, "env"), (NET, False, "fork"), (PREPARE, False, "env"), (PREPARE, False, "torchrun")],
+)
+def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed, at_import, launch):
     (tmp_path / "ends.py").write_text(MODULE.format(import_time="sys.exit(0)" if at_import else ""))
     run = start(*PYTHON_TRAIN, typed, f"launch={launch}", PYTHONPATH=tmp_path).finish(1)
     assert "exit code 0" in run.output

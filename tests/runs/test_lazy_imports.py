@@ -12,6 +12,8 @@ import pytest
 from lockstep.tasks.classification import Classification
 from support.commands import PYTHON_TRAIN, ROOT, TRAIN, wait_for
 
+pytestmark = pytest.mark.new_process
+
 
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_torchvision_is_imported_for_its_models_only(start, model):

@@ -78,14 +78,6 @@ def test_the_speed_of_the_first_epoch_leaves_out_the_first_step(tmp_path):
     assert min(first, second) > 64 / 3
 
 
-def test_a_closed_stdout_does_not_end_the_run(start, tmp_path):
-    words = " ".join([sys.executable, TRAIN, *SHORT])
-    command = start("bash", "-c", f"{words} | head -1; echo exit ${{PIPESTATUS[0]}}").finish()
-    assert command.output.splitlines() == [START, "exit 0"]
-    assert (tmp_path / "run" / "model.pt").exists()
-    assert "epoch 2/2" in (tmp_path / "run" / "train.log").read_text()
-
-
 def test_a_resumed_run_leaves_one_curve(tmp_path):
     cfg = composed(f"run_dir={tmp_path}", "model=linear", "trainer.epochs=3", "logger=[tensorboard,csv]")
     in_world(1, train_in_rank, cfg)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.failures import watchdog
 from lockstep.failures.channel import ProgressPage, Reader
-from lockstep.failures.rank import Reporter
+from lockstep.failures.reporter import Reporter
 from lockstep.failures.watched_rank import WatchedRank
 from support.worlds import in_world
 

@@ -19,6 +19,7 @@ from support.ports import free_port
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]
 MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
+pytestmark = pytest.mark.new_process
 NEEDS_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
@@ -32,7 +33,7 @@ STARTERS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Command:
     """The run that all others must equal: one plain process."""
-    return Command([*PYTHON_TRAIN, *SHORT], tmp_path_factory.mktemp("alone")).finish()
+    return Command([*PYTHON_TRAIN, *SHORT], tmp_path_factory.mktemp("alone"), new_process=True).finish()
 
 
 def check_folder(run: Command, ranks: int) -> None:
@@ -86,10 +87,9 @@ def test_two_ranks_of_mpirun_equal_one_process(start, alone):
 
 
 @pytest.mark.skipif(not shutil.which("taskset"), reason="no taskset: apt-get install util-linux")
-@pytest.mark.parametrize("launch", ["torchrun", "fork"])
-def test_one_rank_for_each_core(start, launch):
+def test_one_rank_for_each_core(start):
     one_core = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
-    options = [f"launch={launch}", "launch.nproc_per_node=cpu", "model=mlp", "trainer.max_steps=1"]
+    options = ["launch=fork", "launch.nproc_per_node=cpu", "model=mlp", "trainer.max_steps=1"]
     assert "rank 0 of 1" in start(*one_core, *PYTHON_TRAIN, *options).finish().output
 
 
@@ -137,9 +137,8 @@ def jobs_of_sweep(run: Command) -> list[Path]:
     return sorted(run.cwd.glob("outputs/multirun/*/*/[0-9]_*"))
 
 
-@pytest.mark.parametrize("launch", ["torchrun", "fork"])
-def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone, launch):
-    run = start(*PYTHON_TRAIN, "-m", f"launch={launch}", "optimizer.lr=0.1,0.05", *SHORT).finish()
+def test_a_sweep_of_one_parent_gives_each_job_fresh_ranks(start, alone):
+    run = start(*PYTHON_TRAIN, "-m", "launch=torchrun", "optimizer.lr=0.1,0.05", *SHORT).finish()
     assert len(run.epochs) == 4
     assert run.epochs[2:] == alone.epochs  # the second job is as if it ran alone
     assert [len(list(job.glob("events.out.tfevents.[1-9]*"))) for job in jobs_of_sweep(run)] == [1, 1]

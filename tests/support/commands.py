@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+
+from support.forked import ForkedProcess, can_be_forked
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "src" / "train.py")
@@ -21,19 +23,32 @@ TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 
 
-class Command:
-    """A started command. `finish` waits for it, and fails the test with its whole output if the exit code is wrong."""
+def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what says that a process is a rank."""
+    return {key: value for key, value in environment.items() if not key.startswith(RANK_VARIABLES)}
 
-    def __init__(self, command: list[str], cwd: Path, **env: object) -> None:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(RANK_VARIABLES)}
+
+class Command:
+    """A started command. `finish` waits for it, and fails the test with its whole output if the exit code is wrong.
+
+    new_process: whether `python src/train.py` is started anew and not forked, see support.forked.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, new_process: bool = False, **env: object) -> None:
+        clean = without_ranks(os.environ)
         self.command, self.cwd, self.output = [str(word) for word in command], Path(cwd), ""
         self.started, self.ended = time.time(), 0.0
         self.temporary = Path(str(env.get("TMPDIR", tempfile.gettempdir())))
         self.broken_at: float | None = None  # a test that breaks the run notes when
+        own = {key: str(value) for key, value in env.items()}
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if not new_process and can_be_forked(self.command, own):
+            self.process = ForkedProcess(self.command, self.cwd, clean | own)
+            return
         self.process = subprocess.Popen(
             self.command,
             cwd=cwd,
-            env=clean | {key: str(value) for key, value in env.items()},
+            env=clean | own,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

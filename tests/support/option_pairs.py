@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from omegaconf import OmegaConf
 
-from support.command_server import Answer, CommandServer
 from support.commands import ROOT
+from support.small_commands import Answer, answer_of
 from support.small_data import write_small_data
 
 CONF = ROOT / "conf"
 NOT_COMBINED = ("experiment", "hydra", "local", "mode")  # a preset is a choice of the other groups; modes need a run
 NOT_HERE = ("launch=slurm", "launch=dry")  # its answer is the cluster's; it trains nothing
-# New processes would refuse the small files for their checksums; forks of the command server do not look at them.
+# New processes would refuse the small files for their checksums; support.small_commands does not look at them.
 NOT_TOGETHER = [
     {data, f"launch={name}"} for data in ("dataset=cifar10", "model=airbench") for name in ("spawn", "torchrun")
 ]
@@ -87,27 +87,18 @@ def _defaults() -> dict[str, list[str]]:
     return found
 
 
-def answers(folder: Path, chosen: list[Pair], servers: int = 1) -> Iterator[tuple[Pair, Answer]]:
-    """What the command of each chosen pair answers, in their order. servers: commands at once."""
+def answers(folder: Path, chosen: list[Pair], at_once: int = 1) -> Iterator[tuple[Pair, Answer]]:
+    """What the command of each chosen pair answers, in their order. at_once: commands side by side."""
     data = write_small_data(folder / "data")
-    running = [CommandServer().__enter__() for _ in range(servers)]
 
     def run(numbered: tuple[int, Pair]) -> tuple[Pair, Answer]:
         number, pair = numbered
         place = folder / str(number)
         place.mkdir()
-        server = running.pop()  # there are as many threads as servers
-        try:
-            return pair, server.run(pair.words, place, LIMIT, LOCKSTEP_DATA=str(data))
-        finally:
-            running.append(server)
+        return pair, answer_of(pair.words, place, LIMIT, LOCKSTEP_DATA=str(data))
 
-    try:
-        with ThreadPoolExecutor(servers) as threads:
-            yield from threads.map(run, enumerate(chosen))
-    finally:
-        for server in running:
-            server.__exit__()
+    with ThreadPoolExecutor(at_once) as threads:
+        yield from threads.map(run, enumerate(chosen))
 
 
 def page(found: list[tuple[Pair, Answer]]) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
@@ -49,7 +49,7 @@ class SharedMemorySum:
 
     def __init__(self, world: World, length: int, dtype: torch.dtype) -> None:
         self.world = world
-        self.page = monitor.page()
+        self.page = reporter.page()
         length = min(length, PIECE)
         values = (world.size + 1) * length
         with self._common_folder(values * dtype.itemsize) as folder:

@@ -20,7 +20,7 @@ from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
 from lockstep.distributed.run_folder import go_on_words
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.failures.record import is_communication_error
 from lockstep.failures.report import newest_snapshot
 
@@ -198,7 +198,7 @@ def _read_signals(reader: int) -> None:
 
 
 def _end(number: int) -> NoReturn:
-    monitor.ended("stopped")
+    reporter.ended("stopped")
     stopped = ended_at_once(number, _process.saves_first)
     if _process.prints:
         with suppress(OSError, ValueError):  # the terminal is closed

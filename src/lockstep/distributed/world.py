@@ -31,7 +31,7 @@ from lockstep.distributed.backend import (
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
 from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.failures.start import start_for_rank
 from lockstep.source_code import module_hashes
 
@@ -151,7 +151,7 @@ class World:
         Every rank calls this. One that raises in the block does not come to its end, and the others notice its exit.
         They would not notice the loss of a machine, so with several machines they wait for `timeout` only.
         """
-        with monitor.phase("disk"):
+        with reporter.phase("disk"):
             yield
         # In another phase: the monitor is only patient with a rank that uses its disk.
         self.barrier(DISK_TIMEOUT if self.local_size >= self.size else None)
@@ -189,7 +189,7 @@ def init_distributed(
     NCCL's environment variables where they are set. bind_device: False if this rank computes on several GPUs, so that
     NCCL is not bound to one. Raises ConfigError as `choose_backend` does.
     """
-    monitor.enter("meeting")
+    reporter.enter("meeting")
     info = read_rank_info()
     backend = choose_backend(name, info.local_world_size)
     warn_of_unused_gpus(name, backend, info.local_world_size)
@@ -228,14 +228,14 @@ def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_ha
 
     If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
     """
-    if monitor.may_start_monitor():
+    if reporter.may_start_monitor():
         name = world.broadcast_json(uuid.uuid4().hex)
         started_by = read_rank_info().started_by
         if world.local_rank == 0:
             start_for_rank(name, started_by, world.size)
-        monitor.connect(name, world.rank, world.size, local_rank=world.local_rank)
-    monitor.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"), clock_ahead(world))
-    monitor.watch_for_hangs(timeout, on_hang, world.timeout)
+        reporter.connect(name, world.rank, world.size, local_rank=world.local_rank)
+    reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"), clock_ahead(world))
+    reporter.watch_for_hangs(timeout, on_hang, world.timeout)
 
 
 def clock_ahead(world: World) -> float:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lockstep.failures import channel
-from lockstep.failures.rank import ADDRESS
 from lockstep.failures.report import MonitorOptions
+from lockstep.failures.reporter import ADDRESS
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.failures.channel import NOBODY, STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES, SUM_WAITS_FOR
-from lockstep.failures.rank import ASK
+from lockstep.failures.reporter import ASK
 from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, find_verdict, parse_stack
 from lockstep.failures.watched_rank import WatchedRank, children, parent, process_state, request_stack
 from lockstep.files import write_whole

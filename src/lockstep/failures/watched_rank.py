@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
-from lockstep.failures.rank import LEAVE
 from lockstep.failures.record import last_lines
+from lockstep.failures.reporter import LEAVE
 from lockstep.failures.verdict import parse_stack
 
 EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
@@ -37,7 +37,7 @@ class WatchedRank:
     reader: Reader
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
-    asks: int | None = None  # the socket to ask it, see lockstep.failures.rank
+    asks: int | None = None  # the socket to ask it, see lockstep.failures.reporter
     is_visible: bool = True  # False in a container of its own, where its process has another number
     log: str | None = None
     clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
@@ -101,7 +101,7 @@ class WatchedRank:
         return self.failure is not None or self.ended is not None or self.died_at is not None
 
     def note(self, message: Message) -> None:
-        """What the rank has sent, see `lockstep.failures.rank`."""
+        """What the rank has sent, see `lockstep.failures.reporter`."""
         if "run_dir" in message:
             self.log, self.clock_ahead = message["log"], message["clock_ahead"]
         elif "resumed" in message:

@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError, StoppedEarly
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.failures.record import message_of
 from lockstep.launchers.base import Launcher, RankFailed, Worker
 
@@ -27,19 +27,19 @@ class EnvLauncher(Launcher):
 
     def launch(self, worker: Worker, *args: Any) -> Any:
         end_with_starter()  # again: Hydra's launchers start jobs that do not begin in the command line
-        with monitor.started_by_rank():
+        with reporter.started_by_rank():
             try:
                 value = worker(*args)
             except StoppedEarly:
-                monitor.ended("stopped")
+                reporter.ended("stopped")
                 raise
             except BaseException as error:
-                monitor.failed(error)
+                reporter.failed(error)
                 failure = _with_report(error)
                 if failure is error:
                     raise
                 raise failure from error
-            monitor.ended("finished")
+            reporter.ended("finished")
             return value
 
 
@@ -56,7 +56,7 @@ def _with_report(error: BaseException) -> BaseException:
     """The exception for the command line: with the monitor's report if there is one, else `error` itself."""
     if isinstance(error, (ConfigError, KeyboardInterrupt)):
         return error
-    answer = monitor.wait_for_report()
+    answer = reporter.wait_for_report()
     _write_torchrun_error(error, is_first=answer is None or answer["is_first"])
     if answer is None:
         return error

@@ -43,7 +43,7 @@ from lockstep.errors import (
     RankMissing,
     StoppedEarly,
 )
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.failures.start import MonitorLink
 from lockstep.failures.watched_rank import process_has_ended
 from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
@@ -400,18 +400,18 @@ def run_rank(
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     signals.leave_last_line_to_launcher()
     end_with_parent()
-    monitor.connect(env[monitor.ADDRESS], rank, int(env["WORLD_SIZE"]), local_rank=local_rank)
+    reporter.connect(env[reporter.ADDRESS], rank, int(env["WORLD_SIZE"]), local_rank=local_rank)
     try:
         value = worker(*args)
         if rank == 0:
             results.send(value)
-        monitor.ended("finished")
+        reporter.ended("finished")
         code = EXIT_FINISHED
     except StoppedEarly as stopped:
-        monitor.ended("stopped")
+        reporter.ended("stopped")
         code = stopped.code
     except BaseException as error:  # SystemExit, too: leaving before the end is a failure
-        monitor.failed(error)
+        reporter.failed(error)
         code = EXIT_FAILED
     flush_output()
     os._exit(code)

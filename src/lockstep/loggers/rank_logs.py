@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, RanksDiffer, StoppedEarly, TrainingDiverged
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.failures.record import message_of
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def rank_logs() -> Iterator[RankLogs]:
         log.info("%s", stopped)
         raise
     except Exception as error:
-        monitor.failed(error)  # before the log has the traceback, which the report need not repeat
+        reporter.failed(error)  # before the log has the traceback, which the report need not repeat
         logs.leave_console()  # the process that started the ranks prints the error there
         log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise

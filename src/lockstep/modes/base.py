@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
@@ -129,7 +129,7 @@ class Mode:
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
             trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved, record.shown)
             _warn_of_changed_data(trained, record.shown)
-            monitor.enter("mode")
+            reporter.enter("mode")
             return self.run(trained)
 
     def run(self, trained: TrainedRun) -> Any:
@@ -150,7 +150,7 @@ def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
     with (
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
-        monitor.failures(),
+        reporter.failures(),
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
     ):
         set_determinism(cfg.seed, cfg.trainer.deterministic)

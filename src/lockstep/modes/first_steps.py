@@ -24,7 +24,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.sync_batch_norm import unsynced_batch_norms
 from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
 from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
@@ -110,10 +110,10 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
     """What one rank of a world of one or two ranks does. Rank 0 writes what its first step computed to `folder`."""
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
-    with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), monitor.failures():
+    with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
         logs.leave_console()  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
-            monitor.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
+            reporter.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
             set_determinism(cfg.seed, cfg.trainer.deterministic)

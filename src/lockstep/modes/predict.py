@@ -63,7 +63,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     import torch
 
     from lockstep.distributed import signals
-    from lockstep.failures import rank as monitor
+    from lockstep.failures import reporter
     from lockstep.training.setup import autocast
 
     state, parts = trained.state, list[Columns]()
@@ -73,13 +73,13 @@ def predict(trained: TrainedRun, split: str) -> Columns:
         columns = state.task.predictions(outputs) | _truth(targets)
         parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
 
-    monitor.enter("evaluation")
+    reporter.enter("evaluation")
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
     with state.ema_weights(), torch.no_grad():
         for inputs, targets in trained.loader(split).eval_batches(settings.eval_batch_size):
             strategy.eval_step(inputs, targets, keep, context)
-            monitor.heartbeat()
+            reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}

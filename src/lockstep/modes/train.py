@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from lockstep.distributed import signals
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Train(Mode):
             with (
                 build_loggers.loggers(cfg, state, held.restore) as loggers,
                 build.snapshots(cfg, record, state, train_loader, loggers, weights) as snapshots,
-                monitor.failures(),  # of the training, before the files are closed, which takes time
+                reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(cfg.resume)
                 if not state.finished:

@@ -31,7 +31,7 @@ from lockstep.errors import (
     TrainingDiverged,
     path_word,
 )
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.files import explain_disk_error, write_whole
 from lockstep.snapshots.files import (
     INFIX,
@@ -131,7 +131,7 @@ class SnapshotManager(Watcher):
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.writer.pending:
-            monitor.enter("disk")  # the monitor gives it more time
+            reporter.enter("disk")  # the monitor gives it more time
         self.writer.close()
         if error is None:
             self.vote.close()
@@ -144,7 +144,7 @@ class SnapshotManager(Watcher):
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
-        monitor.enter("resume")
+        reporter.enter("resume")
         found = load_on_all_ranks(self.world, lambda: self._find(where))
         if found is None:
             return None
@@ -159,7 +159,7 @@ class SnapshotManager(Watcher):
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
         self.is_due = self.state.progress.samples == self.epoch_samples
         self.resumed_from = path
-        monitor.resumed(str(path.absolute()), self.start_step)
+        reporter.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
         if self.state.finished:
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
@@ -263,7 +263,7 @@ class SnapshotManager(Watcher):
 
     # Saving.
 
-    @monitor.phase("snapshot")
+    @reporter.phase("snapshot")
     def save(self, name: str | None = None) -> None:
         """Save the run as it is now under `name`, or under its step's number. A thread does the writing.
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
 from lockstep.snapshots.state import restore_weights
 from lockstep.text import differing
@@ -244,7 +244,7 @@ def restore_trained(state: TrainState, paths: list[Path], model_config: dict[str
             require_same_model(found[1], found[0]["fingerprint"], model_config)
         return found
 
-    monitor.enter("resume")
+    reporter.enter("resume")
     found = load_on_all_ranks(state.strategy.world, find)
     assert found is not None
     with state.strategy.world.disk_access():  # parts are read from their files now

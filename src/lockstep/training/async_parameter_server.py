@@ -19,7 +19,7 @@ from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in, micro_batch_parts
 from lockstep.errors import ConfigError
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.loop import StepLoss, batches, begin_epoch, end_steps, set_seed, update
@@ -139,7 +139,7 @@ class AsyncParameterServer(Strategy):
             from_bytes(weights, model_tensors(self.model))
 
     def _compute_gradients(self, state: TrainState, loader: BatchLoader, batch: Batch, step: int) -> None:
-        monitor.current_batch(batch)
+        reporter.current_batch(batch)
         state.nan.begin(step, state.progress.epoch, batch)
         loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
         for number, part in enumerate(batch.parts, start=1):

@@ -15,7 +15,7 @@ from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.loggers.base import Logger
 from lockstep.tasks.base import Report, Share
 from lockstep.training.meter import Meter
@@ -82,7 +82,7 @@ def evaluate(
 
     report: gets all outputs of this rank.
     """
-    monitor.enter("evaluation")
+    reporter.enter("evaluation")
     state.average_replicas()
     strategy = state.strategy
     meter = Meter(state.task, strategy.world)
@@ -101,7 +101,7 @@ def evaluate(
         strategy.sync_buffers()
         for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
             strategy.eval_step(inputs, targets, count, context)
-            monitor.heartbeat()
+            reporter.heartbeat()
             (is_stopped,) = vote.cast(signals.stop_requested())
             if is_stopped:
                 break

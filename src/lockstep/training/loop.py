@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import Batch, Part, fold_in
 from lockstep.errors import TrainingDiverged
-from lockstep.failures import rank as monitor
+from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
@@ -66,7 +66,7 @@ def fit(
     with snapshots.explaining_errors():
         while not state.finished:
             epoch, samples_before = progress.epoch + 1, progress.samples
-            monitor.epoch_starts(epoch)
+            reporter.epoch_starts(epoch)
             loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
             try:
                 samples = train(state, loader, timer, [*watchers, speed])
@@ -99,7 +99,7 @@ def fit(
             loggers.on_epoch_end(summary)
             snapshots.after_epoch()
         tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
-    monitor.enter("export")
+    reporter.enter("export")
     snapshots.export()
     loggers.on_fit_end(run_dir, tested)
     return tested[objective]
@@ -119,7 +119,7 @@ def train_epoch(
     try:
         for batch in batches(state, loader):
             step = progress.step + 1
-            monitor.current_batch(batch)
+            reporter.current_batch(batch)
             if step not in state.nan.left_out:
                 state.nan.begin(step, progress.epoch, batch)
                 loss = StepLoss(state, batch, step, timer)
@@ -145,7 +145,7 @@ def train_epoch(
 
 def begin_epoch(state: TrainState, watchers: Sequence[Watcher]) -> None:
     """Before the first step of an epoch, or of the rest of one."""
-    monitor.enter("train")
+    reporter.enter("train")
     state.begin_epoch()
     for watcher in watchers:
         watcher.on_epoch_start()
@@ -154,7 +154,7 @@ def begin_epoch(state: TrainState, watchers: Sequence[Watcher]) -> None:
 def end_steps(state: TrainState, samples: int, steps: int, timer: StepTimer, watchers: Sequence[Watcher]) -> None:
     """After `steps` optimizer steps over `samples` global samples, when all ranks hold the same weights again."""
     state.advance(samples, steps)
-    monitor.step_ended(state.progress.epoch + 1, state.progress.step)
+    reporter.step_ended(state.progress.epoch + 1, state.progress.step)
     timer.phase("logging")
     for watcher in watchers:
         watcher.after_step(samples)

@@ -1,0 +1,176 @@
+"""`python src/train.py` in a third of its time: a process that has imported what it needs forks a copy of itself.
+
+Most of the time of a short command is the import of torch. A copy has the folder, environment, words, session and
+output of the command, and runs `src/train.py` as its main program. Only what comes before is another's: the imports,
+and in /proc the command line and the environment. So a test of the start itself asks for a new process, with the mark
+`new_process`.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+TRAIN = str(SOURCE / "train.py")
+# Read by the interpreter or by a library while it is loaded: a copy would not see them.
+READ_AT_THE_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "TORCH", "GLOO_", "PYTHON", "LD_", "MALLOC_")
+MODULES = ("lockstep.rank_imports", "lockstep.preflight", "lockstep.modes.train")
+MODULES += ("torch.distributed.fsdp", "torch.distributed.pipelining")
+
+_one_at_a_time = threading.Lock()  # commands may be started in several threads
+
+
+def can_be_forked(command: list[str], env: dict[str, str]) -> bool:
+    """Whether a copy does the same as the command. env: the variables that its test adds."""
+    own = [key for key in env if key.startswith(READ_AT_THE_START) and key != "PYTHONPATH"]
+    return command[:2] == [sys.executable, TRAIN] and hasattr(os, "pidfd_open") and not own
+
+
+class ForkedProcess:
+    """A command in a copy. Has what tests use of subprocess.Popen.
+
+    prepared_by: a module whose function `prepare` the server calls first.
+    """
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], prepared_by: str = "") -> None:
+        self.args = command
+        self.returncode: int | None = None
+        self.answers, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reader, writer = os.pipe()
+        self.reader, self.output, self.is_read = reader, b"", False
+        request = json.dumps([command[1:], str(cwd), env]).encode()
+        with of_server:
+            with _one_at_a_time:
+                server = _server(prepared_by)
+            socket.send_fds(server, [request], [writer, of_server.fileno()])
+        os.close(writer)
+        self.pid = int(self.answers.recv(16))
+
+    def poll(self) -> int | None:
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """The output up to its end, when all processes that hold it have ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.is_read:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self.reader], [], [], left)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            part = os.read(self.reader, 65536)
+            self.output += part
+            if not part:
+                self.is_read = True
+                os.close(self.reader)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self.output.decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n"), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self.answers], [], [], timeout)[0]:
+            self.returncode = int(self.answers.recv(16))
+            self.answers.close()
+        return self.returncode
+
+
+@cache
+def _server(prepared_by: str) -> socket.socket:
+    """The socket of this process's server, which ends when the socket is closed."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        # Its words hold the name of train.py, by which a test finds ranks that their parent has forked.
+        words = [sys.executable, __file__, str(its.fileno()), prepared_by, TRAIN]
+        subprocess.Popen(words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    return ours
+
+
+def _serve(requests: socket.socket, prepared_by: str) -> None:
+    _import_all(prepared_by)
+    running: dict[int, tuple[int, int]] = {}  # {pidfd: (pid, answers)}
+    while True:
+        ready, _, _ = select.select([requests, *running], [], [])
+        for ended in [one for one in ready if one is not requests]:
+            pid, answers = running.pop(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with suppress(OSError):
+                os.write(answers, str(code).encode())
+            os.close(answers)
+            os.close(ended)
+        if requests not in ready:
+            continue
+        request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 2)
+        if not request:
+            os._exit(0)
+        output, answers = descriptors
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (requests.fileno(), answers, *running, *[answers for _, answers in running.values()]):
+                os.close(descriptor)
+            _become(*json.loads(request), output=output)
+        os.close(output)
+        os.write(answers, str(pid).encode())
+        running[os.pidfd_open(pid)] = pid, answers
+
+
+def _import_all(prepared_by: str) -> None:
+    sys.path[0] = str(SOURCE)  # it was tests/support
+    for name in MODULES:
+        importlib.import_module(name)
+    del sys.modules["lockstep.rank_imports"]  # by which a job of a sweep knows that it needs no fork server
+    if prepared_by:
+        sys.path.insert(1, str(SOURCE.with_name("tests")))
+        importlib.import_module(prepared_by).prepare()
+        del sys.path[1]
+    del sys.path[0]
+
+
+def _become(words: list[str], folder: str, env: dict[str, str], output: int) -> None:
+    """Turn this copy into the command. Never returns."""
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(SOURCE), *added, *[path for path in sys.path if path not in before]]
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    del sys.modules["__mp_main__"]  # this file, as multiprocessing has noted it
+    sys.modules["numpy"].random.seed()  # each new process draws other numbers
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        os._exit(70)  # train.py ends its process itself
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,97 @@
+"""Many commands in little time: `python src/train.py` in a forked process, with few digits and little memory."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.data import builtin
+from lockstep.errors import EXIT_JOBS_FAILED
+from support.commands import ROOT, TRAIN, without_ranks
+from support.forked import ForkedProcess
+
+FEW = 200  # digits that a command sees, half of them for training; all of them take a large model minutes
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]),
+    "OMP_NUM_THREADS": "1",
+    "LOCKSTEP_DATA": "data",  # no data set is there, and none can be downloaded: this proxy does not answer
+    "http_proxy": "http://127.0.0.1:9",
+    "https_proxy": "http://127.0.0.1:9",
+}
+HUNG = -1  # the exit code of a command that ran past its limit
+MEMORY = 12 * 2**30  # bytes of address space beyond what the server has: a model that is too large fails at once
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command ended. code: its exit code, or HUNG."""
+
+    code: int
+    output: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit {self.code} after {self.seconds:.1f} s:\n{self.output}"
+
+    @property
+    def sentences(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("lockstep: ")]
+
+    def problem(self) -> str | None:
+        """What is wrong with this end of a command. None for a run that started, or one sentence with what to type.
+
+        A run whose loss is not finite has started. It may end with another code, and has a sentence as well.
+        """
+        if self.code == HUNG:
+            return "it hangs"
+        if "Traceback (most recent call last)" in self.output:
+            return "a traceback"
+        if self.code == 0:
+            return None
+        if self.code == EXIT_JOBS_FAILED:  # a sweep: each of its jobs that failed has a sentence
+            told = [line for line in self.sentences if re.search(r"\btype \S", line)]
+            return None if self.sentences and told == self.sentences else "a job without a sentence"
+        if self.code != 2 and not (self.code in (1, 3) and "not finite" in self.output):
+            return f"exit code {self.code}"
+        if len(self.sentences) != 1:
+            return f"{len(self.sentences)} sentences"
+        return None if re.search(r"\btype \S", self.sentences[0]) else "a sentence without what to type"
+
+
+def answer_of(words: list[str], folder: Path, limit: float = 120, **env: str) -> Answer:
+    """`python src/train.py <words>` in `folder`, killed after `limit` seconds, and what it has left behind, too."""
+    start = time.monotonic()
+    command = [sys.executable, TRAIN, *words]
+    process = ForkedProcess(command, folder, without_ranks(os.environ) | ENVIRONMENT | env, prepared_by=__name__)
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(limit)
+    code = process.poll()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    return Answer(HUNG if code is None else code, output, time.monotonic() - start)
+
+
+def prepare() -> None:
+    """In the server, before it forks the commands."""
+    from torchvision.datasets import cifar
+
+    torch.set_num_threads(1)  # a process whose threads have computed cannot fork
+    builtin.DIGITS_TO_TRAIN_ON = FEW // 2
+    few = builtin._table()[:FEW].clone()
+    builtin._table = lambda: few
+    cifar.check_integrity = lambda *args: True  # the files that a test makes have other checksums
+    os.register_at_fork(after_in_child=_limit_memory)
+
+
+def _limit_memory() -> None:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
