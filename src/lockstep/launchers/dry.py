@@ -131,6 +131,9 @@ class DryWorld(World):
     def broadcast_json(self, value: Any) -> Any:
         return value
 
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
 
 class DryLauncher(Launcher):
     """Plans a job, each rank on a machine of its own.
