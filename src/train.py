@@ -27,12 +27,11 @@ from lockstep import cli
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import check_arguments
 from lockstep.config.record import record_config
-from lockstep.config.targets import instantiate_as, names_own_code
+from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.errors import exits_are_failures
 from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
-from lockstep.sweeps.process import wait_for_previous_job
 
 
 @hydra.main(**hydra_version_base(), config_path="../conf", config_name="config")
@@ -49,11 +48,8 @@ def main(cfg: DictConfig) -> Any:
         launcher.prepare("lockstep.rank_imports")
         from lockstep.preflight import preflight  # imports torch, while the fork server does the same
 
-        if names_own_code(cfg):  # code of the user's must not run beside another job of a sweep
-            wait_for_previous_job()
         cfg = preflight(cfg, launcher)
         cli.collect_garbage()
-        wait_for_previous_job()
         return launcher.launch(mode.work, cfg, record)
 
 

@@ -14,6 +14,7 @@ from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
+from lockstep.data.partition import seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
@@ -45,20 +46,21 @@ def model_and_data(
     reporter.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: instantiate(cfg.dataset.prepare))
-        import_targets(cfg)
+    import_targets(cfg)  # a module that seeds torch when it is imported does so here
     reporter.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
     require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
     cfg = completed(cfg, train_data)
     trainer, data = cfg.trainer, cfg.dataset
-    with strategy.building(world.size):
-        model = instantiate_as(nn.Module, cfg.model, "model")
-    memory_format = model_memory_format(model, trainer.channels_last, world.device)
-    model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
-    converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
-    set_weights_from_data(model, train_samples, converter)
+    with seeded(cfg.seed):
+        with strategy.building(world.size):
+            model = instantiate_as(nn.Module, cfg.model, "model")
+        memory_format = model_memory_format(model, trainer.channels_last, world.device)
+        model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
+        converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
+        set_weights_from_data(model, train_samples, converter)
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
@@ -66,10 +68,10 @@ def model_and_data(
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
-    shard = (strategy.data_parallel_rank(world), strategy.data_parallel_size(world.size))
+    share = strategy.evaluation_share(world)
     augment, transforms = Augment(**data.augment), batch_transforms(cfg)
-    train_loader = BatchLoader(train_samples, converter, *shard, cfg.seed, augment, data.workers, transforms)
-    eval_loader = BatchLoader(test_samples, converter, *shard, cfg.seed, workers=data.workers)
+    train_loader = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms)
+    eval_loader = BatchLoader(test_samples, converter, *share, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)
     return cfg, train_loader, eval_loader
@@ -100,12 +102,13 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    world, trainer, task, samples = strategy.world, cfg.trainer, instantiate(cfg.task), len(loader)
+    trainer, task, samples = cfg.trainer, instantiate(cfg.task), len(loader)
+    shares = strategy.data_parallel_size(strategy.world.size)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, strategy.batch_shares(world.size)) if takes_steps else trainer.batch_size,
+        batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,

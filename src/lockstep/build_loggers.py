@@ -1,7 +1,9 @@
 """Builds what a run writes for people: its loggers, and what they receive at the start."""
 
+import hashlib
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,6 +17,7 @@ from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.run_json import RunJson, run_facts
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
+from lockstep.snapshots.initial_weights import file_of_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
 from lockstep.training.state import TrainState
@@ -43,6 +46,7 @@ def run_info(
     names = {"training_samples": "training samples", "training_data": "training data"}
     data = {name: snapshots.fingerprint[key] for name, key in names.items()}
     data |= {"test_samples": len(eval_loader), "test_data": data_fingerprint(eval_loader.dataset)}
+    data |= _beginning(record.flat["init"], snapshots) if world.is_rank_zero else {}
     if isinstance(train_loader.dataset, TextWindows):
         data["symbols"] = train_loader.dataset.text.symbols_hash
     data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
@@ -55,14 +59,28 @@ def run_info(
         hyperparameters=run_columns(record.shown, record.options, world.size),
         metrics=list(state.task.metrics),
         world_size=world.size,
-        data_parallel_size=state.strategy.batch_shares(world.size),
+        data_parallel_size=state.strategy.data_parallel_size(world.size),
         train_samples=len(train_loader),
         eval_samples=len(eval_loader),
         batch_size=state.settings.batch_size,
         epochs=state.settings.epochs,
         start_step=state.progress.step,
+        best=state.progress.best,
         best_step=state.progress.best_step,
         facts=facts,
         script=Path(shlex.split(record.run_json["command"])[1]),
         trusted=[*filter(chooses_foreign_target, record.run_json["overrides"]), *record.run_json["flags"]],
     )
+
+
+def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
+    """Hashes of the files that the run began with: of `init=`, or of a snapshot in another folder."""
+    files = {} if init is None else {"init": file_of_weights(init)}
+    before = snapshots.resumed_from
+    if before is not None:
+        files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
+    hashes = {}
+    for key, path in files.items():
+        with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot
+            hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return hashes

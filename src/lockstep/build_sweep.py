@@ -11,25 +11,22 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
-from hydra.errors import HydraException
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import cli
 from lockstep.cli import refuse_foreign_launcher, words_of_folders
 from lockstep.config.check import check_value
 from lockstep.config.schema import Node, find_rule, flatten, nodes_with_target
-from lockstep.config.targets import instantiate_as
+from lockstep.config.targets import chooses_foreign_target, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
@@ -38,7 +35,7 @@ from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher, RankFailed
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
-from lockstep.sweeps.process import Outcome, Slot, divide_machine, wait_for_previous_job
+from lockstep.sweeps.process import Outcome, Slot, divide_machine
 from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, run_in_world, sweeper_goes_on
 from lockstep.sweeps.search import (
     LIST,
@@ -66,80 +63,11 @@ from lockstep.sweeps.summary import say
 from lockstep.sweeps.table import FINISHED, Row, cause_in_words, read_table
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
-PREFLIGHTED = 200  # jobs; their configs stay in memory until then
+PREFLIGHTED = 200  # jobs; their configs stay in memory
 MISSING = object()
 
 Checked = Sequence[tuple[Sequence[str], Node]]
 """(overrides, all values of the config) of jobs."""
-
-
-class Composer:
-    """Hydra reads and merges twenty files for a config, which takes 0.1 s. Jobs that differ in values only share that.
-
-    master: the config of the sweep as Hydra has composed it, without its jobs.
-    fixed: the overrides that all jobs have.
-    """
-
-    def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
-        self.loader, self.master = loader, master
-        self.parse = cache(OverridesParser.create().parse_override)
-        self.is_group = cache(self._is_group)
-        self.composed: dict[tuple[str, ...], DictConfig] = {}
-        # The config of the sweep is that of its jobs, as far as it has no other overrides than they have.
-        typed = [self.parse(word) for word in master.hydra.overrides.task]
-        typed = [override for override in typed if not override.is_sweep_override()]
-        words = {f"{override.get_key_element()}={override.get_value_element_as_str()}" for override in typed}
-        choices: Any = OmegaConf.to_container(master.hydra.runtime.choices)
-        if words <= set(fixed) and "???" not in choices.values():  # the sweep may vary a group that has no default
-            options = [str(override.input_line) for override in typed if not self._is_value(override)]
-            self.composed[tuple(options)] = master
-
-    def compose(self, words: Sequence[str]) -> DictConfig:
-        """What `load_sweep_config` of Hydra's loader returns, or raises, for these overrides."""
-        overrides = [self.parse(word) for word in words]
-        values = [override for override in overrides if self._is_value(override)]
-        others = [override for override in overrides if not self._is_value(override)]
-        if not all(self._is_option(override) for override in others):
-            return self.loader.load_sweep_config(self.master, list(words))
-        try:
-            options = tuple(str(override.input_line) for override in others)
-            if options not in self.composed:
-                self.composed[options] = self.loader.load_sweep_config(self.master, list(options))
-            config = copy.deepcopy(self.composed[options])
-            for override in values:
-                OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-        except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong with them
-            return self.loader.load_sweep_config(self.master, list(words))
-        own = [str(override.input_line) for override in overrides if not override.is_hydra_override()]
-        naming = config.hydra.job.config.override_dirname
-        named = sorted(
-            str(override.input_line)
-            for override in overrides
-            if not override.is_hydra_override() and override.key_or_group not in naming.exclude_keys
-        )
-        with read_write(config.hydra):  # Hydra 1.4 locks its own node
-            config.hydra.overrides.task = own
-            if not OmegaConf.is_interpolation(config.hydra.job, "override_dirname"):  # as it is in 1.4
-                config.hydra.job.override_dirname = naming.item_sep.join(named).replace("=", naming.kv_sep)
-        return config
-
-    def _is_value(self, override: Override) -> bool:
-        """Whether it changes a value that the config has. Such overrides are set last, whatever is before them."""
-        is_change = override.type == OverrideType.CHANGE and override.package is None
-        return is_change and not _is_hydras(override) and not self.is_group(override.key_or_group)
-
-    def _is_option(self, override: Override) -> bool:
-        """Whether it chooses an option of a group, or is for Hydra itself: values cannot change what it does."""
-        chooses = self.is_group(override.key_or_group) and not isinstance(override.value(), dict)
-        return chooses or _is_hydras(override)
-
-    def _is_group(self, key: str) -> bool:
-        hydras = list(self.master.hydra.overrides.hydra)  # hydra.searchpath= may add folders
-        return bool(self.loader.get_group_options(key, config_name=self.master.hydra.job.config_name, overrides=hydras))
-
-
-def _is_hydras(override: Override) -> bool:
-    return override.key_or_group == "hydra" or override.is_hydra_override()
 
 
 class HydraJobs:
@@ -154,8 +82,9 @@ class HydraJobs:
     def __init__(self, context: HydraContext, master: DictConfig, task: TaskFunction, fixed: Sequence[str]) -> None:
         self.context, self.master, self.task, self.fixed = context, master, task, fixed
         self.folder = Path(str(master.hydra.sweep.dir))
-        self.composer = Composer(context.config_loader, master, fixed)
         setup_globals()
+        # Hydra reads twenty files for a config, which takes 0.1 s. The jobs are forked with those that were checked.
+        self.load = lru_cache(PREFLIGHTED)(lambda words: context.config_loader.load_sweep_config(master, list(words)))
         self.base: Any = _without_hydra(self.compose(fixed, 0))
         for key in ("search", "trials", "seed"):
             rule = find_rule(f"sweep.{key}")
@@ -176,7 +105,7 @@ class HydraJobs:
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
         """The config of a job, with the node `hydra`. folder: its run folder inside the sweep's."""
-        config = self.composer.compose(overrides)
+        config: DictConfig = copy.deepcopy(self.load(tuple(overrides)))
         with read_write(config), read_write(config.hydra), open_dict(config):
             config.hydra.job.id, config.hydra.job.num = str(number), number
             if folder is not None:
@@ -208,7 +137,6 @@ class HydraJobs:
             config = self.compose(job.overrides, job.number, row.folder)
             result = run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
             if errors:
-                wait_for_previous_job()  # before it prints what is wrong
                 raise errors[0]
             return result.return_value
 
@@ -261,8 +189,8 @@ class HydraJobs:
         """The sweep in its folder. modules: {module: hash} of the user's that the jobs import. Raises ConfigError."""
         config = flatten(OmegaConf.to_container(self.base, resolve=False))
         fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
-        command = [*fixed, *words_of_folders(sys.argv[1:])]
-        sweep = OpenSweep(self.folder, self.settings, command, config, modules)
+        folders, own = words_of_folders(sys.argv[1:]), list(filter(chooses_foreign_target, sys.argv[1:]))
+        sweep = OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, [*own, *folders])
         at_end(sweep.finish)
         return sweep
 

@@ -62,7 +62,7 @@ from lockstep.hydra_errors import as_config_error, compose_typed, find_cause, mi
 from lockstep.launchers.base import RankFailed, flush_output
 from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.slurm import config_flags
-from lockstep.runs.record import FINISHED, read_run, state_of
+from lockstep.runs.record import RUNNING, read_run, state_of
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -81,7 +81,7 @@ NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "sn
 NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
 NORMALISATION = ("dataset.mean", "dataset.std")
 VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
-# What a finished run may be trained on without: it ended the run, or changes no number.
+# What a run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
 NOT_NEEDED += ("logging", "watch", "backend", "data_dir")
 
@@ -207,7 +207,7 @@ def _run(main: Callable[[], Any]) -> int:
     info = read_rank_info()
     end_with_starter()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
-    argv = with_trained_run(require_words_of_finished_run(resume_sweep(sys.argv)))
+    argv = with_trained_run(require_words_of_run(resume_sweep(sys.argv)))
     sys.argv = argv = refuse_sampling_sweep(prepare_arguments(argv), info)  # for Hydra
     if asks_for_text(argv):
         if not info.is_rank_zero:
@@ -350,29 +350,29 @@ def resume_sweep(argv: list[str]) -> list[str]:
     return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *flags]
 
 
-def require_words_of_finished_run(argv: list[str]) -> list[str]:
-    """The command. Raises ConfigError if it would train a finished run on with another config than it was made with.
+def require_words_of_run(argv: list[str]) -> list[str]:
+    """The command. Raises ConfigError if it would train the run in its folder on without words that this was made with.
 
-    That is the folder of such a run typed again, with overrides left out: the defaults would replace them.
+    The defaults would replace them. A folder without a snapshot is trained afresh, with any words.
     """
     typed = argv[1:]
     folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
-    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _is_finished(folder):
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _goes_on(folder):
         return argv
     left_out = _recorded_words(folder, typed)
     words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
     if words:
         raise ConfigError(
-            f"{folder} is a finished run of {words}; to train it on type {words} in this command, too, or "
+            f"{folder} holds a run of {words}; to train it on type {words} in this command, too, or "
             f"hydra.run.dir=<a new folder> for another run"
         )
     return argv
 
 
-def _is_finished(folder: Path) -> bool:
-    """Whether `folder` is that of a run that has finished, by its run.json."""
+def _goes_on(folder: Path) -> bool:
+    """Whether a training in `folder` goes on from a snapshot of a run that has ended there."""
     with suppress(ConfigError):
-        return state_of(read_run(folder)) == FINISHED
+        return any(folder.glob("snapshots/step_*.pt")) and state_of(read_run(folder)) != RUNNING
     return False
 
 

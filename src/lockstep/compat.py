@@ -43,15 +43,6 @@ def frame_of_thread(thread: int) -> "FrameType | None":
     return frames.get(thread)
 
 
-def fork_server_pid() -> int | None:
-    """The process that ranks are forked from, None without one. Missing: None, and its death is not noticed."""
-    from multiprocessing import forkserver
-
-    server = getattr(forkserver, "_forkserver", None)
-    pid: int | None = getattr(server, "_forkserver_pid", None)
-    return pid
-
-
 # Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.
 
 

@@ -26,7 +26,6 @@ from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
-from lockstep.sweeps.process import wait_for_previous_job
 from lockstep.tasks.base import Task
 from lockstep.training.setup import model_memory_format
 
@@ -62,7 +61,6 @@ def as_taken(cfg: DictConfig) -> DictConfig:
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     cfg, lines = without_untaken(cfg, words)
     for line in lines:
-        wait_for_previous_job()  # a job of a sweep prints nothing before
         if read_rank_info().is_rank_zero:
             print(line, flush=True)
     return cfg
@@ -112,7 +110,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
             "type strategy=ddp, or launch=fork"
         )
-    shares = strategy.batch_shares(job.world_size)
+    shares = strategy.data_parallel_size(job.world_size)
     if not mode.needs_run:
         check_batch_size(cfg, shares)
     return strategy, job.world_size

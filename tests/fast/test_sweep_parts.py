@@ -1,21 +1,11 @@
 """The parts of a sweep that need no job: the table, the numbers and folders of jobs, slots, and the plot."""
 
 import statistics
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from lockstep import cli
-from lockstep.build_sweep import Composer
-from lockstep.compat import hydra_version_base
 from lockstep.errors import ConfigError
 from lockstep.source_code import is_project
 from lockstep.sweeps import process
@@ -72,50 +62,6 @@ def test_jobs_keep_their_numbers_and_new_ones_get_the_next(tmp_path: Path) -> No
 )
 def test_the_folder_of_a_job_says_what_it_changes(changed: str, folder: str) -> None:
     assert folder_name(7, changed) == folder
-
-
-JOBS = [
-    ["seed=1", "optimizer.lr=0.1"],
-    ["optimizer.betas=[0.1,0.2]", "optimizer=adamw"],
-    ["model.width=64", "model=mlp", "hydra.job.env_set={A: b}"],
-    ["dataset.augment={pad: 3}", "seed=${trainer.epochs}", "trainer.epochs=7"],
-    ["+new.key=3", "new.key=4"],
-    ["trainer.no_such_key=1"],
-    ["optimizer=no_such_option", "seed=1"],
-]
-
-
-@pytest.mark.parametrize("words", JOBS, ids=" ".join)
-def test_a_job_has_the_config_that_hydra_composes(words: list[str]) -> None:
-    """All of it, with the node `hydra`; or the same error."""
-    cli.register_resolvers()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
-        loader = GlobalHydra.instance().config_loader()
-        fixed = ["launch=fork", "trainer.max_steps=9"]
-        master = loader.load_configuration("config", [*fixed, "sync_bn=on,off"], RunMode.MULTIRUN)
-        expected = text_or_error(partial(loader.load_sweep_config, master), [*fixed, *words])
-        for known in (fixed, fixed[:1]):  # with the config of the sweep as the jobs' own, and without
-            composer = Composer(loader, master, known)
-            composer.compose([*fixed, "optimizer.lr=0.3", "seed=5"])  # leaves no trace in the next one
-            assert text_or_error(composer.compose, [*fixed, *words]) == expected
-
-
-def test_a_job_has_no_value_of_the_sweep_that_it_does_not_have_itself() -> None:
-    """A resumed sweep may type one value of a key that its jobs vary."""
-    cli.register_resolvers()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
-        loader = GlobalHydra.instance().config_loader()
-        master = loader.load_configuration("config", ["seed=8", "launch=fork"], RunMode.MULTIRUN)
-        assert Composer(loader, master, ["launch=fork"]).compose(["launch=fork"]).seed == 0
-
-
-def text_or_error(compose: Callable[[list[str]], DictConfig], words: list[str]) -> str:
-    try:
-        return OmegaConf.to_yaml(compose(words))
-    except HydraException as error:
-        return f"{type(error)} {error} {error.__cause__}"
 
 
 def test_the_code_that_starts_a_sweep_is_no_code_of_the_user_s() -> None:

@@ -117,7 +117,7 @@ def test_each_key_is_a_column_with_its_type(key, value, column):
 def test_options_are_columns_and_places_and_nulls_are_not():
     flat = {"run_dir": "a", "data_dir": "b", "logger.csv.run_dir": "a", "model._target_": "x.y", "trainer.ema": None}
     flat |= {"trainer.pause_after": 3, "backend.timeout": 300, "sweep.slots": 2}
-    options = {"model": "mlp", "launch": "fork", "experiment": None, "hydra/output": "default"}
+    options = {"model": "mlp", "launch": "fork", "backend": "gloo", "experiment": None, "hydra/output": "default"}
     assert run_columns(flat, options, 4) == {"model": "mlp", "world_size": 4}
 
 

@@ -101,7 +101,7 @@ class OwnLoss(Classification):
 
 class OtherData(Dataset):
     def __init__(self, train):
-        self.samples, self.classes = torch.zeros(100, 64), np.random.randint(10, size=100)
+        self.samples, self.classes = torch.zeros(100, 64), np.random.default_rng().integers(10, size=100)
 
     def __len__(self):
         return 100

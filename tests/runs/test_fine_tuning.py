@@ -1,6 +1,7 @@
 """Parameter groups by rule, frozen parameters and initial weights, at several world sizes and strategies."""
 
 import functools
+import hashlib
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters
+from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, Command
@@ -109,6 +111,8 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
         found = torch.load(tmp_path / where.name / "model.pt", weights_only=True)
         assert torch.equal(found["1.weight"], trained["1.weight"])
         assert distance(found["4.weight"], trained["4.weight"]) < 0.2  # after one step
+    began = read_run(tmp_path / "model.pt")["data"]["init"]
+    assert began == hashlib.sha256((first / "model.pt").read_bytes()).hexdigest()[:16]
     wider = ["model.classes=12", f"init={first}", "new_layers=[4]", "freeze=[1,2]"]
     train(tmp_path / "wider", "one", *wider, trainer__max_steps=1)
     found = torch.load(tmp_path / "wider" / "model.pt", weights_only=True)

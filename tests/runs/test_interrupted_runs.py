@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.failures.watched_rank import process_has_ended
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.compare import read_digests
 from support.commands import (
@@ -18,8 +17,6 @@ from support.commands import (
     TORCHRUN,
     TRAIN,
     Command,
-    children,
-    command_line,
     ranks_of_torchrun,
     ranks_under,
     wait_for,
@@ -102,24 +99,6 @@ def test_a_killed_launcher_leaves_no_orphan_and_no_temporary_file(start, tmp_pat
     run.finish(-signal.SIGKILL)  # its output ends when the last process that holds it has ended: the fork server, too
     assert "stopped early at step" in read_log(tmp_path / "run")
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []  # a cache
-
-
-@pytest.mark.parametrize(("restarts", "code"), [(0, 5), (1, 0)])
-def test_ranks_save_when_their_fork_server_is_killed_and_the_launcher_says_so(start, tmp_path, restarts, code):
-    training = [*SLOW, "trainer.epochs=6", "hydra.run.dir=run"]
-    run = start(*PYTHON_TRAIN, *training, "launch=torchrun", f"launch.max_restarts={restarts}")
-    wait_for_snapshot(tmp_path / "run")
-    ranks = ranks_under(run.process.pid)
-    (server,) = [pid for pid in children(run.process.pid) if b"forkserver" in command_line(pid)]
-    os.kill(server, signal.SIGKILL)
-    run.finish(code)
-    said = run.output[run.output.index("lockstep: the helper process that the ranks are forked from was killed") :]
-    assert "exit()" not in run.output
-    assert "Traceback" not in run.output
-    wait_for(lambda: all(map(process_has_ended, ranks)), "end of the ranks")
-    step = int(re.findall(r"stopped early at step (\d+)", read_log(tmp_path / "run"))[0])
-    assert f"the last good snapshot is {tmp_path}/run/snapshots/step_{step:08d}.pt" in said
-    assert count_resumptions(tmp_path / "run") == restarts
 
 
 def test_ranks_that_still_import_end_with_a_killed_torchrun(start, tmp_path):

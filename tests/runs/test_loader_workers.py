@@ -220,6 +220,29 @@ def test_workers_leave_no_file_behind_even_when_they_are_killed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
+def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk():
+    code = """if True:
+        import subprocess, torch
+        from lockstep.data.samples import Samples
+        from lockstep.data.workers import DatasetReader
+        class Large(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                return torch.zeros(2**20), index
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"], check=True)
+        for _ in DatasetReader(Samples(Large()), 1, pin_memory=False).read([[(0, 0)], [(0, 1)]]):
+            pass
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = ["unshare", "--mount", sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
+    meaning, advice = explain_exception("RuntimeError", run.stderr.strip().splitlines()[-1])
+    assert "/dev/shm, is full" in meaning
+    assert advice.endswith("or type dataset.workers=0")
+
+
 def _hang_in_a_worker(answer: Any) -> None:
     reader = DatasetReader(Samples(Readers()), 2, pin_memory=False)
     answer.put(children(os.getpid()))

@@ -41,9 +41,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def last_loss(run: Path) -> float:
     """What the run itself measured at its end, to the last digit."""
-    (step, loss), *_ = json.loads((run / "run.json").read_text())["improvements"][::-1]
-    assert step == 46
-    return float(loss)
+    run_json = json.loads((run / "run.json").read_text())
+    assert run_json["steps"] == 46
+    return float(run_json["objective"]["last"])
 
 
 @pytest.mark.parametrize("launch", ["env", "fork"])
@@ -221,6 +221,6 @@ def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path
     before = files_of(run)
     command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", "trainer.ema=0.5").finish(2)
     words = "trainer.precision=fp64 objective=test/loss evaluation.every=2"
-    assert f"is a finished run of {words}; to train it on type {words} in this command, too" in command.sentence
+    assert f"holds a run of {words}; to train it on type {words} in this command, too" in command.sentence
     assert files_of(run) == before
     assert "nothing to train" in start(*PYTHON_TRAIN, *TRAINED, f'hydra.run.dir="{run}"').finish().output

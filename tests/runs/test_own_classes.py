@@ -1,8 +1,12 @@
 """Classes of the user's own, named by `_target_`: what the checks accept, refuse and show; torch's own schedules."""
 
+import importlib
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -13,10 +17,11 @@ from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.hydra_errors import as_config_error
 from lockstep.preflight import preflight
+from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.refusals import accepted, answer
-from support.worlds import in_world, train, train_all
+from support.worlds import in_world, train, train_all, weights
 
 OWN_MODULE = """
 from torch import nn
@@ -246,3 +251,47 @@ def test_schedules_of_torch_step_as_in_plain_torch(tmp_path: Path) -> None:
     for name, options in SCHEDULES.items():
         found = [value for _, value in scalars(tmp_path / name)["train/lr"]]
         assert found == pytest.approx(plain_learning_rates(name, options), rel=1e-5), name
+
+
+SEEDS_AT_IMPORT = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+torch.manual_seed(1)  # as many scripts begin
+np.random.seed(1)
+random.seed(1)
+
+def prepare():
+    torch.rand(1)
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        with torch.no_grad():
+            self[1].bias.mul_(np.random.rand() + random.random())
+"""
+
+
+@pytest.mark.parametrize("launch", ["env", "fork", "spawn"])
+def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
+    start: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str
+) -> None:
+    (tmp_path / "seeds.py").write_text(SEEDS_AT_IMPORT)
+    words = [
+        "model._target_=seeds.Net",
+        "dataset.prepare={_target_:seeds.prepare}",
+        "seed=7",
+        "optimizer.lr=1e-30",
+        "trainer.max_steps=1",
+        "logger=[]",
+    ]
+    start(*PYTHON_TRAIN, *words, f"launch={launch}", "hydra.run.dir=run", PYTHONPATH=tmp_path).finish()
+    monkeypatch.syspath_prepend(tmp_path)
+    net = importlib.import_module("seeds").Net
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    expected = torch.cat([parameter.detach().flatten() for parameter in net().parameters()])
+    assert torch.equal(weights(tmp_path / "run"), expected.double())

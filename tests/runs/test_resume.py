@@ -1,5 +1,6 @@
 """Resuming: what the snapshot decides, what the typed config decides, and what is refused."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
     adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=3", "trainer.ema=0.9"]
     adamw += ["snapshot.every=5steps"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    configs = [runs(whole, *adamw), runs(resumed, *adamw, f"resume={whole}/snapshots/step_00000010.pt")]
-    in_world(1, train_all, configs)
+    start = whole / "snapshots/step_00000010.pt"
+    parts = [runs(resumed, *adamw, f"resume={start}", "trainer.pause_after=2"), runs(resumed, *adamw)]
+    in_world(1, train_all, [runs(whole, *adamw), *parts])
     assert same_bits(whole, resumed)
+    assert read_run(resumed)["data"]["resume"] == hashlib.sha256(start.read_bytes()).hexdigest()[:16]
+    assert "resume" not in read_run(whole)["data"]
     assert "resumed from" in read_log(resumed)
     assert "in the snapshot" not in read_log(resumed)  # nothing has changed
 
@@ -155,7 +159,7 @@ def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path
     assert saved["progress"]["best"] == saved["scheduler"]["state"]["schedule"]["best"] <= 1
     assert saved["optimizer"]["param_groups"][0]["lr"] == pytest.approx(1e-4)
     assert newest_snapshot(ema)["progress"]["best_step"] == 12
-    assert [[step for step, _ in read_run(folder)["improvements"]] for folder in (metric, ema)] == [[12], [12]]
+    assert [read_run(folder)["objective"]["step"] for folder in (metric, ema)] == [12, 12]
     assert "the objective changed: the best evaluation before step 6 does not count" in read_log(metric)
     assert "trainer.ema changed: the best evaluation before step 6 does not count" in read_log(ema)
 

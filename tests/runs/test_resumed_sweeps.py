@@ -89,3 +89,18 @@ def test_a_job_whose_folder_cannot_be_written_is_not_refused_for_ever(start, tmp
     assert "run what failed again: " in run.output
     logs.unlink()
     start(*command, "sweep.retry=failed").finish()
+
+
+def test_the_command_that_goes_on_holds_what_only_its_user_may_type(start, tmp_path):
+    """A class of the user's and a folder of configs: a record may not ask for them."""
+    (tmp_path / "conf").mkdir()
+    net = "def net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+    (tmp_path / "nets.py").write_text(f"from torch import nn\n{net}")
+    words = ["model._target_=nets.net", "--config-dir=conf", "trainer.max_steps=2", "hydra.sweep.dir=s"]
+    table = start(*PYTHON_TRAIN, "-m", *words, "seed=1,2", PYTHONPATH=".").finish().cwd / "s" / "sweep.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
+    run = start(*PYTHON_TRAIN, "-m", *words, "seed=3", PYTHONPATH=".").finish(75)
+    (typed,) = re.findall(r"^go on with: .* (-m .*)\n", run.output, re.MULTILINE)
+    start(*PYTHON_TRAIN, *shlex.split(typed), PYTHONPATH=".").finish()
+    assert column(table.parent, "state") == ["finished"] * 3

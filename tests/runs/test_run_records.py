@@ -15,6 +15,7 @@ import pytest
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
+from support.event_files import Backend
 from support.run_folders import SLOW, position
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]", "dataset.train.train=false", "trainer.batch_size=16"]
@@ -81,14 +82,43 @@ def test_the_same_config_has_the_same_hash_in_any_folder_and_by_any_launcher(tmp
     assert one["config_hash"] == two["config_hash"]
     assert one["config"]["logger.csv.run_dir"] == "${run_dir}"
     (evaluated,) = [row[2] for row in read_rows(tmp_path / "one" / "metrics.csv") if row[1] == "test/accuracy"]
-    assert one["improvements"] == two["improvements"] == [[2, evaluated]]
-    expected = {"name": "test/accuracy", "mode": "max", "best": evaluated, "step": 2, "last": evaluated}
-    assert one["objective"] == expected
+    assert one["objective"] == {
+        "name": "test/accuracy",
+        "mode": "max",
+        "best": None,  # the same run with more steps would not have evaluated here
+        "step": None,
+        "last": evaluated,
+    }
+
+
+def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Path) -> None:
+    """So do the HParams table and `runs.py table`. The best evaluation is that of the snapshot: the last one, in
+    mid-epoch, is none that the same run with more steps would have.
+    """
+    net = "def net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+    (tmp_path / "nets.py").write_text(f"from torch import nn\n{net}")
+    words = ["model._target_=nets.net", "optimizer._target_=torch.optim.Adagrad", "trainer.epochs=2"]
+    words += ["trainer.max_steps=30", "hydra.run.dir=run"]
+    Command([*PYTHON_TRAIN, *words], tmp_path, PYTHONPATH=".").finish()
+    run = record(tmp_path / "run")
+    assert (run["options"]["model"], run["options"]["optimizer"]) == ("nets.net", "torch.optim.Adagrad")
+    assert (run["options"]["dataset"], run["options"]["task"]) == ("digits", "classification")
+    assert {"optimizer.lr", "optimizer.momentum"} & run["config"].keys() == {"optimizer.lr"}
+    best = json.loads((tmp_path / "run" / "snapshots" / "best.json").read_text())
+    assert (run["objective"]["best"], run["objective"]["step"]) == (best["best"], best["step"])
+    assert run["objective"]["step"] == 23 < run["steps"]
+    (row,) = Backend(tmp_path).rows().values()
+    columns = row.hyperparameters
+    assert (columns["model"], columns["optimizer"]) == ("nets.net", "torch.optim.Adagrad")
+    assert not {"optimizer.momentum", "optimizer.nesterov", "backend"} & columns.keys()
+    command = [sys.executable, ROOT / "src" / "runs.py", "table", tmp_path, "--filter", "optimizer=torch.optim.Adagrad"]
+    assert "run  finished" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(("number", "state", "code"), [(signal.SIGKILL, "killed", 5), (signal.SIGTERM, "stopped", 75)])
 def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int, state: str, code: int) -> None:
-    run = start(*PYTHON_TRAIN, *SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run")
+    words = [*SLOW, "trainer.epochs=200", "logger=[]", "hydra.run.dir=run"]
+    run = start(*PYTHON_TRAIN, *words, "optimizer.lr=0.1", "trainer.ema=0.9")
     folder = run.cwd / "run"
     wait_for(lambda: position(folder)[0] >= 5, "snapshot")
     assert states(run.cwd) == ["running"]
@@ -96,6 +126,8 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
     assert exit_code_of(read_run(folder)) == code
+    fewer = start(*PYTHON_TRAIN, *words, "trainer.ema=0.5").finish(2)  # the default would replace the learning rate
+    assert "holds a run of optimizer.lr=0.1; to train it on type optimizer.lr=0.1 in this" in fewer.sentence
 
 
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:

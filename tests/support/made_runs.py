@@ -24,7 +24,6 @@ def make_run(folder: Path, best: float | None = 0.5, state: str = "finished", **
         "environment": {"python": "3.11.7", "torch": "2.14.1", "device": "cpu"},
         "objective": {"name": "test/accuracy", "mode": "max", "best": best, "step": 46},
         "lives": [life],
-        "improvements": [[46, best]],
         "steps": 46,
         "samples_per_second": 5709.4,
     }

@@ -450,7 +450,7 @@ def _asks(cfg: DictConfig, key: str, asked: list[Any]) -> bool:
 
 
 # Where a run is, and how it was started: not what it computes.
-LEFT_OUT = {"run_dir", "data_dir", "resume", "local", "mode", "trainer.pause_after"}
+LEFT_OUT = {"run_dir", "data_dir", "resume", "local", "mode", "backend", "trainer.pause_after"}
 LEFT_OUT_BELOW = ("launch", "logger", "mode.", "backend.", "sweep.")
 LEFT_OUT_NAMES = ("._target_", "._partial_", "sync_bn.mode")  # the option's name says it
 
@@ -460,8 +460,8 @@ Column = bool | int | float | str
 def run_columns(flat: Mapping[str, Any], options: Mapping[str, str | None], world_size: int) -> dict[str, Column]:
     """{key: value} of a run: the options of the config groups, such as model, all keys, and the number of ranks.
 
-    flat: the config by full keys. options: {config group: option}. Numbers stay numbers; lists become text. A key that
-    is null is left out: TensorBoard would show all its values as text.
+    flat: the config by full keys. options: {config group: option or class}. Numbers stay numbers; lists become text. A
+    key that is null is left out: TensorBoard would show all its values as text.
     """
     columns = {group: option for group, option in options.items() if "/" not in group} | dict(flat)
     columns["world_size"] = world_size

@@ -1,16 +1,17 @@
 """A run's config as it is compared and written. Made once, before ranks start: OmegaConf reads all keys in 5 ms."""
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.config.check import as_written, notice_of_unread_overrides, values_as_written
-from lockstep.config.schema import as_dict, flatten
+from lockstep.config.schema import CONF, as_dict, flatten
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class ConfigRecord:
     shown: the same, as files and messages may have it: without the values that environment variables decide.
     hydra_files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself, once it holds the run
         folder's lock: a refused command must not overwrite the record of a running one.
-    options: {config group: the option chosen}.
+    options: {config group: the option chosen, or the class where another one than the option's is chosen}.
     run_json: what run.json says of the command.
     notice: what is logged when the run begins.
     """
@@ -34,12 +35,17 @@ class ConfigRecord:
     notice: str = ""
 
     def completed(self, cfg: DictConfig) -> "ConfigRecord":
-        """With the values of `cfg` for keys that were null, which the data have given since."""
-        unknown = [key for key, value in self.flat.items() if value is None]
-        values = {key: OmegaConf.select(cfg, key) for key in unknown}
-        found = plain_values({key: value for key, value in values.items() if value is not None})
-        run_json = {**self.run_json, "config": {**self.run_json["config"], **found}}
-        return replace(self, flat={**self.flat, **found}, shown={**self.shown, **found}, run_json=run_json)
+        """With the values of `cfg` for keys that were null, which the data have given since, and without the arguments
+        of an option that the chosen class does not take.
+        """
+        now = flatten(as_dict(cfg))
+        found = plain_values({key: now[key] for key, value in self.flat.items() if value is None and key in now})
+
+        def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: found.get(key, value) for key, value in values.items() if key in now}
+
+        run_json = {**self.run_json, "config": complete(self.run_json["config"])}
+        return replace(self, flat=complete(self.flat), shown=complete(self.shown), run_json=run_json)
 
 
 def record_config(
@@ -60,16 +66,27 @@ def record_config(
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
         "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
     }
+    options = {
+        str(group): _option_or_class(str(group), name, flat) for group, name in hydra_cfg.runtime.choices.items()
+    }
     run_json = {
         "command": _command(argv, overrides, flags),
         "flags": list(flags),
         "overrides": overrides,
         "cwd": os.getcwd(),
         "seed": shown["seed"],
+        "options": {group: option for group, option in options.items() if not group.startswith("hydra/")},
         "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
     }
-    options = cast(dict[str, str | None], dict(hydra_cfg.runtime.choices))
     return ConfigRecord(flat, shown, hydra_files, options, run_json, notice_of_unread_overrides(composed, hydra_cfg))
+
+
+def _option_or_class(group: str, option: str | None, flat: Mapping[str, Any]) -> str | None:
+    """The option of a group; the class if another one than the option's is chosen, as by model._target_=my.Net."""
+    target = flat.get(f"{group}._target_")
+    path = CONF / group / f"{option}.yaml"
+    own = re.search(r"^_target_: (\S+)", path.read_text(), re.MULTILINE) if target and path.is_file() else None
+    return str(target) if own is not None and own[1] != target else option
 
 
 def plain_values(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,11 +79,6 @@ def is_open(name: str) -> bool:
     return name.startswith(OPEN) and not any(part.startswith("_") for part in name.split("."))
 
 
-def names_own_code(cfg: DictConfig) -> bool:
-    """Whether the config names a class or function of the user's."""
-    return not all(is_open(node["_target_"]) for _, node in nodes_with_target(as_dict(cfg)))
-
-
 def chooses_foreign_target(word: str) -> bool:
     """Whether an override names a `_target_` that only its user may choose, and no record of a run."""
     key, _, value = word.partition("=")

@@ -113,6 +113,25 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside the block torch, numpy and random draw from `seed`; after it they go on as if nothing had been drawn.
+
+    For what a user's code draws: then it matters neither what ran before, nor in which order.
+    """
+    gpus = torch.cuda.default_generators
+    states = [gpu.get_state() for gpu in gpus]
+    try:
+        with random_states_kept():
+            seed_all(seed)
+            for gpu in gpus:
+                gpu.manual_seed(seed)
+            yield
+    finally:
+        for gpu, state in zip(gpus, states, strict=True):
+            gpu.set_state(state)
+
+
+@contextmanager
 def random_states_kept() -> Iterator[None]:
     """After the block these generators go on as if nothing had been drawn in it."""
     torch_state, numpy_state, state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()

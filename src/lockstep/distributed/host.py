@@ -36,12 +36,8 @@ def keep_freed_memory() -> None:
     By default glibc returns it: 3000 page faults a step until its thresholds have grown, and always for blocks above
     32 MB. A sample of the convolution net then costs 1.8 times as much in a batch of 1024 as in one of 512.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
-    mallopt(M_MMAP_THRESHOLD, 1 << 30)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    _call_c("mallopt", M_MMAP_THRESHOLD, 1 << 30)
+    _call_c("mallopt", M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_large_blocks() -> None:
@@ -50,10 +46,7 @@ def return_large_blocks() -> None:
     Blocks of weights that are gathered and freed leave holes, from which small tensors take a piece, so that the next
     block does not fit: 32 layers of 38 MB on 4 ranks of fsdp took 5.0 GB a rank, and take 1.0 GB so.
     """
-    try:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 24)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return
+    _call_c("mallopt", M_MMAP_THRESHOLD, 1 << 24)
 
 
 def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> None:
@@ -63,13 +56,17 @@ def end_with_parent(number: int = signal.SIGTERM, parent: int | None = None) -> 
     such a signal; elsewhere this does nothing.
     """
     parent = parent or os.getppid()
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (AttributeError, OSError, TypeError):
-        return
-    prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the kernel knew
+    if _call_c("prctl", PR_SET_PDEATHSIG, number, 0, 0, 0) and os.getppid() != parent:  # it died before the kernel knew
         os.kill(os.getpid(), number)
+
+
+def _call_c(name: str, *numbers: int) -> bool:
+    """Call a function of the C library. False if it has none of this name: another system's, or another library."""
+    try:
+        getattr(ctypes.CDLL(None), name)(*numbers)
+    except (AttributeError, OSError, TypeError):
+        return False
+    return True
 
 
 def remove_temporary_folder() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SWEEP_FOLDER = "LOCKSTEP_SWEEP_FOLDER"  # the environment variable that tells the ranks of a job which sweep it is in
+SWEEP_RESUME = "LOCKSTEP_SWEEP_RESUME"  # the environment variable that tells the ranks of a job what resumes its sweep
 BAR_COLUMNS = "LOCKSTEP_BAR_COLUMNS"  # the one that tells a job whose output is captured how long a bar it shall draw
 LEAST_BYTES = 2**16  # free on the disk of a run folder at the start: for the first lines of its logs
 
@@ -54,8 +54,8 @@ def unwritable(folder: str | Path, error: OSError, key: str = "hydra.run.dir") -
 
 def go_on_words(folder: str | Path) -> str:
     """What to add to the command to go on in the run folder, or in the sweep that it is in."""
-    sweep = os.environ.get(SWEEP_FOLDER)
-    return path_word("hydra.run.dir", folder) if sweep is None else f"-m {path_word('sweep.resume', sweep)}"
+    resume = os.environ.get(SWEEP_RESUME)
+    return path_word("hydra.run.dir", folder) if resume is None else f"-m {resume}"
 
 
 class HeldFolder:

@@ -140,28 +140,16 @@ def tree_sum(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _create_folder(ranks: int, size: int) -> tuple[str, str]:
-    """(a folder, "") or ("", why there is none). In memory if there is room, else among the temporary files.
-
-    The folder has a file of `size` bytes and a pipe for each pair of ranks.
-    """
-    memory = Path("/dev/shm")
-    places: list[Path | None] = [None]
-    if os.access(memory, os.W_OK):
-        stats = os.statvfs(memory)
-        if stats.f_bavail * stats.f_frsize > size:  # a container may have 64 MB
-            places = [memory, None]
-    problem = ""
-    for place in places:
-        folder = ""
-        try:
-            folder = tempfile.mkdtemp(prefix="lockstep-", dir=place)
-            _fill_folder(Path(folder), ranks, size)
-            return folder, ""
-        except OSError as error:
-            problem = f"finds no room for {size / 2**20:.1f} MB in /dev/shm and in TMPDIR ({error.strerror or error})"
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
-    return "", problem
+    """(a folder, "") or ("", why there is none). It is in memory: with a file of `size` bytes, and a pipe for each pair
+    of ranks."""
+    folder = ""
+    try:
+        folder = tempfile.mkdtemp(prefix="lockstep-", dir="/dev/shm")
+        _fill_folder(Path(folder), ranks, size)
+        return folder, ""
+    except OSError as error:  # a container may have 64 MB
+        shutil.rmtree(folder, ignore_errors=True)
+        return "", f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"
 
 
 def _fill_folder(folder: Path, ranks: int, size: int) -> None:

@@ -24,6 +24,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "this rank has no memory left",
         "type trainer.batch_size=<half>, or trainer.gradient_accumulation_steps=2",
     ),
+    (
+        r"</torch_\d+.*No space left on device",
+        "the memory that processes share, /dev/shm, is full: a process that loads data passes its samples on there",
+        "give it more, as docker run --shm-size=8g does, or type dataset.workers=0",
+    ),
     (r"No space left on device", "the disk is full", "free some space, or type hydra.run.dir=<another disk>"),
     (
         r"shapes cannot be multiplied|must match the size|size mismatch|expected input|invalid for input of size"

@@ -16,16 +16,13 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
-import signal
 import sys
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from lockstep.compat import fork_server_pid
 from lockstep.config.schema import Count, Limits, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info
@@ -35,7 +32,6 @@ from lockstep.distributed.signals import STOP_SIGNALS, Relay
 from lockstep.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_KILLED,
     EXIT_RESUMABLE,
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     CannotStartNow,
@@ -45,7 +41,6 @@ from lockstep.errors import (
 )
 from lockstep.failures import reporter
 from lockstep.failures.start import MonitorLink
-from lockstep.failures.watched_rank import process_has_ended
 from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -53,8 +48,6 @@ POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
 LONGER_AFTER = {EXIT_FINISHED: math.inf, EXIT_RESUMABLE: 30.0}  # all is well: rank 0 still closes its loggers
-SECONDS_AFTER_FORK_SERVER = 30.0  # for ranks to save after the death of their fork server, which asks them to stop
-CODE_WITHOUT_FORK_SERVER = 255  # what Python calls the exit code of a process whose fork server has died
 STOP_EXITS = (EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
 
 
@@ -323,10 +316,6 @@ class Supervisor:
         """What the exit codes of the ranks say, and the monitor's report; None if all have finished."""
         exit_codes = {process.pid or 0: process.exitcode or 0 for process in self.processes}
         codes = list(exit_codes.values())
-        if CODE_WITHOUT_FORK_SERVER in codes and fork_server_has_ended():
-            end_ranks_without_fork_server(list(exit_codes))
-            reason = "the helper process that the ranks are forked from was killed, perhaps because no memory was left"
-            return RankFailed(f"lockstep: {signals.with_newest_snapshot(reason)}", {"exit_code": EXIT_KILLED})
         stopped, is_printed = stopped_early(codes, relay)
         if stopped is not None:
             if not is_printed:
@@ -360,27 +349,6 @@ def stopped_early(codes: list[int], relay: Relay) -> tuple[StoppedEarly | None, 
     if relay.first is not None and any(code in STOP_EXITS for code in codes):
         return signals.unanswered_stop(), False
     return None, False
-
-
-def fork_server_has_ended() -> bool:
-    """Nobody knows the exit codes of its ranks then: Python gives all of them one code, while they still save."""
-    pid, deadline = fork_server_pid(), time.monotonic() + 1.0  # a process closes its files a moment before it has ended
-    while pid is not None and time.monotonic() < deadline:
-        if process_has_ended(pid):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def end_ranks_without_fork_server(pids: list[int]) -> None:
-    """Wait until these ranks have ended, too, and kill those that do not."""
-    deadline = time.monotonic() + SECONDS_AFTER_FORK_SERVER
-    while pids and time.monotonic() < deadline:
-        time.sleep(0.1)
-        pids = [pid for pid in pids if not process_has_ended(pid)]
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def run_rank(

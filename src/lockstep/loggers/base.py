@@ -43,7 +43,7 @@ class RunInfo:
     data_parallel_size: into how many shares a global batch is cut.
     batch_size: samples of a global batch.
     start_step: optimizer steps already done, 0 for a fresh run.
-    best_step: the step of the best evaluation so far; None without one.
+    best, best_step: the best evaluation of the objective so far, and its step; None without one.
     facts: plain values for run.json, see `lockstep.loggers.run_json`.
     script: the path of src/train.py, as typed.
     trusted: words that a command with this run has to repeat, as the record of a run may not choose what they choose.
@@ -60,6 +60,7 @@ class RunInfo:
     batch_size: int
     epochs: int
     start_step: int
+    best: float | None = None
     best_step: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     script: Path = Path("src/train.py")

@@ -65,13 +65,18 @@ class RunJson(Logger):
     def on_fit_start(self, run: RunInfo) -> None:
         self.folder = run.run_dir
         start = self.start_step = run.facts["life"]["from_step"]  # start_step may be earlier: other loggers get more
-        before: dict[str, Any] = {"lives": [], "improvements": []}
+        before: dict[str, Any] = {"lives": []}
         with suppress(ConfigError):  # a fresh folder, or a file that is damaged
             before = read_run(run.run_dir)
         self.run = {
             **run.facts,
-            "objective": {"name": self.objective, "mode": self.mode, "best": None, "step": None, "last": None},
-            "improvements": [],
+            "objective": {
+                "name": self.objective,
+                "mode": self.mode,
+                "best": run.best,
+                "step": run.best_step,
+                "last": None,
+            },
             "lives": [],
             "steps": start,
             "samples_per_second": None,
@@ -81,10 +86,9 @@ class RunJson(Logger):
             if before["lives"]:
                 _complete(before, run.facts["config"])
             self.run["lives"] = [_ended(life, start) for life in before["lives"]]
-            if run.best_step is not None:  # else the values before cannot be compared with these
-                self.run["improvements"] = [entry for entry in before["improvements"] if entry[0] <= start]
+            began = {key: value for key, value in before.get("data", {}).items() if key in ("init", "resume")}
+            self.run["data"] = began | self.run["data"]
             self.run["samples_per_second"] = before.get("samples_per_second")
-            self._note_best()
 
     def on_epoch_start(self, epoch: int, epochs: int, samples: int, samples_done: int) -> None:
         if self.life is None:
@@ -110,9 +114,8 @@ class RunJson(Logger):
         self.run["steps"] = max(self.run["steps"], summary.step)
         if summary.samples_per_second is not None:
             self.run["samples_per_second"] = round(summary.samples_per_second, 1)
-        value = summary.tagged_metrics().get(self.objective)
-        if value is not None:
-            self._note_objective(summary.step, value)
+        for best in summary.best.values():
+            self.run["objective"] |= {"best": best, "step": summary.best_step}
         self._write()
 
     def flush(self) -> None:
@@ -127,17 +130,6 @@ class RunJson(Logger):
 
     def on_fit_stop(self, error: BaseException) -> None:
         self._end(*_state_and_code(error))
-
-    def _note_objective(self, step: int, value: float) -> None:
-        improvements = self.run["improvements"]
-        best = improvements[-1][1] if improvements else None
-        if value == value and (best is None or (value < best if self.mode == "min" else value > best)):
-            improvements.append([step, value])
-            self._note_best()
-
-    def _note_best(self) -> None:
-        for step, value in self.run["improvements"][-1:]:
-            self.run["objective"] |= {"best": value, "step": step}
 
     def _end(self, state: str, code: int) -> None:
         if self.life is not None:

@@ -68,7 +68,7 @@ class Check(Mode):
             _remove_new_folder(Path(cfg.run_dir))
         cfg = as_taken(cfg)
         strategy, ranks = check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
-        shares, options = strategy.batch_shares(ranks), options_of(cfg, strategy)
+        shares, options = strategy.data_parallel_size(ranks), options_of(cfg, strategy)
         changes: dict[str, Any] = {"backend.name": "gloo", "trainer.compile": False, "profiler.enabled": False}
         changes |= {"trainer.batch_size": check_batch_size(cfg, shares), "trainer.batch_size_per_rank": None}
         replicas = cfg.strategy.get("replicas", 1)
@@ -89,7 +89,7 @@ class Check(Mode):
         found[1] = replace(found[1], reasons=[*found[1].reasons, *what_a_resume_changes(resumed)])
         # In float32 a rounding error may turn a ReLU off: only float64 tells.
         if UNKNOWN in found[0].reasons and options.precision != "fp64":
-            smallest = FEW_SAMPLES * max(RANKS, strategy.batch_shares(RANKS))
+            smallest = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS))
             found[0] = _in_float64(small, folder, found[0], options, max(apart.values(), default=0.0), smallest)
         lines = figures(one, two, ranks, shares)
         if replicas > 1:
@@ -186,7 +186,7 @@ def options_of(cfg: DictConfig, strategy: "Strategy") -> Options:
     from lockstep.strategies.gradient_sync import GradientSync
 
     sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
-    grows = strategy.batch_shares(1) != strategy.batch_shares(RANKS)
+    grows = strategy.data_parallel_size(1) != strategy.data_parallel_size(RANKS)
     return Options(
         precision=cfg.trainer.precision,
         inexact_sync=None if sync.is_exact else sync.name,

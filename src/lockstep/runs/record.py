@@ -25,7 +25,7 @@ NAME = "run.json"
 FORMAT = 1
 # What readers of a record rely on, and its types.
 KEYS: dict[str, Any] = {"command": str, "cwd": str, "steps": int, "samples_per_second": float | int | None}
-KEYS |= dict.fromkeys(("overrides", "flags", "lives", "improvements"), list)
+KEYS |= dict.fromkeys(("overrides", "flags", "lives"), list)
 KEYS |= dict.fromkeys(("config", "data", "code", "environment", "objective"), dict)
 LIFE: dict[str, Any] = {"state": str, "exit_code": int | None, "hosts": list, "launcher": str}
 LIFE |= {"world_size": int, "from_step": int, "started": float | int}
@@ -116,6 +116,14 @@ def configs_of(run: Run) -> list[dict[str, Any]]:
     for life in reversed(run["lives"][:-1]):
         configs.append(configs[-1] | life.get("config", {}))
     return configs[::-1]
+
+
+def best_of(run: Run) -> tuple[float | None, int | None]:
+    """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
+    objective = run["objective"]
+    if objective["best"] is None and objective.get("last") is not None:
+        return objective["last"], run["steps"]
+    return objective["best"], objective["step"]
 
 
 def state_of(run: Run) -> str:

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import Run, find_runs, read_run, state_of
+from lockstep.runs.record import Run, best_of, find_runs, read_run, state_of
 from lockstep.text import aligned, plain
 
 COLUMNS = ("date", "run", "state", "objective", "best_step", "steps", "speed", "changed")
@@ -28,14 +28,14 @@ def read_runs(folders: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def value_of(run: Run, name: str) -> Any:
-    """What a run has in a column, or for a key of its config. None if it has neither."""
-    life, objective = run["lives"][0], run["objective"]
+    """What a run has in a column, for a key of its config, or for a config group. None if it has none of these."""
+    life = run["lives"][0]
     known: dict[str, Callable[[], Any]] = {
         "date": lambda: life["started"],
         "run": lambda: os.path.relpath(run["folder"]),
         "state": lambda: state_of(run),
-        "objective": lambda: objective["best"],
-        "best_step": lambda: objective["step"],
+        "objective": lambda: best_of(run)[0],
+        "best_step": lambda: best_of(run)[1],
         "steps": lambda: run["steps"],
         "speed": lambda: run["samples_per_second"],
         "ranks": lambda: run["lives"][-1]["world_size"],
@@ -44,13 +44,14 @@ def value_of(run: Run, name: str) -> Any:
         "commit": lambda: run["code"].get("commit"),
         "command": lambda: run["command"],
     }
-    return known[name]() if name in known else run["config"].get(name)
+    options = run.get("options", {})  # such as model
+    return known[name]() if name in known else run["config"].get(name, options.get(name))
 
 
 def check_names(runs: Sequence[Run], names: Iterable[str], option: str) -> None:
-    """Raise ConfigError for a name that is no column and no key of any run's config."""
+    """Raise ConfigError for a name that is no column, no key of any run's config, and no config group."""
     columns = {*COLUMNS, "ranks", "lives", "commit", "command"}
-    keys = columns.union(*(run["config"] for run in runs))
+    keys = columns.union(*(run["config"].keys() | run.get("options", {}).keys() for run in runs))
     for name in names:
         if name not in keys:
             close = difflib.get_close_matches(name, keys, 1)

@@ -53,7 +53,7 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     new = _matching("new_layers", model, new_layers)
     if where is None:
         return
-    path = _file(where)
+    path = file_of_weights(where)
     saved = _without_wrappers(_state_dict(path, where))
     own = model.state_dict(keep_vars=True)
     wanted = {name: value for name, value in own.items() if name not in new}
@@ -79,7 +79,8 @@ def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str
     return set().union(*found)
 
 
-def _file(where: str) -> Path:
+def file_of_weights(where: str) -> Path:
+    """The file that `where`, the value of `init`, stands for. Raises ConfigError if there is none."""
     path = Path(where)
     if path.is_dir():
         snapshots = list_snapshots(path / "snapshots") or list_snapshots(path)

@@ -122,13 +122,13 @@ class Strategy:
         """How many different shares a global batch is cut into. Ranks that work on the same samples count once."""
         return world_size
 
-    def batch_shares(self, world_size: int) -> int:
-        """How many ranks share a global batch of the training, unlike a batch of an evaluation."""
-        return self.data_parallel_size(world_size)
-
     def data_parallel_rank(self, world: World) -> int:
         """Which of these shares is this rank's."""
         return world.rank
+
+    def evaluation_share(self, world: World) -> tuple[int, int]:
+        """Which share of an evaluation is this rank's, and of how many: those of a global batch."""
+        return self.data_parallel_rank(world), self.data_parallel_size(world.size)
 
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """This rank's parts of a global batch of sample indices (N,), one forward pass each."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 
 LONGEST_CAUSE = 300  # characters
-DISCARD_SECONDS = 3.0  # for a job that waits for its turn to leave, and to remove its temporary folder
+POLL_SECONDS = 0.05  # where the end of a process cannot be waited for together with its output
 REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 Item = TypeVar("Item")
@@ -62,148 +63,117 @@ class Outcome:
         return EXIT_STOPPED_WITHOUT_SNAPSHOT if self.code == EXIT_STOPPED_WITHOUT_SNAPSHOT else EXIT_RESUMABLE
 
 
-_turn: list[int] = []  # in a job that has not had its turn: the pipe on which it waits
-
-
-def wait_for_previous_job() -> None:
-    """In a job of a sweep: wait until the job before it has ended. Code of the user's must not run earlier: two
-    processes at once could disturb each other. A second call does nothing, nor does one in a process that is no job.
-    """
-    if _turn:
-        is_asked = os.read(_turn[0], 1)
-        os.close(_turn.pop())
-        if not is_asked:  # the sweep was killed, or has no turn for this job any more
-            remove_temporary_folder()
-            os._exit(EXIT_FAILED)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
-
-
 Work = Callable[[Job, Row], Outcome]
 """Runs a job in this process, prints its errors, and says how it ended."""
 
 
 @dataclass
 class JobProcess:
-    """A job that runs, or that is ready to.
+    """A job that runs.
 
     results: the read end of the pipe on which it sends its outcome.
     output: the read end of what it prints, None if it prints to this process's own streams.
-    turn: the end of a pipe that `begin` writes to.
+    ended: a descriptor that can be read from when the process has ended; None where the system has none (macOS).
     """
 
     job: Job
+    slot: int
     pid: int
     results: int
     output: int | None
-    slot: int
-    turn: int
-    started: float = field(default_factory=time.monotonic)
-
-    def begin(self) -> None:
-        """It is the job's turn: it may train."""
-        self.started = time.monotonic()
-        with suppress(BrokenPipeError):  # it has ended already
-            os.write(self.turn, b"1")
-        os.close(self.turn)
-
-    def discard(self) -> None:
-        """End a job whose turn does not come. It leaves by itself when it waits; one that still prepares is killed."""
-        os.close(self.turn)
-        deadline = time.monotonic() + DISCARD_SECONDS
-        while not self.has_ended:
-            if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                return
-            time.sleep(0.01)
+    ended: int | None
+    started: float = field(default_factory=time.time)
 
     def stop(self) -> None:
         """Let the job save and end."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job has ended, whatever became of it."""
-        try:
-            return os.waitpid(self.pid, os.WNOHANG)[0] != 0
-        except ChildProcessError:  # `poll` has seen its end
-            return True
+    def read(self) -> bytes:
+        """A part of what it has printed. The output is closed where it ends. Raises BlockingIOError if none is left."""
+        assert self.output is not None
+        text = os.read(self.output, 65536)
+        if not text:
+            self.close_output()
+        return text
 
-    def poll(self, run_dir: Path) -> Outcome | None:
-        """How the job ended, None while it runs. run_dir: its run folder."""
+    def close_output(self) -> None:
+        if self.output is not None:
+            os.close(self.output)
+            self.output = None
+
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal that killed the job; None while it runs. Its end is seen once."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
-        code = os.waitstatus_to_exitcode(status)
-        outcome = self._sent(code)
+        if self.ended is not None:
+            os.close(self.ended)
+        return os.waitstatus_to_exitcode(status)
+
+    def outcome(self, run_dir: Path, code: int) -> Outcome:
+        """How the job ended with this exit code. run_dir: its run folder."""
+        outcome = Outcome(code)
+        with suppress(BlockingIOError, ValueError):
+            outcome = Outcome(**json.loads(os.read(self.results, 65536)) | {"code": code})
         os.close(self.results)
         cause = outcome.cause
         if outcome.state == FAILED:
             cause = self._reported(run_dir, code) or cause or _end_in_words(code)
         return replace(outcome, cause=" ".join(cause.split())[:LONGEST_CAUSE])
 
-    @property
-    def started_at(self) -> float:
-        """By the clock of the wall."""
-        return time.time() - (time.monotonic() - self.started)
-
     def _reported(self, run_dir: Path, code: int) -> str:
         """What the failure report says. That of a hang is written when the job has ended."""
         deadline = time.monotonic() + (REPORT_SECONDS if code == EXIT_HANG else 0.0)
-        cause = reported_cause(run_dir, self.started_at, was_killed=code < 0)
+        cause = reported_cause(run_dir, self.started, was_killed=code < 0)
         while not cause and time.monotonic() < deadline:
             time.sleep(0.01)
-            cause = reported_cause(run_dir, self.started_at)
+            cause = reported_cause(run_dir, self.started)
         return cause
 
-    def _sent(self, code: int) -> Outcome:
-        with suppress(BlockingIOError, ValueError):
-            return Outcome(**json.loads(os.read(self.results, 65536)) | {"code": code})
-        return Outcome(code)
+
+def wait_for_any(processes: Sequence[JobProcess]) -> None:
+    """Wait until one of them prints something or ends."""
+    outputs = [process.output for process in processes if process.output is not None]
+    ends = [process.ended for process in processes if process.ended is not None]
+    connection.wait([*outputs, *ends], None if len(ends) == len(processes) else POLL_SECONDS)
 
 
 def start_job(
     job: Job, work: Callable[[], Outcome], slot: int, environment: Mapping[str, str], cores: set[int], captured: bool
 ) -> JobProcess:
-    """Fork a process that runs `work()`, which composes the job, and waits in `wait_for_previous_job` until
-    `JobProcess.begin`.
+    """Fork a process that runs `work()`, which composes the job.
 
-    Signals must be blocked here; the job listens to them itself when its turn has come.
+    Signals must be blocked here; the job unblocks them when it listens to them itself.
 
     environment: added to its own.
     cores: those that it may use, empty for all.
     captured: read what it prints.
     """
     reader, writer = os.pipe()
-    turn, begin = os.pipe()
     output, stream = os.pipe() if captured else (None, None)
     for text in (sys.stdout, sys.stderr):
         text.flush()
     pid = os.fork()
     if pid == 0:
-        os.close(begin)
         if stream is not None:
             os.dup2(stream, 1)
             os.dup2(stream, 2)
-        _become(work, writer, turn, environment, cores)
+        _become(work, writer, environment, cores)
     os.close(writer)
-    os.close(turn)
     os.set_blocking(reader, False)
     if stream is not None and output is not None:
         os.close(stream)
         os.set_blocking(output, False)
-    return JobProcess(job, pid, reader, output, slot, begin)
+    return JobProcess(job, slot, pid, reader, output, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
 
 
-def _become(
-    work: Callable[[], Outcome], results: int, turn: int, environment: Mapping[str, str], cores: set[int]
-) -> None:
+def _become(work: Callable[[], Outcome], results: int, environment: Mapping[str, str], cores: set[int]) -> None:
     """Turn this forked process into the job. Never returns."""
     code = EXIT_FAILED
-    _turn.append(turn)
     try:
         signals.end_at_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOP_SIGNALS)
         end_with_parent()
         os.environ.update(environment)
         if cores and hasattr(os, "sched_setaffinity"):

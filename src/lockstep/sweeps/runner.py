@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
 from lockstep.distributed.environment import SLURM_JOB_FILE, RankInfo, read_rank_info
-from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_FOLDER
-from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigError, path_value
+from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_RESUME
+from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError
 from lockstep.failures.start import whole_command
-from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job
+from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job, wait_for_any
 from lockstep.sweeps.search import Job, Search, SweepSettings
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, say
 from lockstep.sweeps.table import (
@@ -43,11 +44,12 @@ from lockstep.sweeps.table import (
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-POLL_SECONDS = 0.005
 UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
 ROOM = len("[1000] ")  # columns before a job's bar
 TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
 SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
+SECONDS_TO_LEAVE = 10.0  # for the other ranks to have read the end
+LEFT = "left"  # key in the store: how many ranks have
 MEETING = timedelta(seconds=300)
 
 
@@ -70,15 +72,16 @@ class Screen:
 
     def forward(self, process: JobProcess, to_end: bool = False) -> None:
         """Show what the job has printed since the last call. to_end: it has ended."""
-        if process.output is None:
+        if process.output is None and not to_end:
             return
         number = process.job.number
         text = self.rests.pop(number, b"")
         with suppress(BlockingIOError):
-            while chunk := os.read(process.output, 65536):
-                text += chunk
+            while process.output is not None:
+                text += process.read()
         *lines, rest = text.split(b"\n")
         if to_end:
+            process.close_output()  # a process of the job's may still hold the other end
             self.bars.pop(number, None)
             lines, rest = [*lines, *filter(None, [_after_bar(rest).encode()])], b""
         elif b"\r" in rest:  # a bar is drawn in one line again and again
@@ -108,6 +111,7 @@ class OpenSweep:
     fixed: the words of each job's command.
     config: the flat config of a job without what the sweep varies.
     modules: {module: hash} of the user's modules that the jobs import.
+    with_resume: the words that must be typed with `sweep.resume=`.
     Raises ConfigError if the folder cannot be locked, or if its sweep is another one.
     """
 
@@ -118,12 +122,13 @@ class OpenSweep:
         fixed: Sequence[str],
         config: Mapping[str, Any],
         modules: dict[str, str],
+        with_resume: Sequence[str],
     ) -> None:
         self.settings, self.fixed = settings, fixed
         self.lock = lock_sweep(folder)
         record = sweep_record(sys.argv[1:], config, modules)
         require_same_sweep(folder, record, settings.changes == "accept")
-        self.table = SweepTable(folder)
+        self.table = SweepTable(folder, with_resume)
         write_sweep_record(folder, record)
         for row in self.table:
             if row.state in (RUNNING, STOPPED):
@@ -140,6 +145,13 @@ class OpenSweep:
     def note_stop(self, code: int = EXIT_RESUMABLE) -> None:
         """Jobs are left to run, or to go on. code: of the one that ended; no snapshot outweighs some."""
         self.stop_code = max(self.stop_code or 0, code)
+
+    def begin(self, number: int) -> Row:
+        """Write that a job runs, once nobody holds its folder any more. Returns its row."""
+        folder = self.table.folder / self.table.rows[number].folder
+        wait_for_lock(folder)
+        (folder / SLURM_JOB_FILE).unlink(missing_ok=True)  # of an earlier start
+        return self.table.update(number, state=RUNNING, cause="")
 
     def record(self, number: int, outcome: Outcome, state: str, seconds: float) -> Row:
         """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
@@ -163,7 +175,7 @@ class OpenSweep:
         signals.stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
-        resume = [*script, "-m", f"sweep.resume={path_value(self.table.folder)}"]
+        resume = [*script, "-m", *self.table.resume]
         print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
         print_share(self.table, self.settings.epochs)
         return exit_code(list(self.table), self.stop_code)
@@ -177,7 +189,6 @@ class SweepRunner:
         self.search, self.work, self.slots = search, work, slots
         self.running: dict[int, JobProcess] = {}  # slot -> its job
         self.screen = Screen()
-        self.ready: JobProcess | None = None  # the next job, which waits for its turn
         self.was_stopped = False  # by a signal, which may have come when all jobs had ended
 
     def run(self) -> None:
@@ -187,96 +198,71 @@ class SweepRunner:
         """
         with signals.Relay() as relay:
             try:
-                while self._fill(relay) or self.running:
-                    time.sleep(POLL_SECONDS)
-                    self._poll(relay)
-            finally:
-                self._end_jobs()
+                self._fill(relay)
+                while self.running:
+                    for process, code in self._wait():
+                        self._record(process, code, relay)
+                    self._fill(relay)
+            finally:  # if an error ends the sweep, jobs still run: they save, and end, too
+                for process in self.running.values():
+                    process.stop()
+                while self.running:
+                    self._wait()
             self.was_stopped = relay.first is not None
-            came_between_jobs = self.was_stopped and self.sweep.stop_code is None
-            if came_between_jobs and (self.ready is not None or self.search.ask() is not None):
-                self.sweep.note_stop()
+            if self.was_stopped and self.sweep.stop_code is None and self.search.ask() is not None:
+                self.sweep.note_stop()  # the signal came between two jobs
 
-    def _poll(self, relay: signals.Relay) -> None:
-        """Show what the jobs print, and record those that have ended."""
+    def _wait(self) -> list[tuple[JobProcess, int]]:
+        """Wait until a job prints something or ends. Returns those that have ended, with their exit codes."""
+        wait_for_any(list(self.running.values()))
+        ended = []
         for slot, process in list(self.running.items()):
-            self.screen.forward(process)
-            outcome = process.poll(self.table.folder / self.table.rows[process.job.number].folder)
-            if outcome is not None:
-                self.screen.forward(process, to_end=True)
+            code = process.exit_code()
+            self.screen.forward(process, to_end=code is not None)
+            if code is not None:
                 del self.running[slot]
-                relay.start(self._pids())  # another process may get the number of this one
-                self._record(process, outcome, asked=relay.first is not None)
+                ended.append((process, code))
+        return ended
 
-    def _end_jobs(self) -> None:
-        """End the job that is ready. If an error ends the sweep, jobs still run: they save, and end, too."""
-        for process in self.running.values():
-            process.stop()
-        while self.running:
-            time.sleep(POLL_SECONDS)
-            for slot, process in list(self.running.items()):
-                ended = process.has_ended
-                self.screen.forward(process, to_end=ended)  # a job whose output nobody reads would wait
-                if ended:
-                    del self.running[slot]
-        if self.ready is not None:
-            self.ready.discard()
-            with suppress(OSError):  # a job that goes on has files there
-                (self.table.folder / self.table.rows[self.ready.job.number].folder).rmdir()
-
-    def _fill(self, relay: signals.Relay) -> bool:
-        """Start jobs in the free slots. Returns whether any was started."""
-        started = False
-        for number in range(len(self.slots)):
-            if number in self.running or relay.first is not None or self.sweep.is_hopeless:
+    def _fill(self, relay: signals.Relay) -> None:
+        """Start jobs in the free slots."""
+        for number, slot in enumerate(self.slots):
+            if number in self.running:
                 continue
-            self.ready = self.ready or self._prepare(number)
-            if self.ready is None:
+            job = None if relay.first is not None or self.sweep.is_hopeless else self.search.ask()
+            if job is None:
                 break
-            self._start(self.ready, relay)
-            self.ready = None
-            started = True
-        if started and len(self.slots) == 1:  # with more of them the cores have work already
-            self.ready = self._prepare(0)
-        return started
+            self._start(job, number, slot, relay)
 
-    def _prepare(self, number: int) -> JobProcess | None:
-        """The next job, which prepares itself and waits for its turn. None if the search has none now."""
-        job = self.search.ask()
-        if job is None:
-            return None
-        row, slot = self.table.rows[job.number], self.slots[number]
-        environment = slot.environment | {SWEEP_FOLDER: str(self.table.folder)}
+    def _start(self, job: Job, number: int, slot: Slot, relay: signals.Relay) -> None:
+        row = self.sweep.begin(job.number)
+        environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
         captured = len(self.slots) > 1
         if captured:
             environment |= self.screen.environment
+        else:
+            say(f"sweep: {job.describe(row.overrides)}")
         with signals.blocked():
-            return start_job(job, lambda: self.work(job, row), number, environment, set(slot.cores), captured)
-
-    def _start(self, process: JobProcess, relay: signals.Relay) -> None:
-        row = self.table.rows[process.job.number]
-        wait_for_lock(self.table.folder / row.folder)
-        self.table.update(process.job.number, state=RUNNING, cause="")
-        if process.output is None:
-            say(f"sweep: {process.job.describe(row.overrides)}")
-        with signals.blocked():
-            self.running[process.slot] = process
+            self.running[number] = start_job(
+                job, lambda: self.work(job, row), number, environment, set(slot.cores), captured
+            )
             relay.start(self._pids())
-        process.begin()
 
     def _pids(self) -> list[int]:
         return [process.pid for process in self.running.values()]
 
-    def _record(self, process: JobProcess, outcome: Outcome, asked: bool) -> None:
-        job, state = process.job, outcome.state
-        if asked and state == FAILED and outcome.code < 0:
+    def _record(self, process: JobProcess, code: int, relay: signals.Relay) -> None:
+        relay.start(self._pids())  # another process may get the number of this one
+        job = process.job
+        outcome = process.outcome(self.table.folder / self.table.rows[job.number].folder, code)
+        state = outcome.state
+        if relay.first is not None and state == FAILED and code < 0:
             state = STOPPED  # its launcher or a second signal has killed it
-        row = self.sweep.record(job.number, outcome, state, time.monotonic() - process.started)
+        row = self.sweep.record(job.number, outcome, state, time.time() - process.started)
         if row.state == STOPPED:
             self.sweep.note_stop(outcome.stop_code)
         self.search.tell(job.number, row.objective if row.state == FINISHED else None)
-        if process.output is not None:
-            os.close(process.output)
+        if len(self.slots) > 1:
             self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
 
 
@@ -297,28 +283,32 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
     def announce(**message: Any) -> None:
         store.set(f"turn/{next(numbers)}", json.dumps(message))
 
+    problem = "rank 0 of the sweep has failed; see its traceback"
+    code = EXIT_FAILED
     try:
         sweep, search = open_sweep()
         _lead(announce, sweep, search, work)
+        problem, code = "", exit_code(list(sweep.table), sweep.stop_code)
     except ConfigError as error:  # also if the table cannot be written any more
-        announce(problem=str(error))
+        problem = str(error)
         raise
-    except Exception as error:  # else the other ranks would wait for the next job
-        announce(problem=f"rank 0 of the sweep has failed ({type(error).__name__}: {error}); see its traceback")
-        raise
-    announce(exit_code=exit_code(list(sweep.table), sweep.stop_code))
+    finally:  # else the other ranks would wait for the next job
+        announce(exit_code=code, problem=problem)
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        while store.add(LEFT, 0) < info.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(TELL_SECONDS)  # this process may host the store from which the others read the end
 
 
 def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work: Work) -> None:
     table = sweep.table
-    os.environ[SWEEP_FOLDER] = str(table.folder)
+    os.environ[SWEEP_RESUME] = resume = shlex.join(table.resume)
     while not signals.stop_requested() and not sweep.is_hopeless:
         job = search.ask()
         if job is None:
             break
-        row = table.update(job.number, state=RUNNING, cause="")
+        row = sweep.begin(job.number)
         say(f"sweep: {job.describe(row.overrides)}")
-        announce(number=job.number, overrides=job.overrides, folder=row.folder, sweep=str(table.folder))
+        announce(number=job.number, overrides=job.overrides, folder=row.folder, resume=resume)
         started = time.time()
         outcome = work(job, row)
         if outcome.state == FAILED:  # the report names the rank that failed first
@@ -326,10 +316,7 @@ def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work:
         state = WAITING if outcome.rank_is_missing else outcome.state
         sweep.record(job.number, outcome, state, time.time() - started)
         search.tell(job.number, outcome.objective)
-        if state == WAITING:  # each job after it would wait for the same rank
-            sweep.note_stop()
-            break
-        if state == STOPPED:
+        if state in (STOPPED, WAITING):  # each job after it would wait for the same rank
             sweep.note_stop(outcome.stop_code)
             break
     if signals.stop_requested() and search.ask() is not None:
@@ -337,14 +324,17 @@ def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work:
 
 
 def _follow(store: "Store", work: Work) -> None:
-    turn = 0
-    while "exit_code" not in (message := json.loads(_wait(store, f"turn/{turn}"))):
-        if "problem" in message:
-            raise ConfigError(message["problem"])
-        os.environ[SWEEP_FOLDER] = message["sweep"]
+    for turn in itertools.count():
+        message = json.loads(_wait(store, f"turn/{turn}"))
+        if "exit_code" in message:
+            break
+        os.environ[SWEEP_RESUME] = message["resume"]
         job = Job(message["number"], tuple(message["overrides"]))
         work(job, Row(job.number, "", message["folder"]))
-        turn += 1
+    with suppress(RuntimeError):  # torch's, if rank 0 has not waited
+        store.add(LEFT, 1)
+    if message["problem"]:
+        raise ConfigError(message["problem"])
     at_end(lambda: int(message["exit_code"]))
 
 
@@ -355,7 +345,7 @@ def _wait(store: "Store", key: str) -> str:
         if signals.stop_requested():
             asked = asked or time.monotonic()
             if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
-                return json.dumps({"exit_code": EXIT_RESUMABLE})
+                return json.dumps({"exit_code": EXIT_RESUMABLE, "problem": ""})
         time.sleep(TELL_SECONDS)
     return store.get(key).decode()
 

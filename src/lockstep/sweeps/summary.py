@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError, path_word
+from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.files import write_whole
 from lockstep.runs.record import read_run
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
@@ -24,9 +24,12 @@ SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
 ORDER = (FINISHED, PRUNED, "running", "stopped", "waiting", FAILED)
 PLOT = "sweep.png"
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 300, 70, 52, 30, 20  # of a panel, and of its margins
+FINER = 3  # pixels drawn for one of the picture, so that dots and letters are smooth
+# In pixels as drawn: a panel and its margins, from the margins to the outermost dots, a dot, and letters.
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
+    FINER * n for n in (420, 300, 70, 46, 30, 20, 12, 4, 12)
+)
 PANELS_IN_A_ROW = 3
-LONGEST_LABEL = 14  # characters
 INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
 
@@ -95,7 +98,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
         say(f"best:       none, as the objectives are different metrics: {', '.join(names)}")
     elif best is not None:
         say(f"best:       job {best.number}, {table.folder / best.folder}")
-        _plot(table.folder, rows, objective, best)
+        _plot(table, rows, objective, best)
         say(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
@@ -108,13 +111,13 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _plot(folder: Path, rows: Sequence[Row], objective: str, best: Row) -> None:
+def _plot(table: SweepTable, rows: Sequence[Row], objective: str, best: Row) -> None:
+    path = table.folder / PLOT
     try:
-        if plot_sweep(folder, rows, objective, best.number):
-            say(f"plot:       {folder / PLOT}")
+        if plot_sweep(table.folder, rows, objective, best.number):
+            say(f"plot:       {path}")
     except OSError as error:
-        typed = path_word("sweep.resume", folder)
-        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {typed}")
+        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {shlex.join(table.resume)}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
@@ -156,7 +159,7 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
     Raises OSError if it cannot be written.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     points = [(row, row.values) for row in rows if row.objective is not None]
     axes = axes_of([values for _, values in points])
@@ -166,18 +169,20 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     lines = -(-len(axes) // columns)
     image = Image.new("RGB", (WIDTH * columns, HEIGHT * lines), "white")
     canvas = ImageDraw.Draw(image)
-    heights = scale([row.objective or 0.0 for row, _ in points])
+    canvas.font = ImageFont.load_default(LETTERS)
+    objectives = [row.objective or 0.0 for row, _ in points]
+    drawn = sorted(zip(points, scale(objectives), strict=True), key=lambda point: _layer(point[0][0], best))
     for index, axis in enumerate(axes):
-        panel = _Panel(canvas, WIDTH * (index % columns), HEIGHT * (index // columns))
-        panel.frame(axis, objective, [row.objective or 0.0 for row, _ in points])
-        for (row, values), height in sorted(
-            zip(points, heights, strict=True), key=lambda point: _layer(point[0][0], best)
-        ):
+        left, top = WIDTH * (index % columns) + LEFT, HEIGHT * (index // columns) + TOP
+        _frame(canvas, left, top, axis, objective, objectives)
+        for (row, values), height in drawn:
             if axis.key in values:
-                panel.dot(axis.places[values[axis.key]], height, (PALE, DOT, BEST)[_layer(row, best)])
+                across, up = _place(left, top, axis.places[values[axis.key]], height)
+                box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
+                canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
         if any(row.state != FINISHED for row, _ in points):
-            panel.note("pale: not trained to the end")
-    write_whole(folder / PLOT, lambda file: image.save(file, format="png"), sync=False)
+            canvas.text((left, top - TOP + HEIGHT - 6), "pale: not trained to the end", fill=INK, anchor="ld")
+    write_whole(folder / PLOT, lambda file: image.reduce(FINER).save(file, format="png"), sync=False)
     return True
 
 
@@ -212,36 +217,32 @@ def scale(numbers: Sequence[float]) -> list[float]:
     return [(number - low) / span if abs(number) < float("inf") else 0.0 for number in numbers]
 
 
-class _Panel:
-    """One panel of the picture, whose upper left corner is at (x, y)."""
+def _place(left: int, top: int, place: float, height: float) -> tuple[float, float]:
+    """The pixel of a point in the panel whose axes begin at `left` and `top`. Its coordinates are from 0 to 1."""
+    wide, tall = WIDTH - LEFT - RIGHT - 2 * INSET, HEIGHT - BOTTOM - TOP - 2 * INSET
+    return left + INSET + place * wide, top + INSET + (1 - height) * tall
 
-    def __init__(self, canvas: "ImageDraw.ImageDraw", x: int, y: int) -> None:
-        self.canvas, self.x, self.y = canvas, x, y
-        self.right, self.floor = x + WIDTH - RIGHT, y + HEIGHT - BOTTOM
 
-    def frame(self, axis: Axis, objective: str, heights: Sequence[float]) -> None:
-        """The axes with their labels."""
-        self.canvas.text((self.x + LEFT, self.y + 8), f"{objective} by {axis.key.lstrip('+')}", fill=INK)
-        for share in (0.0, 0.5, 1.0):
-            _, height = self._at(0.0, share)
-            self.canvas.line((self.x + LEFT, height, self.right, height), fill=GRID)
-            value = min(heights) + share * (max(heights) - min(heights))
-            self.canvas.text((self.x + 6, height - 6), f"{value:.4g}", fill=INK)
-        self.canvas.line((self.x + LEFT, self.floor, self.right, self.floor), fill=INK)
-        for number, (label, place) in enumerate(axis.places.items()):
-            across, _ = self._at(place, 0.0)
-            drop = 6 + 14 * (number % 2)  # neighbours' labels do not overlap
-            self.canvas.text((across, self.floor + drop), label[:LONGEST_LABEL], fill=INK, anchor="ma")
-
-    def note(self, text: str) -> None:
-        """A line below the axes."""
-        self.canvas.text((self.x + LEFT, self.floor + BOTTOM - 16), text, fill=INK)
-
-    def dot(self, place: float, height: float, colour: str) -> None:
-        across, up = self._at(place, height)
-        self.canvas.ellipse((across - 4, up - 4, across + 4, up + 4), fill=colour)
-
-    def _at(self, place: float, height: float) -> tuple[float, float]:
-        """The pixel of a point whose coordinates are from 0 to 1."""
-        inner, tall = self.right - self.x - LEFT - 40, self.floor - self.y - TOP - 10
-        return self.x + LEFT + 20 + place * inner, self.floor - 5 - height * tall
+def _frame(
+    canvas: "ImageDraw.ImageDraw", left: int, top: int, axis: Axis, objective: str, objectives: Sequence[float]
+) -> None:
+    """The axes of a panel with their labels."""
+    right, floor = left + WIDTH - LEFT - RIGHT, top + HEIGHT - BOTTOM - TOP
+    finite = [value for value in objectives if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)  # as in `scale`
+    canvas.text((left, top - INSET), f"{objective} by {axis.key.lstrip('+')}", fill=INK, anchor="ld")
+    for share in (0.0, 0.5, 1.0):
+        _, height = _place(left, top, 0.0, share)
+        canvas.line((left, height, right, height), fill=GRID, width=FINER)
+        value = low + share * (high - low)
+        canvas.text((left - INSET, height), f"{value:.4g}", fill=INK, anchor="rm")
+    canvas.line((left, floor, right, floor), fill=INK, width=FINER)
+    room, taken = (right - left) / len(axis.places), float("-inf")
+    for label, place in sorted(axis.places.items(), key=lambda item: item[1]):
+        while canvas.textlength(label) > room and len(label) > 4:
+            label = f"{label[:-2]}…"
+        half = canvas.textlength(label) / 2
+        across = min(_place(left, top, place, 0.0)[0], right + RIGHT - half)
+        if across - half > taken:  # else it would lie over the label before it
+            canvas.text((across, floor + INSET / 2), label, fill=INK, anchor="ma")
+            taken = across + half + INSET / 2

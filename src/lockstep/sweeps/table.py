@@ -17,10 +17,10 @@ from typing import Any
 
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
 from lockstep.distributed.run_folder import HeldFolder, unwritable
-from lockstep.errors import ConfigError, path_word
+from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.files import write_whole
-from lockstep.runs.record import Run, is_locked, read_run, state_of
+from lockstep.runs.record import Run, best_of, is_locked, read_run, state_of
 from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
@@ -87,10 +87,14 @@ class SweepTable:
     """The rows of a sweep, in the order of their numbers. Each change is on the disk before the method returns.
 
     The methods that change it raise ConfigError if it cannot be written, as on a full disk.
+
+    with_resume: the words that must be typed with `sweep.resume=`.
+    resume: all words that go on with the sweep.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, with_resume: Sequence[str] = ()) -> None:
         self.folder = folder
+        self.resume = [*with_resume, f"sweep.resume={path_value(folder)}"]
         self.rows: dict[int, Row] = {row.number: row for row in read_table(folder)}
 
     def __iter__(self) -> Iterator[Row]:
@@ -111,11 +115,10 @@ class SweepTable:
         return row
 
     def read_best(self, number: int) -> dict[str, Any]:
-        """The columns `best` and `best_step` of a job, from its best snapshot's companion. Empty without one."""
-        companion = self.folder / self.rows[number].folder / "snapshots" / "best.json"
-        with suppress(OSError, ValueError):
-            position = json.loads(companion.read_text())
-            return {"best": position.get("best"), "best_step": position.get("step")}
+        """The columns `best` and `best_step` of a job, from its run.json. Empty without one."""
+        with suppress(ConfigError):
+            best, step = best_of(read_run(self.folder / self.rows[number].folder))
+            return {"best": best, "best_step": step}
         return {}
 
     def _write(self) -> None:
@@ -130,7 +133,7 @@ class SweepTable:
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}); free some space there, then type "
-                f"-m {path_word('sweep.resume', self.folder)}"
+                f"-m {shlex.join(self.resume)}"
             ) from None
 
 
@@ -259,35 +262,29 @@ def recorded_arguments(folder: Path) -> list[str]:
 
 def crashed_job(row: Row, folder: Path) -> dict[str, Any]:
     """New values for a row that an earlier command has left as running or stopped: its sweep was killed, or its job
-    runs in Slurm.
+    runs in Slurm, which may have started it again since.
 
     folder: the job's run folder.
     """
-    job = None
+    job, run = None, None
     with suppress(OSError):
         job = (folder / SLURM_JOB_FILE).read_text().strip()
-    if job is not None and is_in_queue(job):  # also if the sweep ended before it could write so
-        return {"state": RUNNING, "cause": SUBMITTED}
-    if row.state == STOPPED or (job is None and row.cause == SUBMITTED):
-        return {}
-    run = None
     with suppress(ConfigError):
         run = read_run(folder)
-    if row.cause != SUBMITTED:
-        seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
-        return {"state": STOPPED, "cause": "the sweep was killed", "seconds": max(row.seconds, seconds)}
-    cause = f"Slurm job {job} has ended, see slurm-{job}.out"
-    if run is None:
-        return {"state": FAILED, "cause": cause}
-    state = OF_RUNS.get(state_of(run), FAILED)
+    if job is not None and is_in_queue(job):  # also if the sweep ended before it could write so
+        return {"state": RUNNING, "cause": SUBMITTED}
+    seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
+    if job is None:
+        cause = "no job of it is left in Slurm" if row.cause == SUBMITTED else "the sweep was killed"
+        new = {"state": STOPPED, "cause": cause, "seconds": max(row.seconds, seconds)}
+        return {} if row.state == STOPPED else new
+    state = FAILED if run is None else OF_RUNS.get(state_of(run), FAILED)
+    cause = ""
     if state == FAILED:
-        cause = reported_cause(folder, run["lives"][-1]["started"]) or cause
-    return {
-        "state": state,
-        "objective": run["objective"].get("last") if state == FINISHED else None,
-        "seconds": _seconds(run),
-        "cause": cause if state == FAILED else "",
-    }
+        reported = "" if run is None else reported_cause(folder, run["lives"][-1]["started"])
+        cause = reported or f"Slurm job {job} has ended, see slurm-{job}.out"
+    objective = run["objective"].get("last") if run is not None and state == FINISHED else None
+    return {"state": state, "objective": objective, "seconds": seconds, "cause": cause}
 
 
 def _seconds(run: Run) -> float:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, Part, fold_in, micro_batch_parts
+from lockstep.data.partition import Batch, fold_in
+from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.strategies.base import JobSpec, Strategy
@@ -65,15 +66,14 @@ class AsyncParameterServer(Strategy):
     def needs_other_ranks(self) -> bool:
         return True
 
-    def batch_shares(self, world_size: int) -> int:
-        return 1
+    def data_parallel_size(self, world_size: int) -> int:
+        return 1  # a worker computes whole batches
 
-    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
-        """All of a global batch: a worker computes whole batches. An evaluation is shared by all ranks."""
-        return micro_batch_parts(batch, accumulation_steps, rank=0, size=1)
+    def data_parallel_rank(self, world: World) -> int:
+        return 0
 
-    def sum_counts(self, count: Tensor) -> Tensor:
-        return count
+    def evaluation_share(self, world: World) -> tuple[int, int]:
+        return world.rank, world.size
 
     def own_epoch(self) -> Callable[..., int]:
         return self.train_epoch
