@@ -285,7 +285,7 @@ KINDS: list[tuple[str, list[str], str]] = [
 
 
 def test_each_kind_of_wrong_numbers_that_a_step_can_show_gets_its_cause(tmp_path: Path) -> None:
-    cases = [composed(*own_words(Points, model), *more) for model, more, _ in KINDS]
+    cases = [composed(*own_words(Points, model), "trainer.batch_size=4", *more) for model, more, _ in KINDS]
     (found,) = in_world(1, reasons_of_each, cases, tmp_path)
     for (model, _, wanted), reason in zip(KINDS, found, strict=True):
         assert re.search(wanted, reason), (model, reason)

@@ -55,7 +55,7 @@ def test_the_values_of_the_run_count_where_a_file_says_something_else_today(tmp_
     }
     config = {"dataset": dataset, "task": {"_target_": "my.Task", "own": 1}, "model": {"width": 8}, "init": "old.pt"}
     config["trainer"] = {"ema": 0.9, "precision": "fp64", "compile": True}
-    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
     def added(*typed: str) -> list[str]:
         words = ["mode=evaluate", f"resume={tmp_path}", "task._target_=my.Task", *typed]

@@ -126,7 +126,7 @@ class Listed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = [nn.Linear(64, 32), nn.Linear(32, 32)]
+        self.layers = [nn.Linear(size, 32, dtype=torch.float64) for size in (64, 32)]
         self.head, self.spare = nn.Linear(32, 10), nn.Linear(2, 2)
 
     def forward(self, images: Tensor) -> Tensor:
