@@ -12,6 +12,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    if sys.flags.safe_path:  # python -P
+        sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))  # the next import takes 30 ms
     from lockstep.distributed.signals import end_at_signals
 

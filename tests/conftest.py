@@ -16,14 +16,16 @@ from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of,
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Files of drills that take minutes. They run first, so that no core is idle while another one runs the last of them.
-LONG = ("test_kills", "test_promise", "test_bench", "test_faults", "test_slurm_jobs")
+# The longest files, those of drills and those of `make test`, by seconds of a core. They run first, so that no core is
+# idle while another one runs the last of them.
+LONG = ("test_kills", "test_promise", "test_bench", "test_faults", "test_slurm_jobs", "test_early_interrupts")
+LONG += ("test_starters", "test_interrupted_runs", "test_extending", "test_sweeps", "test_strategies")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that the table of faults in docs/failures.md names, and put the longest drills first."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    """Mark the tests that the table of faults in docs/failures.md names, and put the longest files first."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     named = tests_of_faults()
     for item in items:
         if getattr(item, "originalname", "") in named:

@@ -91,7 +91,7 @@ class HydraJobs:
             assert rule is not None
             check_value(f"sweep.{key}", self.base.sweep[key], rule)
         base, objective = self.base, self.base.objective
-        section = {key: value for key, value in base.sweep.items() if key != "resume"}
+        section = dict(base.sweep)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # a killed rank has failed its job: try it again
             section["retry"] = "failed"
         mode = base.task.get("metrics", {}).get(objective.removeprefix("test/"), "min")

@@ -37,8 +37,8 @@ from lockstep.config.check import (
     check_unread_overrides,
     with_whole_folders,
 )
-from lockstep.config.schema import CONF, SECTIONS, Node, find_rule, flatten
-from lockstep.config.suggest import closest, removed_key
+from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule, flatten
+from lockstep.config.suggest import closest, no_option, removed_key, replacement, without_package
 from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import remove_temporary_folder
@@ -58,7 +58,16 @@ from lockstep.errors import (
 )
 from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
-from lockstep.hydra_errors import as_config_error, compose_typed, find_cause, missing_value, typed_value
+from lockstep.hydra_errors import (
+    as_config_error,
+    compose_typed,
+    composed_keys,
+    config_folders,
+    find_cause,
+    missing_value,
+    search_path,
+    typed_value,
+)
 from lockstep.launchers.base import RankFailed, flush_output
 from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.slurm import config_flags
@@ -72,6 +81,7 @@ FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
 SWITCHES = {"true": "on", "false": "off"}
 OPTUNA = "optuna"
+HYDRA_FLAGS = "python src/train.py --hydra-help to see the flags"
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
 OWN_SWEEPERS = ("lockstep", "basic")  # they draw nothing at random
 TRAIN, CHECK, DRY = "train", "check", "dry"
@@ -392,22 +402,23 @@ def with_trained_run(argv: list[str]) -> list[str]:
         what = f"launch={DRY}" if plans else f"mode={mode}"
         raise ConfigError(f"{what} is no training, and a sweep trains; type the command without -m, run by run")
     if plans or mode == CHECK:
-        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={path_value(_folder_to_remove())}"]
+        from multiprocessing.util import get_temp_dir
+
+        folder = Path(get_temp_dir(), CHECK)  # Hydra makes a run folder before a config is checked; run_main removes it
+        return argv if asks_for_text(argv) else [*argv, f"hydra.run.dir={path_value(folder)}"]
     folder = run_folder(without_quotes(str(resume)))
-    _require_flags(folder, typed)
+    recorded: list[str] = []
+    with suppress(ConfigError):  # without a run.json nobody can tell
+        run = read_run(folder)
+        flags = [flag.partition("=")[::2] for flag in run["flags"]]
+        recorded = [f"{name}={Path(run['cwd'], at) if name == '--config-dir' else at}" for name, at in flags]
+    _require_folders(folder, recorded, typed)
     words = _recorded_words(folder, typed)
     _require_open_targets(folder, words)
     words += _values_of_run(folder, words, typed)
     if typed_value("hydra.run.dir", typed) is None:
         words.append(f"hydra.run.dir={path_value(folder / str(mode))}")
     return [argv[0], *words, *typed]
-
-
-def _folder_to_remove() -> Path:
-    """Hydra makes a run folder before a config is checked. `cli.run_main` removes this one."""
-    from multiprocessing.util import get_temp_dir
-
-    return Path(get_temp_dir()) / CHECK
 
 
 def run_folder(resume: str) -> Path:
@@ -461,26 +472,11 @@ def words_of_folders(words: Sequence[str]) -> list[str]:
     return [*config_flags(list(words)), *(word for word in words if word.startswith("hydra.searchpath="))]
 
 
-def _require_flags(folder: Path, typed: list[str]) -> None:
-    """A folder of configs may run anything, so the record of a run cannot ask for one."""
-    recorded: list[str] = []
-    with suppress(ConfigError):
-        run = read_run(folder)
-        recorded = [_from_anywhere(flag, run["cwd"]) for flag in run["flags"]]
-    _require_folders(folder, recorded, typed)
-
-
 def _require_folders(folder: Path, recorded: list[str], typed: list[str]) -> None:
-    """Raise ConfigError if folders of configs are `recorded`, and none are typed."""
+    """Raise ConfigError if folders of configs are `recorded`, which may run anything, and none are typed."""
     if recorded and not words_of_folders(typed):
         words = shlex.join(recorded)
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
-
-
-def _from_anywhere(flag: str, cwd: str) -> str:
-    """A folder of configs with its whole path: the run was started in `cwd`."""
-    name, _, folder = flag.partition("=")
-    return f"{name}={Path(cwd, folder)}" if name == "--config-dir" else flag
 
 
 def _values_of_run(folder: Path, words: list[str], typed: list[str]) -> Iterator[str]:
@@ -530,13 +526,13 @@ def prepare_arguments(argv: list[str]) -> list[str]:
     parsed = _parse_flags(flags, overrides)
     _check_package(parsed)
     _check_config_folders(parsed, Path(argv[0]).parent)
-    _check_search_path(typed_value("hydra.searchpath", overrides))
-    for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
-        if not word.partition("=")[0].strip("+~"):
-            key, value = before.removesuffix("="), word.removeprefix("=") or after
-            instead = f"{key}={value}, without spaces" if key and value else "<key>=<value>"
-            raise ConfigError(f"{word} has no key; type {instead}")
-        _check_group_override(*word.partition("=")[::2])
+    for folder in search_path(overrides):
+        if "://" not in folder and "${" not in folder and not Path(folder).is_dir():  # Hydra would leave it out
+            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
+    _check_spaces(overrides)
+    _check_presets(overrides, words)
+    for word in overrides:
+        _check_group_override(word)
     return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
 
 
@@ -574,18 +570,17 @@ class _Flags(ArgumentParser):
         self.add_argument("--info", "-i", const="all", nargs="?", choices=kinds)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; type python src/train.py --hydra-help to see the flags")
+        raise ConfigError(f"{message}; type {HYDRA_FLAGS}")
 
 
 def _parse_flags(flags: list[str], overrides: list[str]) -> Namespace:
-    """Hydra's flags. Raises ConfigError for flags that exclude each other, and for a key that is typed as a flag."""
-    for flag in flags:
-        key, equals, value = flag.lstrip("-").partition("=")
-        first = key.partition(".")[0]
-        if flag.startswith("--") and (find_rule(key) is not None or first in SECTIONS or (CONF / first).is_dir()):
-            typed = value if equals else next(iter(word for word in overrides if "=" not in word), "<value>")
-            raise ConfigError(f"{flag} is a key of the config, which is typed without --; type {key}={typed}")
-    parsed = _Flags().parse_args(flags)
+    """Hydra's flags. Raises ConfigError for any other, such as a key with dashes, and for flags that exclude others."""
+    parsed, unknown = _Flags().parse_known_args(flags)
+    for flag in unknown:
+        key, equals, value = flag.lstrip("-").replace("-", "_").partition("=")
+        typed = value if equals else next((word for word in overrides if "=" not in word), None)
+        instead = replacement(key, typed, composed_keys(overrides))
+        raise ConfigError(f"{flag} is no flag; type {instead or HYDRA_FLAGS}")
     first, *others = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(parsed, mode)] or [""]
     if others:
         raise ConfigError(f"{first} and {' and '.join(others)} exclude each other; type the command with one of them")
@@ -605,14 +600,6 @@ def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
             refuse_foreign_record(folder, flags.config_name or "config")
 
 
-def _check_search_path(typed: str | None) -> None:
-    """Raise ConfigError for a folder that does not exist, which Hydra would leave out with a warning."""
-    for item in (typed or "").strip("'\"[]").split(","):
-        folder = item.strip(" '\"").removeprefix("file://")
-        if folder not in ("", "null") and "://" not in folder and "${" not in folder and not Path(folder).is_dir():
-            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
-
-
 def _check_package(flags: Namespace) -> None:
     """Raise ConfigError for --package where Hydra would ignore it, or find nothing."""
     package = flags.package
@@ -629,31 +616,52 @@ def _check_package(flags: Namespace) -> None:
         raise ConfigError(f"--package={package} is no section; type --cfg {flags.cfg} --package={meant}")
 
 
-def _check_group_override(group: str, option: str) -> None:
+def _check_spaces(overrides: list[str]) -> None:
+    """Raise ConfigError for `key = value`, which a shell takes apart."""
+    for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
+        if not word.partition("=")[0].strip("+~"):
+            key, value = before.removesuffix("="), word.removeprefix("=") or after
+            instead = f"{key}={value}" if key and value else "<key>=<value>"
+            raise ConfigError(f"{word} has no key; type {instead}")
+        if word.endswith("=") and after and not {"=", "~"} & set(after):
+            raise ConfigError(f"{word} {after} has a space; type {word}{after}")
+
+
+def _check_presets(overrides: list[str], words: list[str]) -> None:
+    """Raise ConfigError for a preset, or the values of this machine, that would change nothing."""
+    names = [name for word in overrides if _key(word) == "experiment" for name in word.partition("=")[2].split(",")]
+    for folder in config_folders(words):
+        for name in [*(f"experiment/{name}" for name in names), "local/default"]:
+            file = folder / f"{name}.yaml"
+            text = file.read_text(errors="replace") if file.is_file() else ""
+            if re.search(r"^[^#\s]", text, re.MULTILINE) and "@package" not in text:
+                raise ConfigError(without_package(name.partition("/")[0]))
+
+
+def _check_group_override(word: str) -> None:
     """Raise ConfigError for a value of a config group that Hydra does not take for the name of one option."""
-    if option.lower() == "null" and group in ("experiment", "logger"):
-        instead = "logger=[]" if group == "logger" else "the command without experiment=null"
-        raise ConfigError(f"{group}=null is no option; type {instead}")
-    plain = group.lstrip("+")
-    if group != plain and option and (plain in GROUPS_OF_ONE or group == "++logger"):
-        instead = f"+logger={option}" if plain == "logger" else f"{plain}={option}"
-        raise ConfigError(f"{plain} is a config group, which {group} cannot add; type {instead}")
-    if group not in GROUPS_OF_ONE:
+    key, _, option = word.partition("=")
+    group, plain = key.lstrip("+"), option.lower()
+    if group == "experiment" and plain == "null":
+        raise ConfigError("experiment=null is no option; type the command without it")
+    if group not in (*GROUPS_OF_ONE, "logger"):
         return
+    if group != key != "+logger" and option:
+        instead = f"+logger={option}" if group == "logger" else f"{group}={option}"
+        raise ConfigError(f"{group} is a config group, which {key} cannot add; type {instead}")
+    if plain == "null":
+        raise ConfigError(removed_key(group))
     several = re.fullmatch(r"\[(.*,.*)\]", option)
-    if several:
+    if several and group != "logger":
         names = several[1].replace(" ", "")
         raise ConfigError(
             f"{group}={option} chooses several options, and a run has one; "
             f"type {group}={names.partition(',')[0]}, or for a sweep -m {group}={names}"
         )
-    word = option.lower()
-    if group == "sync_bn" and word in SWITCHES:
-        raise ConfigError(f"sync_bn={option} is no option; type sync_bn={SWITCHES[word]}")
-    if word == "null":
-        raise ConfigError(removed_key(group, []))
-    if word in SWITCHES or re.fullmatch(r"-?[\d.]+", word):
-        raise ConfigError(f"{group}={option} is no option; type {group}=<an option in conf/{group}>")
+    if group == "sync_bn" and plain in SWITCHES:
+        raise ConfigError(f"sync_bn={option} is no option; type sync_bn={SWITCHES[plain]}")
+    if plain in SWITCHES or re.fullmatch(r"-?[\d.]+", plain):
+        raise ConfigError(no_option(group, option, GROUPS[group]))
 
 
 def asks_for_text(argv: list[str]) -> bool:

@@ -11,8 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch import Generator, Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -32,15 +30,6 @@ def multiprocessing_folder() -> str | None:
     if process is not None:
         folder = getattr(process.current_process(), "_config", {}).get("tempdir")
     return folder
-
-
-def frame_of_thread(thread: int) -> "FrameType | None":
-    """Where the thread with this identity is; documented, with a leading underscore (Python 3.11).
-
-    Missing: None, and nobody is told where a slow step is.
-    """
-    frames: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()
-    return frames.get(thread)
 
 
 # Hydra, seen in 1.3.8 and 1.4.0rc3. What differs between the two is here, too, though it is public.

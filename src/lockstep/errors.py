@@ -10,7 +10,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
 EXIT_CONFIG = 2  # what the user can mend: the command, the config, the data or the run folder; see ConfigError
 EXIT_DIVERGED = 3  # a loss, a gradient or a weight is not finite
-EXIT_HANG = 4  # no progress, a rank that did not answer, or ranks that make different collective calls
+EXIT_HANG = 4  # no progress, or ranks that make different collective calls
 EXIT_KILLED = 5  # a rank was killed, or left before the end without a word
 EXIT_JOBS_FAILED = 6  # some jobs of a sweep have failed; its table says which, and why
 EXIT_PROMISES = 7  # mode=check found a promise that does not hold for this model and this data

@@ -38,9 +38,10 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import NEEDED_GROUPS, wrong_value
 from lockstep.config.schema import CONF, GROUPS, SECTIONS, default_of, find_rule, flatten
-from lockstep.config.suggest import closest, removed_key, unknown_key, value_for_section, without_package
+from lockstep.config.suggest import closest, no_option, removed_key, unknown_key, value_for_section
 from lockstep.distributed.run_folder import unwritable
 from lockstep.errors import CannotStartNow, ConfigError, path_word, without_quotes
+from lockstep.launchers.slurm import config_flags
 
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
 PLUGINS = {"optuna": "hydra-optuna-sweeper", "ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper"}
@@ -145,7 +146,7 @@ def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
         value = typed_value(key, arguments)
         if (CONF / key).is_dir() and value is not None:
             return f"config.yaml chooses no option of {key}; type +{key}={value}"
-        return unknown_key(key, value, _composed_keys(arguments), _chosen_options(arguments))
+        return unknown_key(key, value, composed_keys(arguments), _chosen_options(arguments))
     if key in SECTIONS:
         return value_for_section(key, "<value>")
     item, _, _ = key.partition("[")
@@ -164,7 +165,7 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
         return None
-    keys = _composed_keys(arguments)
+    keys = composed_keys(arguments)
     key, value = word.partition("=")[0].lstrip("+~"), word.partition("=")[2]
     if override.is_interval_sweep():
         without = "".join(f", and leave {other} out" for other in arguments if other.startswith("hydra/sweeper="))
@@ -174,10 +175,10 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     chosen = _chosen_options(arguments)
     has_it = key in keys or key in chosen or any(name.startswith(f"{key}.") for name in keys)
     if override.type == OverrideType.DEL:
-        return removed_key(key, keys)
+        return removed_key(key)
     if override.type == OverrideType.ADD and has_it:
         return f"{key} has a value already; type {key}={value or '<value>'}"
-    is_group = any((folder / key).is_dir() for folder in _config_folders(arguments))
+    is_group = any((folder / key).is_dir() for folder in config_folders(arguments))
     is_own = not (CONF / key).is_dir()  # a group may have the name of a section
     if override.type == OverrideType.CHANGE and is_group and (is_own or not has_it):
         return f"config.yaml chooses no option of {key}; type +{key}={value}"
@@ -188,46 +189,54 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
 
 def _without_value(typed: str, arguments: list[str]) -> str:
     """The sentence for a word without `=`, which is a key or none."""
-    keys = _composed_keys(arguments)
+    keys = composed_keys(arguments)
     plain = typed.lstrip("+")
+    following = arguments[arguments.index(typed) + 1 :] if typed in arguments else []
+    value = following[0] if following and not {"=", "~", "-"} & set(following[0]) else None
     if plain != typed or plain in (*GROUPS, "experiment") or any(f"{key}.".startswith(f"{plain}.") for key in keys):
-        return f"{typed} has no value; type {typed}=<value>"
-    return unknown_key(typed, None, keys, _chosen_options(arguments))
+        return f"{typed} has no value; type {typed}={'<value>' if value is None else value}"
+    return unknown_key(typed, value, keys, _chosen_options(arguments))
 
 
 def _mistake_in_file(word: str, arguments: list[str]) -> str | None:
     """What is wrong with the file of the option that a word chooses, as far as its keys tell, None if nothing is."""
     group, _, option = word.lstrip("+").partition("=")
-    files = [folder / group / f"{option}.yaml" for folder in _config_folders(arguments)]
+    files = [folder / group / f"{option}.yaml" for folder in config_folders(arguments)]
     text = next((file.read_text() for file in files if file.is_file()), "")
     values = safe_load(text)
     if not isinstance(values, dict):
         return None
-    if group in ("experiment", "local") and "@package _global_" not in text:
-        return without_package(group)
     names = [name for item in values.get("defaults") or [] if isinstance(item, dict) for name in item]
     for name in [name.split()[-1] for name in names if name.startswith("override ")]:
-        known = any((folder / name.lstrip("/")).is_dir() for folder in _config_folders(arguments))
+        known = any((folder / name.lstrip("/")).is_dir() for folder in config_folders(arguments))
         if not name.startswith("/"):
             return unknown_key(f"{group}/{name}", None, [], {})
         if not known and not name.startswith("/hydra/"):
-            return unknown_key(name.lstrip("/"), None, _composed_keys(arguments), _chosen_options(arguments))
+            return unknown_key(name.lstrip("/"), None, composed_keys(arguments), _chosen_options(arguments))
     misplaced = [key for key in values if key in SECTIONS and not isinstance(values[key], dict)]
     return value_for_section(misplaced[0], str(values[misplaced[0]])) if misplaced else None
 
 
-def _config_folders(arguments: Sequence[str]) -> list[Path]:
+def config_folders(arguments: Sequence[str]) -> list[Path]:
     """conf/, and the folders of configs that were typed."""
-    found = [CONF]
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=False):
-        if flag in ("--config-dir", "-cd") or flag.startswith("--config-dir="):
-            found.append(Path(flag.partition("=")[2] or value))
-    listed = (typed_value("hydra.searchpath", arguments) or "").strip("[]'\"").split(",")
-    return [*found, *(Path(item.strip(" '\"").removeprefix("file://")) for item in listed if item)]
+    flag = _flags(arguments).get("--config-dir")
+    return [CONF, *(Path(folder) for folder in [flag, *search_path(arguments)] if folder)]
+
+
+def search_path(arguments: Sequence[str]) -> list[str]:
+    """The folders of the typed hydra.searchpath."""
+    typed = (typed_value("hydra.searchpath", arguments) or "").strip("[]'\"")
+    folders = [item.strip(" '\"").removeprefix("file://") for item in typed.split(",")]
+    return [folder for folder in folders if folder not in ("", "null")]
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, str]:
+    """{--config-dir, --config-path or --config-name: what was typed}."""
+    return {name: value for name, _, value in (flag.partition("=") for flag in config_flags(list(arguments)))}
 
 
 def _unreadable_override(error: OverrideParseException, typed: str) -> str:
-    """The sentence for `key=value` that is not in Hydra's grammar: the reason, and the word with quotes."""
+    """The sentence for `key=value` that is not in Hydra's grammar: the reason, and a word near to it that is."""
     key, _, value = typed.partition("=")
     reason = _first_line(error.__cause__ or error.__context__ or error).partition(" expecting ")[0]
     place = next((vars(cause)["startIndex"] for cause in _causes(error) if "startIndex" in vars(cause)), None)
@@ -235,8 +244,9 @@ def _unreadable_override(error: OverrideParseException, typed: str) -> str:
         reason = f"{typed[place]} must be in quotes"
     sentence = f"{typed} cannot be read ({reason})"
     rule = find_rule(key.lstrip("+"))
-    plain = without_quotes(value.translate(QUOTES).strip())
-    if plain != value and (readable := _readable(f"{key.strip()}={plain}")) is not None:
+    key, _, plain = typed.translate(QUOTES).strip(" \"'").partition("=")
+    key, plain = re.sub(r"[^\w/@+~]+", ".", key).strip("."), without_quotes(plain.strip())
+    if f"{key}={plain}" != typed and (readable := _readable(f"{key}={plain}")) is not None:
         return f"{sentence}; type {readable}"
     pairs = (("(", ")"), ("[", "]"), ("{", "}"))
     if any(value.count(begin) != value.count(end) for begin, end in pairs) or value.count('"') % 2 == 1:
@@ -266,34 +276,22 @@ def _missing_option(error: MissingConfigException, arguments: list[str]) -> str:
     options = sorted(error.options or [path.stem for path in (CONF / group).glob("*.yaml")])
     if not group or not options:
         return _missing_config(str(error.missing_cfg_file), arguments)
-    meant = closest(option, options)
-    instead = f"{group}={meant}" if meant else f"one of {' '.join(f'{group}={name}' for name in options)}"
-    return f"{group}={option} is no option; type {instead}"
+    return no_option(group, option, options)
 
 
 def _missing_config(name: str, arguments: list[str]) -> str:
     """The sentence for a config that is in none of the folders of configs."""
-
-    def typed(flag: str, short: str) -> str | None:
-        for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-            if word in (flag, short):
-                return following
-            if word.startswith(f"{flag}="):
-                return word.removeprefix(f"{flag}=")
-        return None
-
-    config_name, config_path = typed("--config-name", "-cn"), typed("--config-path", "-cp")
-    config_dir = typed("--config-dir", "-cd")
+    flags = _flags(arguments)
+    config_name, config_path, folder = (flags.get(f"--config-{what}") for what in ("name", "path", "dir"))
     chosen = (config_name or "config").removesuffix(".yaml")
     if name.removesuffix(".yaml") != chosen:  # named in a defaults list
         return f"there is no config {name}; type --config-dir=<folder> to add a folder of configs"
-    folder = config_dir and Path(config_dir)
     if config_path is not None:  # Hydra looks for it beside the script
-        folder = (Path(sys.argv[0]).parent / config_path.removeprefix("file://")).resolve()
-    if config_path is not None and config_name is None:
-        instead = shlex.quote(f"--config-dir={folder}")
-        return f"--config-path={config_path} has no config.yaml; type {instead} to add the folder to conf/"
-    names = sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
+        folder = str((Path(sys.argv[0]).parent / config_path.removeprefix("file://")).resolve())
+        if config_name is None:
+            instead = shlex.quote(f"--config-dir={folder}")
+            return f"--config-path={config_path} has no config.yaml; type {instead} to add the folder to conf/"
+    names = sorted(file.stem for file in Path(folder).glob("*.yaml")) if folder else []
     if not names:
         return f"there is no config {name}; type --config-dir=<the folder of {chosen}.yaml>"
     meant = names[0] if len(names) == 1 else closest(chosen, names)
@@ -354,7 +352,7 @@ def _is_hydras(file: str) -> bool:
     return Path(hydra.__file__).parent in Path(file).parents
 
 
-def _composed_keys(arguments: Sequence[str]) -> list[str]:
+def composed_keys(arguments: Sequence[str]) -> list[str]:
     """Every key of the config that the typed options of groups compose."""
     cfg = compose_typed(arguments)
     if cfg is None:

@@ -73,8 +73,6 @@ def prepare_data(cfg: DictConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        if "Error locating target" in str(error):  # what is said of other targets is said of this one
-            raise
         failed = exception_record(error)
         place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
         said = f"{failed['type']}: {failed['message']}".partition("\n")[0]

@@ -46,6 +46,13 @@ def test_a_preset_that_changes_nothing_or_cannot_be_read_is_refused(tmp_path: Pa
     assert said in str(answer(*preset(tmp_path, text)))
 
 
+def test_a_preset_that_changes_nothing_is_refused_where_the_config_is_only_shown(tmp_path: Path) -> None:
+    """Hydra would show the values that the preset does not change."""
+    words = preset(tmp_path, "trainer: {epochs: 2}")
+    with pytest.raises(ConfigError, match=NO_PACKAGE):
+        cli.prepare_arguments(["train.py", "--cfg", "job", "--package", "trainer", *words])
+
+
 def test_values_of_this_machine_that_nothing_reads_are_refused() -> None:
     assert NO_PACKAGE in str(answer("+local={seed:3}"))
 

@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import socket
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,15 +16,14 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file, send
+from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
     FailureReport,
     MonitorOptions,
-    build_report,
-    compare_attempts,
-    remove_report,
     resume_command,
+    take_earlier_report,
+    will_fail_again,
     write_report,
 )
 from lockstep.failures.watched_rank import WatchedRank
@@ -84,7 +82,7 @@ def make_rank() -> Iterator[Any]:
 
 
 def report_of(*ranks: WatchedRank, folder: Path | None = None) -> FailureReport:
-    found = build_report(ranks, None if folder is None else str(folder), MonitorOptions(), since=time.time())
+    found = write_report(ranks, None if folder is None else str(folder), MonitorOptions(), None)
     assert found is not None
     return found
 
@@ -161,18 +159,6 @@ def test_a_mistake_in_a_backward_pass_is_first_by_its_time(make_rank):
     assert first_rank(make_rank(0, wrong, 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
 
 
-def test_a_rank_that_did_not_answer_is_blamed_by_those_that_waited(make_rank):
-    silent = make_rank(2, at=1e9 + 9, exit_code=-9, killed_by_monitor=True)
-    late = silent.page.last_progress + 8
-    waiting = [make_rank(number, lost(), late) for number in (0, 1)]
-    report = build_report([*waiting, silent], None, MonitorOptions(), 0.0, backend_timeout=8.0)
-    assert report is not None
-    assert (report.contents["first"]["rank"], report.kind, report.contents["exit_code"]) == (2, "silent", 4)
-    report = build_report([*waiting, silent], None, MonitorOptions(), 0.0, backend_timeout=60.0)
-    assert report is not None  # they did not wait for it as long: it was killed because it did not end by itself
-    assert (report.contents["first"]["rank"], report.kind) == (0, "exception")
-
-
 def test_a_rank_that_failed_by_itself_is_first_even_if_its_end_took_too_long(make_rank):
     slow = make_rank(1, ZeroDivisionError(), 1.0, exit_code=-9, killed_by_monitor=True)
     assert first_rank(make_rank(0, at=2.0, exit_code=-6), slow) == (1, "exception")
@@ -188,17 +174,31 @@ def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
     assert run["steps_lost"] == 7
 
 
-def test_a_snapshot_of_another_folder_counts_and_a_damaged_one_of_this_folder_does_not(make_rank, tmp_path):
+def test_a_snapshot_of_another_folder_counts_until_this_folder_has_one(make_rank, tmp_path):
     rank = make_rank(0, at=1.0, exit_code=-9)  # after step 17
     rank.note({"resumed": ["/runs/first/snapshots/step_00000014.pt", 14]})
     run = report_of(rank, folder=tmp_path).contents["run"]
     assert (run["newest_snapshot"], run["steps_lost"]) == ("/runs/first/snapshots/step_00000014.pt", 3)
     (tmp_path / "snapshots").mkdir()
-    for step, newest, lost in ((18, "step_00000014.pt", 3), (16, "step_00000016.pt", 1)):
-        for suffix in (".pt", ".json"):
-            (tmp_path / f"snapshots/step_{step:08d}{suffix}").touch()
-        run = report_of(rank, folder=tmp_path).contents["run"]
-        assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == (newest, lost)
+    for suffix in (".pt", ".json"):
+        (tmp_path / f"snapshots/step_00000016{suffix}").touch()
+    run = report_of(rank, folder=tmp_path).contents["run"]
+    assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == ("step_00000016.pt", 1)
+
+
+def test_a_report_about_a_lost_rank_gives_way_to_that_of_the_other_machine(make_rank, tmp_path):
+    own, there = make_rank(0, lost(), 1.0), make_rank(1, ValueError("the cause"), 1.5)
+    report_of(there, folder=tmp_path)
+    assert first_rank(own) == (0, "exception")
+    assert report_of(own, folder=tmp_path).contents["first"]["message"] == "the cause"
+    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == "the cause"
+
+
+def test_an_error_of_the_users_own_is_reported_beside_that_of_another_machine(make_rank, tmp_path):
+    report_of(make_rank(1, lost(), 0.5), folder=tmp_path)
+    own = raised(ConnectionError("Connection closed by peer: a server of the user's"))
+    report_of(make_rank(0, own, 1.0), folder=tmp_path)
+    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == str(own)
 
 
 def test_the_phase_is_the_one_in_which_the_rank_failed(make_rank):
@@ -206,40 +206,6 @@ def test_the_phase_is_the_one_in_which_the_rank_failed(make_rank):
     rank.failure["phase"] = "train"
     rank.page.enter("disk")  # it closes its files
     assert report_of(rank).contents["first"]["phase"] == "train"
-
-
-def test_a_late_answer_is_not_taken_for_that_of_the_next_attempt():
-    monitor, launcher = socket.socketpair()
-    with monitor, launcher:
-        reader = Reader(launcher)
-        assert reader.wait_for("report", 0.05, attempt=0) is None
-        send(monitor, {"report": "late", "attempt": 0})
-        send(monitor, {"report": None, "attempt": 1})
-        assert reader.wait_for("report", 10, attempt=1) == {"report": None, "attempt": 1}
-        monitor.close()
-        assert reader.wait_for("report", 10, attempt=2) is None
-
-
-def test_machines_whose_clocks_differ_name_the_rank_that_failed_first(make_rank, tmp_path):
-    """Rank 0 fails at 1000.5, rank 1 at 1000.0. Its machine's clock is an hour ahead."""
-    here = make_rank(0, ValueError("later"), 1000.5)
-    there = make_rank(1, ValueError("first"), 4600.0, clock_ahead=3600.0)
-    for ranks in ([there, here], [here, there]):
-        reports = [write_report([rank], str(tmp_path), MonitorOptions(), since=990.0) for rank in ranks]
-        named = [report.contents["first"]["message"] for report in reports if report is not None]
-        assert named[1] == "first"
-        assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == "first"
-        (tmp_path / "failure.json").unlink()
-
-
-def test_a_connection_of_the_users_that_fails_is_no_consequence_of_another_machines_failure(make_rank, tmp_path):
-    own = raised(ConnectionError("Connection closed by peer: a server of the user's"))
-    there = make_rank(1, lost(), 0.5)
-    write_report([there], str(tmp_path), MonitorOptions(), since=0.0)
-    report = write_report([make_rank(0, own, 1.0)], str(tmp_path), MonitorOptions(), since=0.0)
-    assert report is not None
-    assert not report.is_consequence
-    assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == str(own)
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: Slurm has asked for the exit code before the monitor
@@ -250,16 +216,23 @@ def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code
 
 
 def test_no_report_without_a_failure(make_rank):
-    assert (
-        build_report([make_rank(0, ended="finished"), make_rank(1, ended="stopped")], None, MonitorOptions(), 0.0)
-        is None
-    )
+    ranks = [make_rank(0, ended="finished"), make_rank(1, ended="stopped")]
+    assert write_report(ranks, None, MonitorOptions(), None) is None
+
+
+@pytest.mark.parametrize("file", [PROJECT / "models/mlp.py", PROJECT.parent / "hydra_plugins/x.py", Path(__file__)])
+def test_a_mistake_is_the_users_only_where_the_line_is(make_rank, file):
+    error = raised(KeyError("x"), file)
+    assert error.__traceback__ is not None
+    own = error.with_traceback(error.__traceback__.tb_next)  # without the line of this file
+    first = report_of(make_rank(0, own, 1.0)).contents["first"]
+    assert (first["meaning"] == "the code at this line has a mistake") == (file == Path(__file__))
 
 
 def test_the_file_has_these_keys(make_rank, tmp_path):
     report = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     contents = report.contents
-    assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "repeated", "exit_code"}
+    assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
     position = {"rank", "host", "pid", "epoch", "step", "phase", "log", "log_lines"}
     assert position | {"kind", "type", "message", "is_communication"} <= set(contents["first"])
     assert {"meaning", "advice", "samples", "time"} <= set(contents["first"])
@@ -267,7 +240,6 @@ def test_the_file_has_these_keys(make_rank, tmp_path):
     assert contents["consequences"] == [
         {"rank": 0, "host": "h", "pid": 100, "seconds_later": 0.5, "what": f"ConnectionError: {LOST}"}
     ]
-    report.write()
     assert {path.name for path in tmp_path.iterdir()} == {"failure.json", "failure.txt"}
 
 
@@ -281,6 +253,10 @@ def test_the_screen_has_at_most_40_lines(make_rank):
     lines = report_of(failing, *many).screen().splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 160
+    failing.failure |= {"kind": "diverged", "message": "\n".join(f"line {number}" for number in range(200))}
+    lines = report_of(failing, *many).screen().splitlines()
+    assert len(lines) <= 40
+    assert lines[-2].startswith("run folder: ")
 
 
 def test_the_operation_and_its_operands_are_found():
@@ -300,16 +276,21 @@ def test_the_same_failure_at_the_same_step_will_come_again():
     def report(step: int, kind: str = "exception", line: int = 3) -> dict[str, Any]:
         return {"first": {"kind": kind, "type": "ValueError", "file": "a.py", "line": line, "step": step}}
 
-    def compared(before: dict[str, Any], now: dict[str, Any]) -> tuple[bool, bool]:
-        found = compare_attempts(before, now, 1)
-        assert found is not None
-        return found["same_failure"], found["will_fail_again"]
+    assert not will_fail_again(None, report(3))
+    assert will_fail_again(report(3), report(3))
+    assert not will_fail_again(report(3), report(9))
+    assert not will_fail_again(report(3), report(3, line=4))
+    assert not will_fail_again(report(3, "killed"), report(3, "killed"))
 
-    assert compare_attempts(None, report(3), 0) is None
-    assert compared(report(3), report(3)) == (True, True)
-    assert compared(report(3), report(9)) == (True, False)
-    assert compared(report(3), report(3, line=4)) == (False, False)
-    assert compared(report(3, "killed"), report(3, "killed")) == (True, False)
+
+def test_a_run_that_starts_takes_the_report_of_an_earlier_start_away(make_rank, tmp_path):
+    report_of(make_rank(0, ValueError("x"), 1.0), folder=tmp_path)
+    (tmp_path / "hang.txt").touch()
+    before = take_earlier_report(str(tmp_path))
+    assert before is not None
+    assert before["first"]["message"] == "x"
+    assert list(tmp_path.iterdir()) == []
+    assert take_earlier_report(str(tmp_path)) is None
 
 
 def test_the_command_that_resumes_names_the_folder():
@@ -342,22 +323,3 @@ def test_an_abort_is_told_by_the_thread_that_called_it(make_rank, thread, meanin
     assert meaning in first["meaning"]
     assert ("gloo" in first["meaning"]) == (thread == "Thread")
     assert 'File "/net.py", line 7 in f' in first["stack"]
-
-
-def test_only_a_report_that_is_older_than_the_attempt_is_of_an_attempt_before(make_rank, tmp_path):
-    since = time.time()
-    report_of(make_rank(0, ValueError("x"), 1.0), folder=tmp_path).write()
-    failed = make_rank(0, ValueError("x"), 1.0)
-    for begun, is_known in ((since, False), (time.time(), True)):
-        report = build_report([failed], str(tmp_path), MonitorOptions(), begun)
-        assert report is not None
-        assert (report.contents["repeated"] is not None) == is_known
-
-
-def test_a_run_that_finishes_removes_the_hang_of_an_attempt_before_and_keeps_its_own(tmp_path):
-    hang = tmp_path / "hang.txt"
-    hang.write_text("rank 0")
-    remove_report(str(tmp_path), since=hang.stat().st_mtime - 1)
-    assert hang.exists()
-    remove_report(str(tmp_path), since=hang.stat().st_mtime + 1)
-    assert not hang.exists()

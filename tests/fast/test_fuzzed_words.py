@@ -30,7 +30,7 @@ ANSWERS = [
     ("model.shape=[3,8,8]", "model.shape=[3,8,8] does not fit dataset.shape=[1,8,8]; type model.shape=[1,8,8]"),
     # paths and flags
     (f"resume={'a' * 300}", "does not exist; to start afresh leave resume= out"),
-    ("--nothing", "unrecognized arguments: --nothing; type python src/train.py --hydra-help to see the flags"),
+    ("--nothing", "--nothing is no flag; type python src/train.py --hydra-help to see the flags"),
     ("--cfg", "argument --cfg/-c: expected one argument; type python src/train.py --hydra-help to see the flags"),
 ]
 NOT_PRINTABLE = ["trainer.epochs=a\nb", "gradient_sync=\r", "model=a\x1eb", "data_dir\n=x", "x=\udcff", "seed=\u202e"]

@@ -15,7 +15,6 @@ from lockstep.failures.verdict import (
     parse_records,
     parse_stack,
 )
-from lockstep.failures.watchdog import exchange
 from lockstep.source_code import PROJECT
 
 TORCH = "/x/site-packages/torch"
@@ -103,8 +102,6 @@ def test_ranks_in_different_collectives():
     assert verdict(in_first, waits(1, *history, STEP[1])) == (Kind.MISSING_CALL, (1,))
     assert verdict(in_first, waits(1, *history, ("broadcast", [3]))) == (Kind.OTHER_OPERATION, (1,))
     assert verdict(in_first, waits(1, *history, ("all_reduce", [5]))) == (Kind.OTHER_SHAPE, (1,))
-    first_time = [*STEP, ("all_reduce", [7])]  # what comes after its last call is not known
-    assert verdict(waits(0, *first_time, STEP[0]), waits(1, *first_time, STEP[1])) == (Kind.MISSING_CALL, (1,))
     gathered, larger = (waits(rank, *history, ("all_gather", [3 + rank])) for rank in (0, 1))
     assert verdict(gathered, replace(gathered, rank=2), larger) == (Kind.OTHER_SHAPE, (1,))
     others = [replace(in_first, rank=rank) for rank in (0, 2, 3)]
@@ -132,10 +129,10 @@ def test_a_rank_is_not_missed_in_a_process_group_of_others():
 
 def test_a_sum_through_shared_memory_beside_a_collective():
     history = STEP[:1] * 3
-    in_sum = facts(1, records=record(*history, finished=True), sum_values=1000, sum_waits_for=0)
+    in_sum = facts(1, records=record(*history, finished=True), sum_values=1000)
     assert verdict(waits(0, *history, STEP[0]), in_sum) == (Kind.MISSING_CALL, (1,))
     assert verdict(waits(0, *history, ("all_reduce", [9])), in_sum) == (Kind.OTHER_OPERATION, (0,))
-    larger = replace(in_sum, rank=0, sum_values=2000, sum_waits_for=1)
+    larger = replace(in_sum, rank=0, sum_values=2000)
     assert verdict(larger, in_sum) == (Kind.OTHER_SHAPE, (0, 1))
 
 
@@ -144,23 +141,13 @@ def test_nobody_here_is_guilty():
     assert verdict(waits(0, *STEP), waits(1, *STEP)) == (Kind.UNKNOWN, ())
 
 
-def test_machines_that_wait_for_each_other_compare_their_calls(tmp_path):
-    (tmp_path / "logs").mkdir()
-    here, there = waits(0, *STEP), waits(1, *STEP[:1], ("broadcast", [100]))
-    assert exchange(str(tmp_path), [here], 0.0) == []
-    assert exchange(str(tmp_path), [there], 0.0) == [here]
-    assert exchange(str(tmp_path), [here], 0.0) == [there]
-    assert verdict(here, there) == (Kind.OTHER_OPERATION, (0, 1))
-    later = replace(here, seconds=-1.0)  # it has made progress since the others showed theirs
-    assert exchange(str(tmp_path), [later], 0.0) == []
-
-
 def test_what_may_only_be_slow_does_not_end_the_run():
     def is_certain(*ranks, world_size=2):
         return Diagnosis(find_verdict(ranks, world_size), ranks, 60.0).is_certain
 
     waiting = waits(0, *STEP)
     assert is_certain(waiting, facts(1, USER))
+    assert not is_certain(waiting, waits(1, *STEP))  # all wait alike: backend.timeout ends it
     assert not is_certain(waiting, replace(facts(1, USER), phase="prepare"))  # a download may take hours
     assert not is_certain(waiting, waits(1, *STEP), world_size=4)  # a rank of another machine may compile
 

@@ -17,8 +17,8 @@ ALL_KEYS = "type python src/train.py --cfg job to see all keys"
 
 ANSWERS = [
     ("+experiment=x", "experiment=x is no option; type one of experiment=cifar10_speed experiment=image"),
-    ("experiment=null", "experiment=null is no option; type the command without experiment=null"),
-    ("logger=null", "logger=null is no option; type logger=[]"),
+    ("experiment=null", "experiment=null is no option; type the command without it"),
+    ("logger=null", "the list of loggers cannot be removed; type logger=[]"),
     ("logger=[csv,foo]", "logger=foo is no option; type one of logger=console"),
     ("model=convnett", "model=convnett is no option; type model=convnet"),
     ("dataset=Digits", "dataset=Digits is no option; type dataset=digits"),
@@ -31,7 +31,7 @@ ANSWERS = [
     ("model=[mlp,convnet]", "chooses several options, and a run has one; type model=mlp, or for a sweep -m model=mlp,"),
     ("model=mlp,convnet", "model=mlp,convnet is a sweep; type -m model=mlp,convnet"),
     ("optimizer.lr=interval(0.1,1)", "is for a search; type -m sweep.search=random sweep.trials=20"),
-    ("optimizer=null", "the run needs an optimizer; type optimizer=adamw or optimizer=muon or"),
+    ("optimizer=null", "the run needs an optimizer; type one of optimizer=adamw optimizer=muon"),
     ("sync_bn=true", "sync_bn=true is no option; type sync_bn=on"),
     ("sync_bn=False", "sync_bn=False is no option; type sync_bn=off"),
     ("trainer=foo", "trainer is a section, not a value; type trainer.<key>=foo"),
@@ -70,7 +70,7 @@ ANSWERS = [
     ("launch.nproc_per_node=-1", f"{OPTIONS_OF_NPROC} and must be a whole number of 1 or more, auto, gpu or cpu; type"),
     (
         "logger=[console] logger.tensorboard.graph=true",
-        "which this run does not have; type logger=[console,tensorboard] logger.tensorboard.graph=true",
+        "is a key of logger=tensorboard; type logger=[console,tensorboard] logger.tensorboard.graph=true",
     ),
     ("model.name=resnet50", "model.name is a key of model=resnet18; type model=resnet18 model.name=resnet50"),
     ("launch=fork launch.ranks=2", "launch.ranks is no key of this config; type launch.nproc_per_node=2"),
@@ -105,10 +105,40 @@ ANSWERS += [
     ("mode.output=x", f"mode.output is no key of this config; {ALL_KEYS}"),
     ("model=mlp model.hidden=64", f"model.hidden is no key of this config; {ALL_KEYS}"),
     ("trainer.precision=16", "type trainer.precision=bf16 or trainer.precision=fp16"),
+    ("trainer.precision=16-mixed", "type trainer.precision=bf16 or trainer.precision=fp16"),
+    ("trainer.precision=float32", "must be fp32, bf16, fp16 or fp64; type trainer.precision=fp32"),
     ("trainer.epochs=1e2", "trainer.epochs=100.0 must be a whole number of 1 or more; type trainer.epochs=100"),
     ("trainer.max_grad_norm=None", "must be a number above 0, or null; type trainer.max_grad_norm=null"),
     ("trainer.deterministic=yes", "must be true or false; type trainer.deterministic=true"),
     ("optimizer=adam", "optimizer=adam is no option; type optimizer=adamw"),
+    ("scheduler.warmup_steps=100", f"scheduler.warmup_steps is no key of this config; {ALL_KEYS}"),
+    ("dataset.name=cifar10", "dataset.name is no key of this config; type dataset=cifar10"),
+    ("freeze=net", "freeze=net must be a list of names; type freeze=[net]"),
+    ("~trainer.epoch", f"there is no trainer.epoch to remove; {ALL_KEYS}"),
+    ("++model.foo=3", "convnet takes no foo; leave model.foo out, or type model=<an option in conf/model>"),
+]
+# Words as other programs take them, and words with too much in them.
+ANSWERS += [
+    ("--optimizer.lr=0.1", "--optimizer.lr=0.1 is no flag; type optimizer.lr=0.1"),
+    ("--lr=0.1", "--lr=0.1 is no flag; type optimizer.lr=0.1"),
+    ("--batch-size=32", "--batch-size=32 is no flag; type trainer.batch_size=32"),
+    ("--gpus=2", "--gpus=2 is no flag; type launch=torchrun launch.nproc_per_node=2"),
+    ("--optimizer=Adam", "--optimizer=Adam is no flag; type optimizer=adamw"),
+    ("--verbose", "--verbose is no flag; type python src/train.py --hydra-help to see the flags"),
+    ("trainer..epochs=3", "cannot be read (. must be in quotes); type trainer.epochs=3"),
+    ("trainer:epochs=3", "type trainer.epochs=3"),
+    ("“optimizer.lr=0.1”", "type optimizer.lr=0.1"),
+    ("optimizer.lr=“0.1”", "type optimizer.lr=0.1"),
+    ("optimizer.lr=\u00a00.1", "type optimizer.lr=0.1"),
+]
+TAKEN_APART = [
+    ("optimizer.lr = 0.1", "= has no key; type optimizer.lr=0.1"),
+    ("optimizer.lr= 0.1", "optimizer.lr= 0.1 has a space; type optimizer.lr=0.1"),
+    ("optimizer.lr =0.1", "=0.1 has no key; type optimizer.lr=0.1"),
+    ("trainer.epochs 3", "trainer.epochs has no value; type trainer.epochs=3"),
+    ("epochs 3", "epochs is no key of this config; type trainer.epochs=3"),
+    ("--trainer.epochs 3", "--trainer.epochs is no flag; type trainer.epochs=3"),
+    ("--optimizer adam --lr 0.1", "--optimizer is no flag; type optimizer=adamw"),
 ]
 # Advice that needs a GPU, torchvision (which takes seconds to import), the user's own class or the word refused.
 NOT_TRIED = ("nccl", "resnet", "if your class", "one of", "_partial_", "=a.b")
@@ -122,6 +152,12 @@ def test_an_unknown_word_is_answered_with_what_was_meant(typed: str, said: str) 
     assert said in sentence
     if not any(word in said for word in NOT_TRIED):
         assert_advice_helps(words[:-1], sentence)
+
+
+@pytest.mark.parametrize(("typed", "said"), TAKEN_APART, ids=[typed for typed, _ in TAKEN_APART])
+def test_words_that_a_space_takes_apart_are_put_together(typed: str, said: str) -> None:
+    assert answer(*typed.split(" ")) == said
+    assert_advice_helps([], said)
 
 
 def test_preset_with_a_plus_and_flags_between_the_overrides_are_accepted(

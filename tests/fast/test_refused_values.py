@@ -37,8 +37,9 @@ OUT_OF_RANGE = [
     ("dataset.classes=5", "must be a whole number of 10 or more; type dataset.classes=10"),
     ("dataset.augment.pad=-1", "must be a whole number of 0 or more"),
     ("dataset.augment.flip=3", "must be true or false"),
-    ("dataset.mean=[0.1,0.2,0.3]", "must be 1 number, as the images have the shape [1,8,8]; type dataset.mean=[0.5]"),
-    ("dataset=cifar10 dataset.std=[0.1,0.2]", "must be 1 or 3 numbers"),
+    ("dataset.mean=[0.1,0.2,0.3]", "must be a list of 1, one number for each channel of images of shape [1,8,8]; type"),
+    ("dataset=cifar10 dataset.std=[0.1,0.2]", "must be a list of 3, one number for each channel"),
+    ("dataset=cifar10 dataset.mean=[0.5]", "of images of shape [3,32,32]; type dataset.mean=[0.5,0.5,0.5] or"),
     ("dataset.std=[0]", "must be a list of items, each a number above 0, or null"),
     (
         "dataset.test=null",
@@ -143,7 +144,7 @@ def test_words_that_contradict_each_other_are_refused(typed: str, said: str, adv
         ("~task.metrics.loss", "task.metrics has no loss, which every run reports; type ++task.metrics.loss=min"),
         (
             "task=language_modelling +task.metrics.accuracy=max",
-            "is not measured by this task, which has loss and perplexity; type ~task.metrics.accuracy",
+            "is not measured by this task, which has loss and perplexity; leave it out, or type task=<an option",
         ),
         (
             "task.loss={_target_:torch.nn.CrossEntropyLoss} task.label_smoothing=0.3",

@@ -115,7 +115,7 @@ def test_links_and_damaged_records_cost_a_table_no_run(tmp_path: Path) -> None:
         (["table", "a", "--sort", "optimizer.l"], "type --sort optimizer.lr"),
         (["table", "a", "--columns", "run,,seed"], "type --columns objective"),
         (["table", "a", "--filter", "seed"], "--filter seed has no value; type --filter seed=<value>"),
-        (["table", "a", "--filter", "seeds=1"], "type --filter seed"),
+        (["table", "a", "--filter", "seeds=1"], "type --filter seed=<value>"),
         (["table", "a", "--filter", "seed=7"], "none of 1 runs has seed=7; type another --filter"),
     ],
     ids=" ".join,
@@ -161,3 +161,9 @@ def test_the_code_is_known_with_git_and_without(tmp_path: Path) -> None:
     facts, diff = code_facts(tmp_path)
     assert facts["diff_bytes"] > 800_000
     assert diff == b""
+
+
+def test_the_option_of_a_group_is_found_by_its_class(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", model___target_="lockstep.models.mlp.mlp", model__tied="false")
+    _, problems = runs(tmp_path, "table", "a", "--filter", "model=mlp", code=2)
+    assert problems.rstrip().endswith("type --filter model._target_=<value>")

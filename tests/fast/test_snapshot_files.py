@@ -12,7 +12,15 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.snapshots.files import list_snapshots, remove_leftovers, save_snapshot, step_of
 from lockstep.snapshots.manager import BackgroundWriter, SaveInterval
-from lockstep.snapshots.resume import MODE, PYTHON, find_snapshots, load_first_good, snapshots_to_try
+from lockstep.snapshots.resume import (
+    MODE,
+    PYTHON,
+    find_snapshots,
+    load_first_good,
+    log_config_changes,
+    require_same_model,
+    snapshots_to_try,
+)
 from support.killed_disk import Disk
 
 
@@ -216,3 +224,24 @@ def test_when_a_snapshot_is_due():
     for wrong in ("0steps", "often", "5"):
         with pytest.raises(ConfigError, match="type snapshot.every=1epochs, 50steps or 10min"):
             SaveInterval(wrong)
+
+
+def test_the_folder_of_a_logger_is_no_change_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
+    then = {"logger.tensorboard.run_dir": "a", "logger.tensorboard.images": 25}
+    with caplog.at_level("INFO"):
+        log_config_changes(then, then | {"logger.tensorboard.run_dir": "b"})
+        assert caplog.text == ""
+        log_config_changes(then, then | {"logger.tensorboard.images": 9})
+        assert "logger.tensorboard.images (25 in the snapshot, 9 now)" in caplog.text
+
+
+def test_a_net_of_other_code_is_no_other_model_that_was_typed() -> None:
+    saved = {"model.width": 8, "seed": 0}
+    with pytest.raises(
+        ConfigError, match=r"another model: .*model.width \(8 in the snapshot, 9 here\); .* leave out model="
+    ):
+        require_same_model(Path("a.pt"), saved, {"model.width": 9, "model.tied": False})
+    with pytest.raises(
+        ConfigError, match=r"version of the code: model.tied \(nothing in .* type git checkout <the commit"
+    ):
+        require_same_model(Path("a.pt"), saved, {"model.width": 8, "model.tied": False})

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.sweeps.search import Choices, Constraint, SweepSettings, draw, interval, make_plan
+from lockstep.sweeps.search import Choices, Constraint, draw, interval, make_plan
 from lockstep.sweeps.table import Row
 from lockstep.sweeps.tpe import suggest
+from support.sweep_tables import settings
 
 JOB = {"optimizer.lr": 0.1, "trainer.epochs": 9, "seed": 3, "scheduler": None, "sync": True}
 SPACE = {"lr": interval("lr", 0.001, 1.0, {"log"}), "size": Choices(("16", "32", "64"))}
@@ -90,19 +91,18 @@ def test_tpe_draws_what_is_allowed():
 def test_every_search_plans_by_its_constraints(search, trials):
     if search == "tpe":
         pytest.importorskip("optuna")
-    settings = SweepSettings(None, None, 1, "refuse", search, 2, 1, trials, 0, [], "test/loss", "min", 9)
     every = [[f"lr={rate}", f"size={size}"] for rate in ("0.01", "0.1", "1") for size in (16, 32, 64)]
 
     def allows(words: Sequence[str]) -> bool:
         return small(dict(word.split("=") for word in words))
 
-    plan = make_plan(settings, [], lambda: every, lambda: SPACE, allows)
+    plan = make_plan(settings(search=search, trials=trials), [], lambda: every, lambda: SPACE, allows)
     assert plan.lists
     assert all(allows(words) for words in plan.lists)
     if trials is None:
         assert (len(plan.lists), plan.left_out) == (5, 4)
         with pytest.raises(ConfigError, match="refuse all 9 jobs; type other values"):
-            make_plan(settings, [], lambda: every, lambda: SPACE, lambda words: False)
+            make_plan(settings(search=search, trials=trials), [], lambda: every, lambda: SPACE, lambda words: False)
     if search == "tpe":
         assert not plan.allows({"lr": "1", "size": "16"})
         assert plan.allows({"lr": "0.1", "size": "16"})

@@ -12,7 +12,7 @@ from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.summary import plot_sweep, print_summary, sorted_rows
-from lockstep.sweeps.table import Row, SweepTable, read_table
+from lockstep.sweeps.table import Row, SweepTable, crashed_job, read_table
 from support.commands import ROOT
 from support.made_runs import make_run
 
@@ -84,6 +84,44 @@ def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="sweep.slots=3 of 2 ranks each is more than the 4 GPUs"):
         divide_machine(3, 2)
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine(2, "gpu")] == ["4,5", "6,7"]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_submitted", "run", "state", "cause"),
+    [
+        ("running", True, "finished", "finished", ""),
+        ("running", True, "paused", "stopped", ""),
+        ("running", True, "diverged", "failed", "Slurm job 17 has ended, see slurm-17.out"),
+        ("running", True, None, "failed", "Slurm job 17 has ended, see slurm-17.out"),
+        ("stopped", True, "finished", "finished", ""),  # Slurm has started it again
+        ("running", False, "finished", "stopped", "the sweep was killed"),
+        ("running", False, None, "stopped", "the sweep was killed"),
+        ("stopped", False, "stopped", "stopped", "as it was"),
+    ],
+)
+def test_what_became_of_a_job_that_no_sweep_has_waited_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    is_submitted: bool,
+    run: str | None,
+    state: str,
+    cause: str,
+) -> None:
+    squeue = tmp_path / "squeue"  # the queue is empty
+    squeue.write_text("#!/bin/sh\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    folder = tmp_path / "0"
+    if run is None:
+        folder.mkdir()
+    else:
+        make_run(folder, state=run)
+    if is_submitted:
+        (folder / "slurm_job").write_text("17\n")
+    known = Row(0, "seed=1", "0", row, cause="as it was")
+    after = crashed_job(known, folder)
+    assert (after.get("state", known.state), after.get("cause", known.cause)) == (state, cause)
 
 
 def test_the_best_row_comes_first_and_failures_last(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lockstep.distributed.backend import choose_backend, validate_backend
 from lockstep.distributed.signals import StopVote
-from lockstep.distributed.world import clock_ahead, init_distributed, require_same_config
+from lockstep.distributed.world import init_distributed, require_same_config
 from lockstep.errors import ConfigError
 from support.worlds import in_world
 
@@ -99,17 +99,6 @@ def _recorded_votes() -> list[str]:
 def test_a_profiler_may_stop_before_a_vote_is_counted():
     """A recorded collective that ends after torch's profiler has stopped corrupts the heap."""
     assert in_world(2, _recorded_votes) == [["gloo:all_reduce"]] * 2
-
-
-def _clock_ahead(seconds: float) -> float:
-    with init_distributed("gloo", 60) as world:
-        clock = time.time
-        time.time = lambda: clock() + seconds * world.rank
-        return clock_ahead(world)
-
-
-def test_ranks_know_how_far_their_clocks_are_from_rank_zeros():
-    assert in_world(2, _clock_ahead, 3600.0) == [0.0, pytest.approx(3600.0, abs=5)]
 
 
 def _fail_on_rank_1() -> tuple[str, float] | None:

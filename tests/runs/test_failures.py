@@ -14,10 +14,10 @@ from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
     ("command", "code"),
     [
         (PYTHON_TRAIN, 3),
-        ([*PYTHON_TRAIN, "launch=spawn"], 3),
+        ([*PYTHON_TRAIN, "launch=fork"], 3),
         ([*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN], 1),  # torchrun's own exit code
     ],
-    ids=["python", "launch=spawn", "torchrun"],
+    ids=["python", "launch=fork", "torchrun"],
 )
 def test_a_learning_rate_that_is_too_large_ends_with_the_step_of_the_first_bad_loss(start, tmp_path, command, code):
     run = start(*command, "model=mlp", "optimizer.lr=1e10", "hydra.run.dir=run").finish(code)

@@ -1,8 +1,11 @@
-"""How a rank that hangs is asked for its stack: by a signal only if its Python threads do not run."""
+"""How a rank that is silent is asked for its stack, by a signal only if its Python threads do not run; what is said."""
 
+import io
 import os
 import signal
 import socket
+import time
+from contextlib import redirect_stderr
 from typing import Any
 
 from lockstep.failures import watchdog
@@ -12,17 +15,21 @@ from lockstep.failures.watched_rank import WatchedRank
 from support.worlds import in_world
 
 
-def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
-    """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
+def watched_rank() -> WatchedRank:
+    """This process, as a monitor sees it."""
     here, there = socket.socketpair()
-    reporter, signals = Reporter(here), []
-    reporter.introduce({"rank": 0, "world_size": 1, "pid": os.getpid()})
-    signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
+    Reporter(here).introduce({"rank": 0, "world_size": 1, "pid": os.getpid()})
     reader = Reader(there)
     (message,) = reader.read()
     page, stacks, asks = reader.descriptors
-    rank = WatchedRank(message["hello"], there, reader, ProgressPage(page), stacks, asks)
     watchdog.SIGNAL_AFTER = watchdog.ANSWER_SECONDS = 60.0  # this process may stand still for a second
+    return WatchedRank(message["hello"], there, reader, ProgressPage(page), stacks, asks)
+
+
+def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
+    """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
+    rank, signals = watched_rank(), []
+    signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
     (facts,) = watchdog.gather([rank])
     return len(signals), facts.answers, [frame.function for frame in facts.stack.frames]
 
@@ -32,3 +39,21 @@ def test_a_rank_whose_python_threads_run_gets_no_signal() -> None:
     ((signals, answers, functions),) = in_world(1, ask_a_rank_that_runs)
     assert (signals, answers) == (0, True)
     assert functions[functions.index("gather") + 1] == "ask_a_rank_that_runs"
+
+
+def examine_a_slow_first_step() -> tuple[Any, str]:
+    """(the diagnosis, what two examinations print) of a rank that waits for no other and has not ended a step."""
+    rank = watched_rank()
+    rank.page.enter("train")
+    time.sleep(0.2)
+    detector = watchdog.Watchdog(timeout=None, on_hang="stop", backend_timeout=0.2)
+    with redirect_stderr(io.StringIO()) as printed:
+        diagnoses = [detector.examine([rank]) for _ in range(2)]
+    return diagnoses, printed.getvalue()
+
+
+def test_a_slow_first_step_is_told_once_with_its_line() -> None:
+    ((diagnoses, printed),) = in_world(1, examine_a_slow_first_step)
+    assert diagnoses == [None, None]
+    assert printed.count("and the run goes on: rank 0 is in user code") == 1
+    assert "test_rank_probe.py:" in printed

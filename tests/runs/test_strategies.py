@@ -104,7 +104,7 @@ def test_half_precision_and_sync_bn_stay_near_ddps_numbers(tmp_path: Path, strat
 
 
 def test_a_pipeline_by_one_command(train: Any, tmp_path: Path) -> None:
-    piped = ["strategy=pipeline", "launch=spawn", "model=mlp", "trainer.epochs=1", "trainer.precision=fp64"]
+    piped = ["strategy=pipeline", "launch=fork", "model=mlp", "trainer.epochs=1", "trainer.precision=fp64"]
     run: Command = train(*piped, "hydra.run.dir=piped")
     alone: Command = train(*piped[2:], "hydra.run.dir=alone")
     assert run.epochs == alone.epochs

@@ -10,11 +10,11 @@ from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError
 from lockstep.sweeps.process import Outcome
 from lockstep.sweeps.runner import OpenSweep, end_sweep, run_in_world
-from lockstep.sweeps.search import Job, JobList, Search, SweepSettings, add_jobs, folder_name
+from lockstep.sweeps.search import Job, JobList, Search, add_jobs, folder_name
 from lockstep.sweeps.table import Row, read_table
 from support.ports import free_port
+from support.sweep_tables import settings
 
-SETTINGS = SweepSettings(None, None, 1, "refuse", "list", 2, 1, None, 0, [], "test/loss", "min", 1)
 SECONDS_LATE = 1.0
 
 
@@ -29,7 +29,7 @@ def rank_of_a_sweep(rank: int, port: int, folder: Path, refuses: bool) -> None:
     def open_sweep() -> tuple[OpenSweep, Search]:
         if refuses:
             raise ConfigError("the folder is locked")
-        sweep = OpenSweep(folder, SETTINGS, [], {}, {}, [])
+        sweep = OpenSweep(folder, settings(), [], {}, {}, [])
         lists = [["seed=1"], ["seed=2"]]
         jobs = add_jobs(sweep.table, lists, set(), lambda number, changed, overrides: folder_name(number, changed))
         return sweep, JobList(jobs)

@@ -43,7 +43,10 @@ def test_a_sweep_and_a_check_of_a_typed_class(start, path):
 
 def test_a_typed_key_that_nothing_takes_is_refused(start, path):
     run = start(*PYTHON_TRAIN, "model._target_=own.Net", "model.shape=[1,8,8]", **path).finish(2)
-    assert run.sentence == "lockstep: own.Net takes no shape; type ~model.shape, or model=<an option in conf/model>"
+    assert (
+        run.sentence
+        == "lockstep: own.Net takes no shape; leave model.shape out, or type model=<an option in conf/model>"
+    )
 
 
 def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start, path, tmp_path):
@@ -80,3 +83,29 @@ def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(star
         found.append([float(value) for value in line])
     assert found[0] == pytest.approx(found[1], abs=2e-4)
     assert 0 < found[0][0] < 0.1 * found[0][1]  # Huber's loss with delta 0.1 is below a tenth of the distance
+
+
+def test_a_yaml_file_that_builds_on_an_option_and_names_another_class_needs_no_arguments_of_it(start, tmp_path):
+    for group, text in {
+        "scheduler": "defaults: [torch]\nschedule: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: 5}\n",
+        "optimizer": "defaults: [sgd]\n_target_: torch.optim.RAdam\n",
+    }.items():
+        (tmp_path / "mine" / group).mkdir(parents=True)
+        (tmp_path / "mine" / group / "own.yaml").write_text(text)
+    words = ["--config-dir=mine", "scheduler=own", "optimizer=own", "trainer.max_steps=2"]
+    run = start(*PYTHON_TRAIN, *words).finish()
+    assert "scheduler.schedule: torch.optim.lr_scheduler.CosineAnnealingLR takes no gamma; left out\n" in run.output
+    assert "optimizer: torch.optim.RAdam takes no fused, momentum or nesterov; left out\n" in run.output
+    run = start(*PYTHON_TRAIN, *words, "scheduler.schedule.gamma=0.5").finish(2)
+    assert "CosineAnnealingLR takes no gamma; leave scheduler.schedule.gamma out" in run.sentence
+
+
+def test_what_a_strategy_says_of_the_optimizer_is_left_out_for_one_that_does_not_take_it(start):
+    words = ["optimizer=muon_sgd", "strategy=fsdp", "launch=fork", "backend=gloo", "trainer.max_steps=2"]
+    run = start(*PYTHON_TRAIN, *words).finish()
+    assert "optimizer: lockstep.training.optimizers.MuonWithSGD takes no fused; left out\n" in run.output
+
+
+def test_python_without_unsafe_paths_finds_the_project(start):
+    run = start(sys.executable, "-P", *PYTHON_TRAIN[1:], "launch=fork", "trainer.max_steps=2").finish()
+    assert "finished: " in run.output

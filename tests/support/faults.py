@@ -119,15 +119,8 @@ def _leaving_child() -> None:
     print(f"the child has ended with {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
-def _raise_late() -> None:
-    """After other ranks have failed."""
-    time.sleep(1)
-    raise RuntimeError("a later mistake in the model")
-
-
 FAULTS: dict[str, Callable[[], Any]] = {
     "raise": lambda: _raise("a mistake in the model"),
-    "late_raise": _raise_late,
     "unicode": lambda: _raise("größer als erlaubt: \u2603\n" * 50),
     "long": lambda: _raise("x" * 10_000 + "\nframe\n" * 1000),
     "no_text": _raise_without_text,

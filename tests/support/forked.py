@@ -35,7 +35,11 @@ _one_at_a_time = threading.Lock()  # commands may be started in several threads
 def can_be_forked(command: list[str], env: dict[str, str]) -> bool:
     """Whether a copy does the same as the command. env: the variables that its test adds."""
     own = [key for key in env if key.startswith(READ_AT_THE_START) and key != "PYTHONPATH"]
-    return command[:2] == [sys.executable, TRAIN] and hasattr(os, "pidfd_open") and not own
+    if own or command[:2] != [sys.executable, TRAIN] or not hasattr(os, "pidfd_open"):
+        return False
+    import torch
+
+    return not torch.cuda.is_available()  # a driver that was asked before the fork does not work after it
 
 
 class ForkedProcess:

@@ -1,6 +1,7 @@
 """What the command line answers to typed words, in this process: composed, checked, nothing started."""
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,8 +46,11 @@ def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:
     Advice replaces kept words with the same key. Advice with a <placeholder>, or other than overrides, is not tried.
     """
     assert " type " in sentence, sentence
-    advice = re.split(r",? or | if | on each", sentence.rpartition(" type ")[2])[0].split()
-    if any("<" in word or not re.match(r"[+~]*[a-z_][\w./]*(=|$)", word) for word in advice) or advice[0] in COMMANDS:
+    text = re.split(r",? or | if | on each", sentence.rpartition(" type ")[2])[0]
+    if "<" in text or text.split()[0] in COMMANDS:
+        return
+    advice = shlex.split(text)
+    if any(not re.match(r"[+~]*[a-z_][\w./]*(=|$)", word) for word in advice):
         return
     replaced = {_key(word) for word in advice}
     words = [word for word in kept if _key(word) not in replaced]

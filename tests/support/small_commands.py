@@ -93,5 +93,7 @@ def prepare() -> None:
 
 
 def _limit_memory() -> None:
+    if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:  # a rank, which has its command's limit
+        return
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))

@@ -26,6 +26,7 @@ from lockstep.config.schema import (
     enumerate_words,
     flatten,
     join,
+    node_at,
     node_in_conf,
     nodes_with_target,
     option_rules,
@@ -35,8 +36,8 @@ from lockstep.config.schema import (
     show,
 )
 from lockstep.config.suggest import (
-    ALIASES,
     NOT_ON_CONFIG,
+    OTHER_NAMES,
     closest,
     removed_key,
     unknown_key,
@@ -72,7 +73,7 @@ def as_declared(config: Node) -> Node:
     {watch: {weights: off}} of a YAML file "off".
     """
     for section in ALL_SECTIONS:
-        node = _node(config, section)
+        node = node_at(config, section)
         if isinstance(node, dict):
             for name, rule in section_rules(config, section).items():
                 if name in node:
@@ -85,7 +86,7 @@ def check_config(cfg: DictConfig | Node) -> None:
     config = as_dict(cfg)
     _check_sections(config)
     for section in ALL_SECTIONS:
-        node = _node(config, section)
+        node = node_at(config, section)
         for name, rule in section_rules(config, section).items():
             check_value(join(section, name), node[name], rule)
     _check_dataset(config["dataset"])
@@ -115,14 +116,6 @@ def wrong_value(key: str, value: object, rule: Rule, default: object = None) -> 
     return f"{key}={shown} must be {rule.must_be}; type {rule.what_to_type(key, value, default)}"
 
 
-def _node(config: Node, section: str) -> Any:
-    """The node with this dotted name, the whole config for an empty name."""
-    node: Any = config
-    for name in filter(None, section.split(".")):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
-
-
 def _check_sections(config: Node) -> None:
     """`~key`, `key=value` for a whole section, and `+key` can change what the composition guarantees."""
     for name in ("experiment", "local"):
@@ -131,9 +124,9 @@ def _check_sections(config: Node) -> None:
     if len(SECTIONS.keys() - config.keys()) > len(SECTIONS) // 2:
         raise ConfigError(NOT_ON_CONFIG)
     for name in (*SECTIONS, *NEEDED_GROUPS):
-        node = _node(config, name)
+        node = node_at(config, name)
         if node is None and name != "dataset.augment":
-            raise ConfigError(removed_key(name, []))
+            raise ConfigError(removed_key(name))
         if not isinstance(node, dict):
             raise ConfigError(value_for_section(name, show(node)))
         target = node.get("_target_")
@@ -141,19 +134,19 @@ def _check_sections(config: Node) -> None:
             raise ConfigError(f"{name}._target_ names no class; type {name}=<an option in conf/{name}>")
     for section in ALL_SECTIONS:
         for key in section_rules(config, section):
-            if key not in _node(config, section):
-                raise ConfigError(removed_key(join(section, key), []))
+            if key not in node_at(config, section):
+                raise ConfigError(removed_key(join(section, key)))
     keys = [key for key in flatten(config) if key.partition(".")[0] in (*SECTIONS, *NEEDED_GROUPS)]
     for section in SECTIONS:
         known = section_rules(config, section)
-        for key, value in _node(config, section).items():
+        for key, value in node_at(config, section).items():
             if key not in known:
                 others = [other for other in keys if other != join(section, key)]
                 raise ConfigError(unknown_key(join(section, key), show(value), others, {}))
 
 
 def _check_dataset(dataset: Node) -> None:
-    """Both halves have a reader, and mean and std have one number for each channel, or one for all."""
+    """Both halves have a reader, and mean and std have one number for each channel."""
     for half in ("train", "test"):
         reader = dataset.get(half)
         if half == "test" and reader is None:
@@ -175,12 +168,11 @@ def _check_dataset(dataset: Node) -> None:
     if shape is None or len(shape) != 3:
         return
     for name in ("mean", "std"):
-        values = dataset[name]
-        if values is not None and len(values) not in (1, shape[0]):
-            numbers = "1 number" if shape[0] == 1 else f"1 or {shape[0]} numbers"
+        values, channels = dataset[name], shape[0]
+        if values is not None and len(values) != channels:
             raise ConfigError(
-                f"dataset.{name}={show(values)} must be {numbers}, as the images have the shape {show(shape)}; "
-                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+                f"dataset.{name}={show(values)} must be a list of {channels}, one number for each channel of images of "
+                f"shape {show(shape)}; type dataset.{name}={show([0.5] * channels)} or dataset.{name}=null"
             )
 
 
@@ -238,10 +230,13 @@ def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
     """
     config = as_dict(cfg)
     for group in groups:
-        found = {key: locate(f"{key}._target_", node["_target_"], group) for key, node in _nodes(config, group)}
+        found = {
+            key: locate(f"{key}._target_", node["_target_"], group)
+            for key, node in nodes_with_target(config.get(group), group)
+        }
         if group == "dataset":
             _check_values("dataset", config[group], rules_of_readers(config[group], found), config[group])
-        for key, node in _nodes(config, group):
+        for key, node in nodes_with_target(config.get(group), group):
             check_signature(key, node, found[key])
             _check_values(key, node, option_rules(key, node["_target_"], found[key]), node)
     if groups is CHECKED:
@@ -249,10 +244,6 @@ def check_arguments(cfg: DictConfig, groups: Sequence[str] = CHECKED) -> None:
         _check_model_fits_data(config["model"], config["dataset"])
         _check_task(config)
         _check_optimizer(config["optimizer"])
-
-
-def _nodes(config: Node, group: str) -> list[tuple[str, Node]]:
-    return list(nodes_with_target(config.get(group), group))
 
 
 def _check_values(key: str, node: Node, known: Mapping[str, Rule], named: Node) -> None:
@@ -313,7 +304,10 @@ def _check_task(config: Node) -> None:
             raise ConfigError(f"{key}={show(mode)} must be min or max; type {key}=min or {key}=max")
         if task["_target_"] == LANGUAGE_MODELLING and name not in OF_LANGUAGE_MODELLING:
             known = " and ".join(OF_LANGUAGE_MODELLING)
-            raise ConfigError(f"{key} is not measured by this task, which has {known}; type ~{key}")
+            raise ConfigError(
+                f"{key} is not measured by this task, which has {known}; leave it out, or type task=<an option in "
+                f"conf/task>"
+            )
     smoothing = task.get("label_smoothing")
     if task.get("loss") and smoothing:
         raise ConfigError(
@@ -372,7 +366,7 @@ def check_unread_overrides(cfg: DictConfig, values: Node, hydra_cfg: HydraConf) 
     for key, value in _unread(cfg, hydra_cfg).items():
         top, dot, _ = key.partition(".")
         is_name = key in names and key != "name"  # which is a label of the run, and no backend.name
-        if _is_misspelled(top) or (not dot and (is_name or key in ALIASES)):
+        if _is_misspelled(top) or (not dot and (is_name or key in OTHER_NAMES)):
             others = [other for other in keys if other != key]
             raise ConfigError(unknown_key(key, value, others, {}))
 

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -60,7 +60,8 @@ def record_config(
     """
     flat = plain_values(flatten(as_dict(cfg)))
     shown = as_written(flat, values_as_written(composed))
-    overrides = _as_typed(hydra_cfg.overrides.task)
+    # ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it.
+    overrides = [str(word) for word in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
     hydra_files = {
         "config.yaml": OmegaConf.to_yaml(composed),
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
@@ -100,12 +101,6 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         return plain_values(value)
     return value if type(value) in (bool, int, float, str, type(None)) else str(value)
-
-
-def _as_typed(words: Any) -> list[str]:
-    """Hydra's list of overrides, with ${oc.env:KEY} as it is: to read an item of the list would resolve it."""
-    plain: Any = OmegaConf.to_container(words, resolve=False)
-    return [str(word) for word in plain]
 
 
 def _command(argv: Sequence[str], overrides: Sequence[str], flags: Sequence[str]) -> str:

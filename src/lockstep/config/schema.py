@@ -148,13 +148,17 @@ class Rule:
     def _near(self, typed: Any) -> list[object]:
         if str(typed).lower() in ("none", "nil", "nan") and self.nullable:
             return [None]
+        if self.is_list and typed is not None and self.accepts([typed]):
+            return [[typed]]
         if bool in self.kinds:
             return [str(typed).lower() in ("yes", "on", "1")] if str(typed).lower() in SPELLED_TRUTHS else []
         number = typed if type(typed) in (int, float) else as_number(typed)
         if number is not None and not self.is_list and self.is_number:
             whole = int(number) if abs(number) < LARGEST_SEED and number == int(number) else number
             return [whole] if self.accepts(whole) else []
-        return [word for word in self.words if str(typed) and str(typed).lower() in show(word)] if self.words else []
+        parts = [part for part in re.findall(r"[a-z]+|\d+", str(typed).lower()) if len(part) > 1]  # 16-mixed, float32
+        counts = {word: sum(part in show(word) for part in parts) for word in self.words}
+        return [word for word, count in counts.items() if count == max(counts.values()) > 0]
 
     def _describe_item(self) -> str:
         described = [show(word) for word in self.words]
@@ -243,7 +247,7 @@ def _lines(text: str) -> dict[str, str]:
 def _with_help(rule: Rule, line: str) -> Rule:
     is_word = line.partition(":")[0] in rule.words  # spawn: a fresh interpreter
     help = line if is_word else line[:1].upper() + line[1:] or rule.help
-    return Rule(rule.kinds, rule.is_list, rule.nullable, rule.words, rule.limits, help)
+    return replace(rule, help=help)
 
 
 def _rule(annotation: Any) -> Rule | None:
@@ -579,15 +583,27 @@ GROUPS: dict[str, list[str]] = {  # {group: its options}
 @cache
 def values_in_conf(group: str = "", option: str = "config") -> Node:
     """The keys and values of an option as its YAML has them, interpolations unresolved; of conf/config.yaml without."""
-    text = (CONF / group / f"{option}.yaml").read_text()
-    written: Node = yaml.safe_load(text) or {}
-    if text.startswith("# @package _global_"):
-        written = written[group]
+    if not group:
+        return _read(CONF / "config.yaml")[0]
     found: Node = {}
-    for other in written.pop("defaults", []):
-        if group and isinstance(other, str) and other in GROUPS[group]:
+    written = _all_values_in_conf(group, option)[group]
+    for other in written.get("defaults", []):
+        if isinstance(other, str) and other in GROUPS[group]:
             found |= values_in_conf(group, other)
-    return found | written
+    return found | {name: value for name, value in written.items() if name != "defaults"}
+
+
+@cache
+def _all_values_in_conf(group: str, option: str) -> Node:
+    """What the YAML of an option sets: {group: its values}, and values of other groups."""
+    written, is_global = _read(CONF / group / f"{option}.yaml")
+    return written if is_global else {group: written}
+
+
+def _read(path: Path) -> tuple[Node, bool]:
+    """(values, whether the file says that they are those of the whole config)."""
+    text = path.read_text()
+    return yaml.safe_load(text) or {}, text.startswith("# @package _global_")
 
 
 def section_rules(config: Node, section: str) -> dict[str, Rule]:
@@ -607,10 +623,7 @@ def find_rule(key: str) -> Rule | None:
 
 def default_of(key: str) -> object:
     """The value of a key of a section in conf/config.yaml; None for other keys."""
-    node: Any = values_in_conf()
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
+    return node_at(values_in_conf(), key)
 
 
 def option_rules(key: str, path: str, target: Callable[..., Any]) -> dict[str, Rule]:
@@ -650,16 +663,26 @@ def rules_in_conf(group: str, option: str) -> dict[str, Rule]:
     return {name: rule for name, rule in option_rules(key, paths[key], named[key]).items() if name in nodes[key]}
 
 
+def nodes_in_conf(key: str) -> Iterator[Node]:
+    """The node `key` of each option in conf/ that has one. strategy=fsdp has one of the optimizer, without a class."""
+    for group, options in GROUPS.items():
+        for option in options:
+            node = node_at(_all_values_in_conf(group, option), key)
+            if isinstance(node, dict):
+                yield node
+
+
 def node_in_conf(key: str, target: str) -> Node:
-    """The node `key`, which begins with its group, of the option in conf/ with this `_target_` there; else empty."""
-    group, *names = key.split(".")
-    for option in GROUPS.get(group, ()):
-        node: Any = values_in_conf(group, option)
-        for name in names:
-            node = node.get(name) if isinstance(node, dict) else None
-        if isinstance(node, dict) and node.get("_target_") == target:
-            return node
-    return {}
+    """The node `key` of the option in conf/ with this `_target_` there, empty without one."""
+    return next((node for node in nodes_in_conf(key) if node.get("_target_") == target), {})
+
+
+def node_at(config: Node, key: str) -> Any:
+    """What stands at a key such as trainer.epochs: None if there is nothing. The whole config for an empty key."""
+    node: Any = config
+    for name in filter(None, key.split(".")):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def nodes_with_target(node: object, key: str = "") -> Iterator[tuple[str, Node]]:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from lockstep.config.schema import (
     as_dict,
     enumerate_words,
     join,
+    nodes_in_conf,
     nodes_with_target,
     rules,
     show,
@@ -191,34 +193,46 @@ PACKAGES = {name: name for name in ("datasets", "einops", "kornia", "lightning",
 PACKAGES |= {name: name for name in ("albumentations", "peft", "torchmetrics", "transformers", "webdataset")}
 PACKAGES |= {"cv2": "opencv-python", "open_clip": "open_clip_torch", "sklearn": "scikit-learn"}
 PACKAGES |= {"segmentation_models_pytorch": "segmentation-models-pytorch", "torch_geometric": "torch-geometric"}
-_TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+TAKEN_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+TAKES_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def without_untaken(cfg: DictConfig, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """A copy of `cfg` without what an option said for another `_target_` than the one that `words` choose, and this one
-    does not take: model._target_=my.Net needs no ~model.shape. And a line for each such node. Raises as `locate` does.
+    """A copy of `cfg` without what an option said for another `_target_`, and the one that was chosen does not take, be
+    it by `words` or by a YAML file that builds on the option. And a line for each such node. Raises as `locate` does.
+
+    So model._target_=my.Net needs no ~model.shape, and `defaults: [sgd]` can be followed by another optimizer.
 
     words: the typed overrides. What they set stays, and is refused if nothing takes it.
     """
     cfg = cfg.copy()
     typed = {word.partition("=")[0].lstrip("+~") for word in words}
-    chosen = [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]
     lines = []
-    for key in sorted(chosen):
-        node = OmegaConf.select(cfg, key)
-        group = key.partition(".")[0]
-        if group not in CHECKED or not isinstance(node, DictConfig):
-            continue
+    nodes = [(group, *found) for group in CHECKED for found in nodes_with_target(as_dict(cfg).get(group), group)]
+    for group, key, node in nodes:
         parameters = _parameters(locate(f"{key}._target_", node["_target_"], group))
         if parameters is None or _takes_any_name(parameters):
             continue
-        said = set(node) - HYDRA_KEYS - NOT_PASSED.get(key, frozenset()) - {name.rpartition(".")[2] for name in typed}
-        untaken = sorted(map(str, said - set(parameters)))
+        untaken = node.keys() - HYDRA_KEYS - NOT_PASSED.get(key, frozenset()) - parameters.keys()
+        untaken -= {name for name in untaken if join(key, name) in typed}
+        if untaken and f"{key}._target_" not in typed:
+            untaken &= _inherited(key, node)
         for name in untaken:
-            del node[name]
+            del OmegaConf.select(cfg, key)[name]
         if untaken:
-            lines.append(f"{key}: {node['_target_']} takes no {enumerate_words(untaken, 'or')}; left out")
+            lines.append(f"{key}: {node['_target_']} takes no {enumerate_words(sorted(untaken), 'or')}; left out")
     return cfg, lines
+
+
+def _inherited(key: str, node: Node) -> set[str]:
+    """The keys of `node` that are those of an option in conf/ without its class, of which it has all."""
+    return {
+        name
+        for other in nodes_in_conf(key)
+        if other.get("_target_") != node["_target_"] and other.keys() <= node.keys()
+        for name, value in other.items()
+        if value == node[name] or "${" in str(value)
+    }
 
 
 def matching_arguments(target: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,12 +308,16 @@ def check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:
         return
     given = set(node) - HYDRA_KEYS - NOT_PASSED.get(key, frozenset())
     by_position = len(node.get("_args_") or ()) + (key in POSITIONAL)
-    filled = set(list(_positional(parameters))[:by_position])
+    filled = set([name for name, parameter in parameters.items() if parameter.kind in TAKEN_BY_POSITION][:by_position])
     unknown = [name for name in node if name in given and (name not in parameters or name in filled)]
     if unknown and not (_takes_any_name(parameters) and not set(unknown) & filled):
         raise ConfigError(_unknown_sentence(key, node, unknown, sorted(set(parameters) - given - filled)))
     filled |= given | PASSED_BY_NAME.get(key, frozenset())
-    missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in filled]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in TAKES_ANY and name not in filled
+    ]
     if missing and (not node.get("_partial_") or key in POSITIONAL):
         raise ConfigError(_missing_sentence(key, node, missing, is_function=not inspect.isclass(target)))
 
@@ -324,8 +342,8 @@ def _unknown_sentence(key: str, node: Node, unknown: list[str], free: list[str])
     meant = closest(name, free)
     if len(unknown) == 1 and meant is not None:
         return f"{sentence}; type +{join(key, meant)}={show(node[name])}"
-    removed = " ".join(f"~{join(key, item)}" for item in unknown)
-    return f"{sentence}; type {removed}, or {_options(key.partition('.')[0])}"
+    left_out = enumerate_words([join(key, item) for item in unknown], "and")
+    return f"{sentence}; leave {left_out} out, or type {_options(key.partition('.')[0])}"
 
 
 def _options(group: str) -> str:
@@ -341,17 +359,8 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
         return None
 
 
-def _positional(parameters: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-    return (name for name, parameter in parameters.items() if parameter.kind in _TAKEN_BY_POSITION)
-
-
 def _takes_any_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variable
 
 
 Kind = TypeVar("Kind")
@@ -369,11 +378,12 @@ def instantiate(node: DictConfig | ListConfig | None) -> Any:
     except InstantiationException as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        refused = _refused_key(node, error.__cause__)
-        if refused is not None:
-            key = key_of(node)
+        refused = _passed_on(node, error.__cause__)
+        if refused:
+            key, what = key_of(node), enumerate_words(refused, "and no")
+            removed = " ".join(f"~{key}.{name}" for name in refused)
             raise ConfigError(
-                f"{key}._target_={node._target_} takes no {refused} ({error.__cause__}); type ~{key}.{refused}"
+                f"{key}._target_={node._target_} takes no {what} ({error.__cause__}); type {removed}"
             ) from error
         raise
 
@@ -393,12 +403,16 @@ def _as_declared(node: Any) -> Any:
     return declared
 
 
-def _refused_key(node: Any, error: BaseException | None) -> str | None:
-    """The key of `node` that its target passed on to a function without such an argument."""
-    refused = re.search("got an unexpected keyword argument '([^']+)'", str(error))
-    if refused is None or not isinstance(error, TypeError) or refused[1] not in node:
-        return None
-    return refused[1]
+def _passed_on(node: Any, error: BaseException | None) -> list[str]:
+    """The keys of `node` that a function with **arguments passed on, in the call of `error`, a TypeError."""
+    if not isinstance(error, TypeError):
+        return []
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    arguments = inspect.getargvalues(frame)
+    call = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    if arguments.keywords is None or f"**{arguments.keywords}" not in call:
+        return []
+    return [name for name in arguments.locals[arguments.keywords] if name in node]
 
 
 def instantiate_as(kind: type[Kind], node: DictConfig, key: str) -> Kind:

@@ -122,7 +122,6 @@ class SharedMemorySum:
                 raise ConnectionError(f"rank {peer} is gone: closed by peer") from None
         with self.world.waiting:
             for pipe, peer in self.readers.items():
-                self.page.sum_waits_for(peer)
                 arrival = select.poll()
                 arrival.register(pipe, select.POLLIN)
                 if not arrival.poll(min(1000 * self.world.timeout, LONGEST_WAIT)):

@@ -30,7 +30,7 @@ from lockstep.distributed.backend import (
 )
 from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
-from lockstep.errors import ConfigError
+from lockstep.errors import CannotStartNow, ConfigError
 from lockstep.failures import reporter
 from lockstep.failures.start import start_for_rank
 from lockstep.source_code import module_hashes
@@ -166,11 +166,10 @@ class World:
             try:
                 work()
             except ConfigError as error:
-                problem = str(error)
+                problem = str(error), isinstance(error, CannotStartNow)
         self.barrier(PREPARE_TIMEOUT)
-        problems = [text for text in self.all_gather_json(problem) if text is not None]
-        if problems:
-            raise ConfigError(problems[0])
+        for sentence, may_pass in filter(None, self.all_gather_json(problem)):
+            raise CannotStartNow(sentence) if may_pass else ConfigError(sentence)
 
 
 @contextmanager
@@ -228,21 +227,14 @@ def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_ha
 
     If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
     """
-    if reporter.may_start_monitor():
+    if not reporter.is_connected():
         name = world.broadcast_json(uuid.uuid4().hex)
         started_by = read_rank_info().started_by
         if world.local_rank == 0:
             start_for_rank(name, started_by, world.size)
         reporter.connect(name, world.rank, world.size, local_rank=world.local_rank)
-    reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"), clock_ahead(world))
+    reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"))
     reporter.watch_for_hangs(timeout, on_hang, world.timeout)
-
-
-def clock_ahead(world: World) -> float:
-    """Seconds by which this rank's clock is ahead of rank 0's, wrong by about the time of a message. A collective."""
-    world.barrier()  # all ranks leave it at the same time
-    now = time.time()
-    return float(now - world.all_gather_json(now)[0])
 
 
 # What all ranks must have alike.

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.failures.watched_rank import WatchedRank
-
-BACKEND_SHARE = 0.8  # of backend.timeout: a rank that was silent for as long has not answered the others
+from lockstep.source_code import is_project
 
 # Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
@@ -84,11 +83,13 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "a module cannot be imported on this machine",
         "install it, or put PYTHONPATH=<its folder> before the command",
     ),
-    (
-        r"AttributeError|NameError|TypeError|KeyError|IndexError|ZeroDivisionError|AssertionError|NotImplementedError",
-        "the code at this line has a mistake",
-        "correct that line, then type the command that resumes",
-    ),
+)
+MISTAKES = (
+    r"AttributeError|NameError|TypeError|KeyError|IndexError|ZeroDivisionError|AssertionError|NotImplementedError"
+)
+PROJECTS_CODE = (
+    "see whether the values at this line are what your config, data and classes should give it; if they are, the "
+    "mistake is Lockstep's"
 )
 LOST_RANK = (
     "raised where ranks wait for each other: another rank or its machine is lost or did not answer within "
@@ -108,43 +109,34 @@ SIGNALS: dict[str, tuple[str, str]] = {
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
     "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
 }
-HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, unaligned)"
+HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, tcache)"
 ABORTS = {  # by the thread that has called abort: one that runs Python, or one of native code
     True: (
         f"native code ended the process (abort) in the call of the stack above: {HEAP}",
         "look at the native code that the line above calls; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
     False: (
-        "native code ended the process (abort) in a thread of its own, as gloo does when ranks give other shapes to "
-        f"one collective, and NCCL when a rank does not answer within backend.timeout; {HEAP}",
+        f"native code ended the process (abort) in a thread of its own: {HEAP}; else as gloo does when ranks give "
+        "other shapes to one collective, and NCCL when a rank does not answer within backend.timeout",
         "look at the words before this report: for gloo and NCCL look for a condition on the rank or its data before a "
         "collective; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
 }
 
 
-def first_failure(ranks: Sequence[WatchedRank], backend_timeout: float | None) -> WatchedRank | None:
+def first_failure(ranks: Sequence[WatchedRank]) -> WatchedRank | None:
     """The rank that failed first; None if none has failed.
 
-    It is the one whose end or exception is no error of communication, the earliest of several: a rank that is lost
-    makes the others fail, and these can say so before the monitor sees its end. If all ranks fail in communication, a
-    rank that had to be killed, and had done nothing for as long as the others wait, is the cause; else the first one
-    is. backend_timeout: how long ranks wait, in seconds, if it is known.
+    It is the cause of a hang, or the rank whose end or exception is no error of communication, the earliest of several:
+    a rank that is lost makes the others fail, and these can say so before the monitor sees its end. If all ranks fail
+    in communication, it is the earliest of those that ended by themselves.
     """
-    failed = sorted((rank for rank in ranks if rank.has_failed), key=lambda rank: rank.failed_at)
-    if not failed:
-        return None
-    hanging = [rank for rank in failed if rank.is_cause_of_hang]
-    ended_by_monitor = [rank for rank in failed if rank.killed_by_monitor and rank.failure is None]
-    by_themselves = [rank for rank in failed if rank not in ended_by_monitor]
-    causes = [rank for rank in by_themselves if not is_consequence(rank.failure)]
-    if hanging or causes:
-        return (hanging or causes)[0]
-    first = (by_themselves or failed)[0]
-    for rank in ended_by_monitor:
-        if backend_timeout and first.failed_at - rank.page.last_progress > BACKEND_SHARE * backend_timeout:
-            return rank
-    return first
+
+    def key(rank: WatchedRank) -> tuple[bool, bool, bool, float]:
+        is_ended_by_monitor = rank.killed_by_monitor and rank.failure is None
+        return not rank.is_cause_of_hang, is_ended_by_monitor, is_consequence(rank.failure), rank.failed_at
+
+    return min((rank for rank in ranks if rank.has_failed), key=key, default=None)
 
 
 def is_consequence(failure: Mapping[str, Any] | None) -> bool:
@@ -152,13 +144,17 @@ def is_consequence(failure: Mapping[str, Any] | None) -> bool:
     return failure is not None and failure["kind"] == "exception" and bool(failure.get("is_communication"))
 
 
-def explain_exception(type_name: str, message: str, is_communication: bool = False) -> tuple[str, str]:
-    """(what it means, what to type) in plain words. is_communication: see lockstep.failures.record."""
+def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
+    """(what it means, what to type) in plain words. failure: see lockstep.failures.record."""
     for pattern, meaning, advice in MEANINGS:
-        if re.search(pattern, f"{type_name}: {message}"):
+        if re.search(pattern, f"{failure['type']}: {failure['message']}"):
             return meaning, advice
-    if is_communication:
+    if failure["is_communication"]:
         return LOST_RANK
+    if is_project(failure.get("file", "")):
+        return "the code of Lockstep raised this exception", PROJECTS_CODE
+    if re.match(MISTAKES, failure["type"]):
+        return "the code at this line has a mistake", "correct that line, then type the command that resumes"
     return "the code raised this exception", "correct its cause, then type the command that resumes"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 Message = dict[str, Any]
 LARGEST_LINE = 2**22  # bytes of one message
 RETRY_SECONDS = 0.01
+ANSWER_SECONDS = 4.0  # for a monitor that has to read logs. It kills ranks 5 s after a failure, also those that wait
 
 
 def address_of(name: str) -> str:
@@ -82,22 +83,10 @@ class Reader:
 
     def read(self) -> list[Message]:
         """The messages that have arrived. Waits for the first bytes if there are none. `is_open` tells the end."""
-        return self._read() or []
-
-    def read_rest(self) -> list[Message]:
-        """All messages that have arrived. Does not wait: a child of a dead process may keep its connection open."""
-        self.connection.setblocking(False)
-        messages = []
-        while self.is_open and (arrived := self._read()) is not None:
-            messages += arrived
-        return messages
-
-    def _read(self) -> list[Message] | None:
-        """The messages that what has arrived completes; None if nothing has."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.connection, 2**16, 8)
-        except (BlockingIOError, TimeoutError):
-            return None
+        except TimeoutError:
+            return []
         except OSError:
             data, descriptors = b"", []
         self.descriptors += descriptors
@@ -109,14 +98,14 @@ class Reader:
                 messages.append(json.loads(line))
         return messages
 
-    def wait_for(self, key: str, seconds: float, **values: Any) -> Message | None:
-        """The first message that has `key` and these `values`, None if none comes within `seconds`."""
-        deadline = time.monotonic() + seconds
+    def wait_for(self, key: str) -> Message | None:
+        """The first message that has `key`, None if none comes within ANSWER_SECONDS."""
+        deadline = time.monotonic() + ANSWER_SECONDS
         try:
             while self.is_open and (left := deadline - time.monotonic()) > 0:
                 self.connection.settimeout(left)
                 for message in self.read():
-                    if key in message and values.items() <= message.items():
+                    if key in message:
                         return message
             return None
         finally:
@@ -129,13 +118,12 @@ PHASES = (
     *("start", "meeting", "prepare", "build", "resume"),
     *("train", "evaluation", "snapshot", "disk", "export", "end", "mode"),
 )
-NOBODY = -1
 
 # Offsets in the page, in bytes. All times are those of time.monotonic(), one clock for all processes of a machine.
 EPOCH, STEP, STEPS_ENDED, STEP_ENDED_AT = 0, 8, 16, 24
 PHASE, PHASE_SINCE = 32, 40
-SUM_VALUES, SUM_WAITS_FOR = 48, 56
-HEARTBEAT_AT = 64
+SUM_VALUES = 48
+HEARTBEAT_AT = 56
 
 
 def create_unnamed_file(name: str, size: int = 0) -> int:
@@ -197,11 +185,7 @@ class ProgressPage:
 
     def sum_starts(self, values: int) -> None:
         """The rank is in a sum through shared memory, which torch's flight recorder does not see."""
-        self.set(SUM_WAITS_FOR, NOBODY)
         self.set(SUM_VALUES, values)
-
-    def sum_waits_for(self, rank: int) -> None:
-        self.set(SUM_WAITS_FOR, rank)
 
     def sum_ends(self) -> None:
         self.set(SUM_VALUES, 0)

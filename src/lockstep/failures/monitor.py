@@ -8,20 +8,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from lockstep.failures.channel import Message, ProgressPage, Reader, peer, send
-from lockstep.failures.report import FailureReport, MonitorOptions, remove_report, write_report
+from lockstep.failures.report import FailureReport, MonitorOptions, take_earlier_report, write_report
 from lockstep.failures.watchdog import Watchdog
-from lockstep.failures.watched_rank import WatchedRank, children, is_gone, open_pid_file
+from lockstep.failures.watched_rank import WatchedRank, open_pid_file
 
 POLL_SECONDS = 0.2
-FIRST_RANK_SECONDS = 900.0  # for the first rank to connect, where no launcher stays connected
+FIRST_RANK_SECONDS = 900.0  # for the first rank, or the launcher, to connect
 END_SECONDS = 0.5  # from the first failure in which the other ranks of the machine report how they end
-GRACE_SECONDS, GRACE_WHILE_SAVING = 5.0, 30.0  # from the first failure until the other ranks are killed
-AGENT_SECONDS, AGENT_POLL_SECONDS = 35.0, 0.1  # for torchrun to end after its ranks
+# From the first failure until the other ranks are killed: after a hang, while one saves, and else.
+GRACE_AFTER_HANG, GRACE_WHILE_SAVING, GRACE_SECONDS = 0.5, 30.0, 5.0
+AGENT_SECONDS = 35.0  # for torchrun to end after its ranks
 
 
 class Monitor:
@@ -30,43 +31,46 @@ class Monitor:
     def __init__(self, listener: socket.socket, options: MonitorOptions) -> None:
         self.options, self.listener = options, listener
         self.selector = selectors.DefaultSelector()
-        self.unmet: set[socket.socket] = set()  # connections without a first message
         self.ranks: list[WatchedRank] = []
-        self.forgotten: list[WatchedRank] = []  # whose files are still open
         self.launcher: socket.socket | None = None
         self.launcher_lost_at: float | None = None
+        self.requests: list[Message] = []  # of the launcher, not answered yet
         self.run_dir: str | None = None
-        self.started, self.started_wall_time = time.monotonic(), time.time()
+        self.before: dict[str, Any] | None = None  # the report of an earlier start or attempt
+        self.started = time.monotonic()
         self.report: FailureReport | None = None
         self.watchdog: Watchdog | None = None
-        self.is_over = self.is_printed = False
+        self.is_over = False
         listener.setblocking(False)
         self._watch(listener, self._accept)
 
     def run(self) -> None:
-        """Until the ranks and the launcher are gone."""
+        """Until the ranks and the launcher are gone.
+
+        The launcher is answered when all that ranks have sent is read: on a busy machine they connect, and end, before
+        this process has begun to listen.
+        """
         while not self.is_over:
-            for key, _ in self.selector.select(POLL_SECONDS):
-                if self.selector.get_map().get(key.fd) is key:  # else its rank was forgotten just now
+            ready = self.selector.select(POLL_SECONDS)
+            while ready:
+                for key, _ in ready:
                     key.data()
+                ready = self.selector.select(0)
+            for request in self.requests:
+                self._obey(request)
+            self.requests = []
             self._check()
 
     def _watch(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
 
-    # Who connects.
-
     def _accept(self) -> None:
-        try:
-            connection, _ = self.listener.accept()
-        except BlockingIOError:  # `_hear_all` was faster
-            return
+        connection, _ = self.listener.accept()
         credentials = peer(connection)
         if credentials is not None and credentials[1] not in (os.getuid(), 0):  # else the socket's file has permissions
             connection.close()
             return
         reader = Reader(connection)
-        self.unmet.add(connection)
         self._watch(connection, lambda: self._read_first(connection, reader))
 
     def _read_first(self, connection: socket.socket, reader: Reader) -> None:
@@ -75,26 +79,21 @@ class Monitor:
         if not messages and reader.is_open:
             return
         self.selector.unregister(connection)
-        self.unmet.remove(connection)
         if messages and "launcher" in messages[0]:
             self.launcher = connection
             self._watch(connection, lambda: self._read_launcher(reader))
-            self._obey(messages[1:])
-        elif messages and "hello" in messages[0] and len(reader.descriptors) >= 2:
+            self.requests += messages[1:]
+        elif messages and "hello" in messages[0] and is_of_process(connection, messages[0]["hello"]["pid"]):
             rank = self._add_rank(messages[0]["hello"], connection, reader)
-            self._note(rank, messages[1:])
-            if rank.is_visible and is_gone(rank.pid):  # a process that is reaped has no pidfd
-                self._rank_ended(rank)
+            for message in messages[1:]:
+                self._note(rank, message)
         else:
             connection.close()
+            self.is_over = self.options.is_foreign and not self.ranks
 
     def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> WatchedRank:
         page, stacks, *asks = reader.descriptors
-        credentials = peer(connection)
-        is_visible = credentials is None or credentials[0] == hello["pid"]
-        rank = WatchedRank(
-            hello, connection, reader, ProgressPage(page), stacks, asks=asks[0] if asks else None, is_visible=is_visible
-        )
+        rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, asks[0] if asks else None)
         os.close(page)
         self.ranks.append(rank)
         self._watch(connection, lambda: self._read_rank(rank))
@@ -102,128 +101,96 @@ class Monitor:
             self._watch(rank.pid_file, lambda: self._rank_ended(rank))
         return rank
 
-    # What ranks say, and how they end.
-
     def _read_rank(self, rank: WatchedRank) -> None:
-        self._note(rank, rank.reader.read())
-        if not rank.reader.is_open and rank.connected:
+        for message in rank.reader.read():
+            self._note(rank, message)
+        if not rank.reader.is_open:
             self.selector.unregister(rank.connection)
             rank.note_end_of_connection()
 
-    def _note(self, rank: WatchedRank, messages: Sequence[Message]) -> None:
-        for message in messages:
-            rank.note(message)
-            if "run_dir" in message:
-                self.run_dir = message["run_dir"]
-            elif "watch" in message:
-                self.watchdog = self.watchdog or Watchdog(**message["watch"])
-            elif message.get("ended") == "finished" and rank.rank == 0 and self.run_dir is not None:
-                remove_report(self.run_dir, self.started_wall_time)
+    def _note(self, rank: WatchedRank, message: Message) -> None:
+        rank.note(message)
+        if "run_dir" in message:
+            self.run_dir = message["run_dir"]
+            if rank.rank == 0:
+                self.before = take_earlier_report(message["run_dir"])
+        elif "watch" in message and sys.platform == "linux":
+            self.watchdog = self.watchdog or Watchdog(**message["watch"])
 
     def _rank_ended(self, rank: WatchedRank) -> None:
         if rank.pid_file is not None:
             self.selector.unregister(rank.pid_file)
-        self._note(rank, rank.reader.read_rest())
         rank.note_death()
-
-    def _hear_all(self) -> None:
-        """Read what ranks have sent, also those that nobody has met yet.
-
-        On a busy machine ranks connect, and end, before this process has begun to listen.
-        """
-        while keys := [key for key, _ in self.selector.select(0) if key.fileobj in {self.listener, *self.unmet}]:
-            for key in keys:
-                key.data()
-        for rank in self.ranks:
-            self._note(rank, rank.reader.read_rest())
 
     # What the launcher asks for.
 
     def _read_launcher(self, reader: Reader) -> None:
-        assert self.launcher is not None
-        self._obey(reader.read())
-        if not reader.is_open and not self.is_over:  # the launcher was killed
-            self.selector.unregister(self.launcher)
+        self.requests += reader.read()
+        if not reader.is_open:  # it has ended, or was killed
+            self.selector.unregister(reader.connection)
             self.launcher_lost_at = time.monotonic()
-            if self.options.temporary_folder is not None:
-                shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
 
-    def _obey(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if "ranks_ended" in message:
-                self._answer_launcher(message["ranks_ended"])
-            elif "next_attempt" in message:
-                for rank in self.ranks:
-                    rank.stop_watching(self.selector)
-                self.forgotten, self.ranks, self.report = self.forgotten + self.ranks, [], None
-                if self.watchdog is not None:
-                    self.watchdog.expect_new_ranks(time.monotonic())
-                self.options.attempt, self.started_wall_time = message["next_attempt"], time.time()
-            elif "over" in message:
-                self.is_over = True
-
-    def _answer_launcher(self, exit_codes: dict[str, int]) -> None:
-        """Send the report of the ranks, which have all ended. exit_codes: {pid: exit code}."""
-        assert self.launcher is not None
-        self._hear_all()
-        for rank in self.ranks:
-            rank.note_death(exit_codes.get(str(rank.pid)))
-        self._compose()
-        report = self.report and {"contents": self.report.contents, "screen": self.report.screen()}
-        with suppress(OSError):  # the launcher does not wait any more
-            send(self.launcher, {"report": report, "attempt": self.options.attempt})
-
-    def _compose(self) -> None:
-        timeout = None if self.watchdog is None else self.watchdog.backend_timeout
-        self.report = write_report(self.ranks, self.run_dir, self.options, self.started_wall_time, timeout)
+    def _obey(self, request: Message) -> None:
+        if "ranks_ended" in request:
+            for rank in self.ranks:
+                rank.note_death(request["ranks_ended"].get(str(rank.pid)))
+            self.report = write_report(self.ranks, self.run_dir, self.options, self.before)
+            report = self.report and {"contents": self.report.contents, "screen": self.report.screen()}
+            assert self.launcher is not None
+            with suppress(OSError):  # the launcher does not wait any more
+                send(self.launcher, {"report": report})
+        elif "next_attempt" in request:
+            for rank in self.ranks:
+                for file in (rank.connection, rank.pid_file):
+                    with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
+                        self.selector.unregister(file or -1)
+                rank.close()
+            self.before = None if self.report is None else self.report.contents
+            self.ranks, self.report, self.watchdog = [], None, None
+        elif "over" in request:
+            self.is_over = True
 
     # What depends on time.
 
     def _check(self) -> None:
         """Kill ranks that do not end, look for hangs, report where no launcher asks, end this process."""
-        if self.watchdog is None or not self.watchdog.is_examining:  # a thread uses the files of ranks
-            for rank in self.forgotten:
-                rank.close()
-            self.forgotten = []
-        failed = [rank for rank in self.ranks if rank.has_failed]
-        if failed:
-            self._end_the_others(min(rank.failed_at for rank in failed))
+        failed_at = [rank.failed_at for rank in self.ranks if rank.has_failed]
+        if failed_at or self.launcher_lost_at is not None:
+            self._end_the_others(min(failed_at, default=self.launcher_lost_at or 0.0))
         elif self.watchdog is not None:
             self.watchdog.look(self.ranks, self.run_dir)
-        if self.launcher_lost_at is not None:
-            self._end_the_others(self.launcher_lost_at)
-            self.is_over = not any(rank.is_alive for rank in self.ranks)
-        if self.launcher is not None:
-            return
-        if not self.ranks or not self.options.is_foreign:  # a launcher that is killed early never connects
+        is_anyone_alive = any(rank.is_alive for rank in self.ranks)
+        if self.launcher_lost_at is not None and not self.is_over:
+            if self.options.temporary_folder is not None:
+                shutil.rmtree(self.options.temporary_folder, ignore_errors=True)
+            self.is_over = not is_anyone_alive
+        elif not self.ranks and self.launcher is None:
             self.is_over = self.is_over or time.monotonic() - self.started > FIRST_RANK_SECONDS
-            return
-        if failed and self.report is None:
-            self._report_of_foreign_ranks()
-        if not any(rank.is_alive for rank in self.ranks):
-            self.is_over = True
-            if self._agent_has_ended():
-                self._print()
+        elif self.options.is_foreign:
+            is_late = bool(failed_at) and time.monotonic() > min(failed_at) + END_SECONDS
+            if failed_at and self.report is None and (is_late or all(rank.end_is_known for rank in self.ranks)):
+                self._report_of_foreign_ranks()
+            if not is_anyone_alive:
+                self.is_over = True
+                if self.options.agent is not None:
+                    self._wait_for_agent()
+                    self._print()
 
     def _end_the_others(self, first_failure: float) -> None:
         """Kill ranks that do not end by themselves after another rank, or the launcher, has failed."""
-        waited = time.monotonic() - first_failure
+        is_hang = any(rank.is_cause_of_hang for rank in self.ranks)
         for rank in self.ranks:
             grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
-            if rank.is_alive and waited > grace:
+            if rank.is_alive and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
                 rank.kill()
 
     def _report_of_foreign_ranks(self) -> None:
-        """Once all ranks have said how they end, or have had the time for it. Those that fail wait for the answer."""
-        self._hear_all()
-        is_late = any(rank.has_failed and time.monotonic() > rank.failed_at + END_SECONDS for rank in self.ranks)
-        if not is_late and not all(rank.end_is_known for rank in self.ranks):
-            return
-        self._compose()
-        if not self.options.agent:
-            self._print()  # srun ends this process when the last rank has ended
+        """Those that fail wait for the answer: the exit code, and whether they are the first."""
+        self.report = write_report(self.ranks, self.run_dir, self.options, self.before)
         if self.report is None:
             return
+        if self.options.agent is None:  # srun ends this process when the last rank has ended
+            self._print()
         contents = self.report.contents
         screen = self.report.screen() if self.options.is_printed_by_rank else None
         for rank in self.ranks:
@@ -233,31 +200,27 @@ class Monitor:
                     answer = {"exit_code": contents["exit_code"], "is_first": is_first, "screen": screen}
                     send(rank.connection, answer)
 
-    def _agent_has_ended(self) -> bool:
-        """Wait for torchrun to end: its traceback comes before the report. False if it starts other ranks.
-
-        True also after AGENT_SECONDS: a report at an odd place is better than none.
-        """
-        agent = self.options.agent
-        pid_file = None if agent is None else open_pid_file(agent)
-        if agent is None or pid_file is None:
-            return True
-        with selectors.DefaultSelector() as waiter:
-            waiter.register(pid_file, selectors.EVENT_READ)
-            for _ in range(round(AGENT_SECONDS / AGENT_POLL_SECONDS)):
-                if waiter.select(AGENT_POLL_SECONDS):
-                    return True
-                if {*children(agent)} - {rank.pid for rank in self.ranks}:
-                    return False
-        return True
+    def _wait_for_agent(self) -> None:
+        """torchrun's traceback comes before the report."""
+        pid_file = open_pid_file(self.options.agent or 0)
+        if pid_file is not None:
+            with selectors.DefaultSelector() as waiter:
+                waiter.register(pid_file, selectors.EVENT_READ)
+                waiter.select(AGENT_SECONDS)
 
     def _print(self) -> None:
-        """Show the report once, unless a rank that was started alone does it itself."""
+        """Show the report, unless a rank that was started alone does it itself."""
         first = self.ranks[0]
         by_rank = self.options.is_printed_by_rank and first.failure is not None and not first.is_cause_of_hang
-        if self.report is not None and self.report.kind != "config" and not by_rank and not self.is_printed:
-            self.is_printed = True
-            print(self.report.screen(), file=sys.stderr, flush=True)
+        if self.report is not None and self.report.kind != "config" and not by_rank:
+            with suppress(OSError):  # nobody reads stderr any more
+                print(self.report.screen(), file=sys.stderr, flush=True)
+
+
+def is_of_process(connection: socket.socket, pid: int) -> bool:
+    """False for a rank in a container of its own: its process has another number here, and cannot be watched."""
+    credentials = peer(connection)
+    return credentials is None or credentials[0] == pid
 
 
 def main() -> None:

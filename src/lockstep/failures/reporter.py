@@ -29,8 +29,6 @@ STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 ASK, LEAVE = b"?", b"x"  # what the monitor may send
 RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
 MOST_SAMPLES = 1000  # that are named in a report
-# How long a rank that fails waits for the report: the monitor may be slow on a busy machine. It kills ranks after 5 s.
-REPORT_SECONDS = 4.0
 
 
 class Reporter:
@@ -95,7 +93,6 @@ def _answer(connection: socket.socket, stacks: int) -> None:
 
 
 _reporter = Reporter()
-_may_start = False
 
 
 def connect(name: str, rank: int, world_size: int, **facts: Any) -> None:
@@ -108,20 +105,8 @@ def connect(name: str, rank: int, world_size: int, **facts: Any) -> None:
         _reporter.introduce(identity | facts)
 
 
-@contextmanager
-def started_by_rank() -> Iterator[None]:
-    """Inside the block the rank may start a monitor: no launcher of this project has started one."""
-    global _may_start
-    _may_start = True
-    try:
-        yield
-    finally:
-        _may_start = False
-        disconnect()
-
-
-def may_start_monitor() -> bool:
-    return _may_start
+def is_connected() -> bool:
+    return _reporter.connection is not None
 
 
 def disconnect() -> None:
@@ -131,11 +116,10 @@ def disconnect() -> None:
     _reporter = Reporter()
 
 
-def set_run(run_dir: str, log_file: str, clock_ahead: float) -> None:
-    """Where the run folder and this rank's log are. clock_ahead: seconds from rank 0's clock to this rank's."""
+def set_run(run_dir: str, log_file: str) -> None:
+    """Where the run folder and this rank's log are."""
     _reporter.log_file = log_file
-    folder, log_file = os.path.abspath(run_dir), os.path.abspath(log_file)
-    _reporter.send({"run_dir": folder, "log": log_file, "clock_ahead": clock_ahead})
+    _reporter.send({"run_dir": os.path.abspath(run_dir), "log": os.path.abspath(log_file)})
 
 
 def watch_for_hangs(timeout: float | None, on_hang: str, backend_timeout: float) -> None:
@@ -244,11 +228,11 @@ def ended(how: str) -> None:
 
 
 def wait_for_report() -> dict[str, Any] | None:
-    """The monitor's answer to `failed`, at once or within REPORT_SECONDS; None without one.
+    """The monitor's answer to `failed`; None without one.
 
     "screen": the report, if this rank shall print it. "exit_code": of the run. "is_first": whether this rank failed
     first.
     """
     if _reporter.connection is None:
         return None
-    return channel.Reader(_reporter.connection).wait_for("exit_code", REPORT_SECONDS)
+    return channel.Reader(_reporter.connection).wait_for("exit_code")

@@ -18,7 +18,6 @@ from lockstep.failures.reporter import ADDRESS
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 
-REPORT_SECONDS = 5.0  # for the answer of a monitor that has to read logs
 # Without site-packages and PYTHON* variables the interpreter starts in 20 ms, and runs no code of the user's.
 PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.failures.monitor import main; main()"
 
@@ -62,7 +61,6 @@ class MonitorLink:
 
     def __init__(self, temporary_folder: str | None) -> None:
         self.name = uuid.uuid4().hex
-        self.attempt = 0
         options = MonitorOptions(command=typed_command(), temporary_folder=temporary_folder)
         start_monitor(self.name, options)
         self.connection: socket.socket | None = channel.connect(channel.address_of(self.name), timeout=2)
@@ -84,13 +82,21 @@ class MonitorLink:
         if self.connection is None:
             return None
         self._send({"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
-        answer = self.reader.wait_for("report", REPORT_SECONDS, attempt=self.attempt)
-        return None if answer is None else answer["report"]
+        answer = self.reader.wait_for("report")
+        if answer is None:  # what comes later must not be taken for the report of the next attempt
+            self._close()
+            return None
+        report: dict[str, Any] | None = answer["report"]
+        return report
 
-    def next_attempt(self, number: int) -> None:
-        """The ranks are about to start again. number: how often they were started before."""
-        self.attempt = number
-        self._send({"next_attempt": number})
+    def next_attempt(self) -> None:
+        """The ranks are about to start again."""
+        self._send({"next_attempt": True})
+
+    def _close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
     def _send(self, message: channel.Message) -> None:
         if self.connection is not None:
@@ -102,8 +108,7 @@ class MonitorLink:
 
     def __exit__(self, *error: object) -> None:
         self._send({"over": True})
-        if self.connection is not None:
-            self.connection.close()
+        self._close()
 
 
 def typed_command() -> list[str]:
@@ -114,10 +119,12 @@ def typed_command() -> list[str]:
 def start_for_rank(name: str, started_by: str, world_size: int) -> None:
     """Start the monitor for ranks that another program has started. The first rank of each machine calls it."""
     is_torchrun = started_by == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
+    # Before a restart torchrun goes on, so the report need not wait for its end.
+    may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     options = MonitorOptions(
         is_foreign=True,
         is_printed_by_rank=started_by == "python" and world_size == 1,
-        agent=os.getppid() if is_torchrun else None,
+        agent=os.getppid() if is_torchrun and not may_restart else None,
         command=whole_command(started_by),
     )
     start_monitor(name, options)

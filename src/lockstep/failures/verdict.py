@@ -259,34 +259,28 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
 
 
 def _difference(entries: dict[int, Collective | None], history: Sequence[Call | None]) -> Difference:
-    """Usual is what most ranks do. Of several such calls, such as those of two ranks, what earlier steps make usual:
+    """Usual is what most ranks do. Of two such calls it is the one that came after the last common call before, or
+    else one that was made before at all. None, which stands for "not come there yet", is more usual than a new call.
 
-    1. the call that has come after the last common call before; 2. the call that the others have followed before;
-    3. the call that was made before at all; 4. None, which stands for "not come there yet", if only it and calls that
-    no rank has made before are left. history: the common calls before, in order.
+    history: the common calls before, in order.
     """
     by_call: dict[Call | None, list[int]] = {}
     for rank, entry in entries.items():
         by_call.setdefault(entry.call if entry else None, []).append(rank)
-    followers: dict[Call | None, set[Call | None]] = {}  # what has come right after a call; None stands for the start
-    for before, after in pairwise([None, *history]):
-        followers.setdefault(before, set()).add(after)
-    most = max(map(len, by_call.values()))
-    leaders = [call for call, ranks in by_call.items() if len(ranks) == most]
-    expected = followers.get(history[-1] if history else None, set())
-    for usual in (
-        leaders,
-        [call for call in leaders if call in expected],
-        [call for call in leaders if call and {*leaders} - {call} <= followers.get(call, set())],
-        [call for call in leaders if call in history],
-        [None] if None in leaders and history and not set(leaders) & set(history) else [],
-    ):
-        if len(usual) == 1:
-            odd = tuple(rank for call, ranks in by_call.items() if call != usual[0] for rank in ranks)
-            next_calls = {None, *followers.get(usual[0], set())}
-            skipped = usual[0] is not None and {*by_call} - {usual[0]} <= next_calls
-            return Difference(entries, odd, skipped)
-    return Difference(entries, tuple(entries), skipped=False)
+
+    def followers(call: Call | None) -> set[Call | None]:
+        return {after for before, after in pairwise([None, *history]) if before == call}
+
+    def usualness(call: Call | None) -> tuple[int, bool, bool, bool]:
+        is_next = call in followers(history[-1] if history else None)
+        return len(by_call[call]), is_next, call in history, call is None and bool(history)
+
+    usual, second, *_ = sorted(by_call, key=usualness, reverse=True)
+    if usualness(usual) == usualness(second):
+        return Difference(entries, tuple(entries), skipped=False)
+    odd = tuple(rank for call, ranks in by_call.items() if call != usual for rank in ranks)
+    skipped = usual is not None and {*by_call} - {usual} <= {None, *followers(usual)}
+    return Difference(entries, odd, skipped)
 
 
 # The facts of a rank.
@@ -294,7 +288,7 @@ def _difference(entries: dict[int, Collective | None], history: Sequence[Call | 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What is known of one rank, as values of JSON: machines show them to each other.
+    """What is known of one rank.
 
     state: the letter in /proc/<pid>/stat, "" for no such process.
     children_run: whether a process that it has started computes, such as a loader worker.
@@ -302,7 +296,7 @@ class RankFacts:
     answers: whether its Python threads run, None if they cannot be asked.
     stacks, main_thread: what faulthandler has written, and the thread to look at.
     records: torch's flight records.
-    sum_values, sum_waits_for: of a sum through shared memory that has not ended: its size, and a rank.
+    sum_values: the size of a sum through shared memory that has not ended, or 0.
     worker: the pid of a process that it has started, such as a loader worker, and the stacks of that one.
     """
 
@@ -318,8 +312,7 @@ class RankFacts:
     main_thread: str | None = None
     records: str = "[]"
     sum_values: int = 0
-    sum_waits_for: int | None = None
-    worker: Sequence[Any] | None = None
+    worker: tuple[int, str] | None = None
 
     @cached_property
     def stack(self) -> Stack:
@@ -514,12 +507,12 @@ class Diagnosis:
 
     @property
     def is_certain(self) -> bool:
-        """Not where the cause may be a rank of another machine that is only slow.
+        """Not where no cause is found, or it may be a rank of another machine: they may only be slow.
 
         Nor in a download, which may take hours, or in a mode that only works with a trained net.
         """
         may_take_hours = any(rank.phase in ("prepare", "mode") for rank in self.facts)
-        return self.verdict.kind is not Kind.ELSEWHERE and not may_take_hours
+        return self.verdict.kind not in (Kind.ELSEWHERE, Kind.UNKNOWN) and not may_take_hours
 
     def lines(self) -> list[str]:
         """What is printed if the run is not ended."""
@@ -563,9 +556,7 @@ def _row(rank: RankFacts) -> tuple[str, ...]:
     record, frame = rank.record, rank.workers_frame or rank.stack.place
     calls = f"{record.completed}/{record.enqueued}" if record.enqueued else "-"
     call = ", ".join(record.point_to_point) if record.point_to_point and not record.unfinished else rank.call()
-    if rank.sum_values and rank.sum_waits_for is not None:
-        call += f", for rank {rank.sum_waits_for}"
-    elif not rank.is_waiting:
+    if not rank.is_waiting:
         call = "no collective"
     elif len(call) > WIDEST_CALL:
         call = f"{call[: WIDEST_CALL - 3]}..."

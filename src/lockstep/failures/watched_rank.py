@@ -2,7 +2,6 @@
 
 import os
 import re
-import selectors
 import signal
 import socket
 import time
@@ -14,10 +13,11 @@ from typing import Any
 
 from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
 from lockstep.failures.record import last_lines
-from lockstep.failures.reporter import LEAVE
+from lockstep.failures.reporter import ASK, LEAVE
 from lockstep.failures.verdict import parse_stack
 
 EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
+LARGEST_STACKS = 2**24  # bytes
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {  # faulthandler's names
     "Segmentation fault": signal.SIGSEGV,
@@ -38,9 +38,7 @@ class WatchedRank:
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
     asks: int | None = None  # the socket to ask it, see lockstep.failures.reporter
-    is_visible: bool = True  # False in a container of its own, where its process has another number
     log: str | None = None
-    clock_ahead: float = 0.0  # seconds from the clock of rank 0's machine to this machine's
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
     failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record; or of a hang
@@ -52,7 +50,9 @@ class WatchedRank:
     out_of_memory: bool = False  # whether the kernel has killed for want of memory in this rank's control group
 
     def __post_init__(self) -> None:
-        self.pid_file = open_pid_file(self.pid) if self.is_visible else None  # becomes readable when the process ends
+        self.pid_file = open_pid_file(self.pid)  # becomes readable when the process ends
+        if self.asks is not None:
+            os.set_blocking(self.asks, False)
         self.oom_counters = _oom_counters(self.pid)  # the system forgets the group of a process that ends
         self.oom_kills_at_start = _oom_kills(self.oom_counters)
 
@@ -91,11 +91,6 @@ class WatchedRank:
         return self.died_at or time.monotonic()
 
     @property
-    def failed_at_time_of_day(self) -> float:
-        """In seconds since 1970, by the clock of rank 0's machine."""
-        return time.time() - time.monotonic() + self.failed_at - self.clock_ahead
-
-    @property
     def end_is_known(self) -> bool:
         """Whether it has reported how it ends, or has ended."""
         return self.failure is not None or self.ended is not None or self.died_at is not None
@@ -103,7 +98,7 @@ class WatchedRank:
     def note(self, message: Message) -> None:
         """What the rank has sent, see `lockstep.failures.reporter`."""
         if "run_dir" in message:
-            self.log, self.clock_ahead = message["log"], message["clock_ahead"]
+            self.log = message["log"]
         elif "resumed" in message:
             self.resumed_from, self.resumed_step = message["resumed"]
         elif "failed" in message and self.failure is None:
@@ -138,7 +133,7 @@ class WatchedRank:
     @property
     def _crash(self) -> str:
         """What faulthandler has written of a crash, "" for none: its name and the stacks."""
-        _, is_crash, text = os.pread(self.stacks, 2**20, 0).decode(errors="replace").rpartition(CRASH)
+        _, is_crash, text = self.read_stacks(0).rpartition(CRASH)
         return text if is_crash else ""
 
     @property
@@ -163,27 +158,43 @@ class WatchedRank:
         """This rank is the cause of a hang. diagnosis: what the report says of it."""
         self.failure = {"kind": "hang", "time": time.monotonic(), "log_lines": last_lines(self.log), **diagnosis}
 
+    def ask(self) -> None:
+        """Ask the rank for its stacks and flight records. It answers if its Python threads can run."""
+        self.read_answer()  # one that came too late
+        self._send(ASK)
+
     def leave(self) -> None:
         """Ask the rank to exit as one that hangs. It does so if its Python threads can run."""
+        self._send(LEAVE)
+
+    def _send(self, question: bytes) -> None:
         if self.asks is not None:
-            with suppress(OSError):
-                os.write(self.asks, LEAVE)
+            with suppress(OSError):  # it has ended
+                os.write(self.asks, question)
+
+    def read_answer(self) -> bytes:
+        """What has arrived of its flight records: a line of JSON."""
+        answer = b""
+        with suppress(OSError):  # nothing has arrived, or it has ended
+            while self.asks is not None and (data := os.read(self.asks, 2**16)):
+                answer += data
+        return answer
+
+    def stacks_size(self) -> int:
+        return os.fstat(self.stacks).st_size
+
+    def read_stacks(self, start: int) -> str:
+        """What faulthandler has written from byte `start` on."""
+        return os.pread(self.stacks, LARGEST_STACKS, start).decode(errors="replace")
 
     def kill(self) -> None:
-        if self.is_visible and self.died_at is None:
+        if self.died_at is None:
             self.killed_by_monitor = True
             with suppress(ProcessLookupError, PermissionError):
                 if self.pid_file is None:
                     os.kill(self.pid, signal.SIGKILL)
                 else:  # never another process that has got the same number
                     signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
-
-    def stop_watching(self, selector: selectors.BaseSelector) -> None:
-        """The rank belongs to the attempt before."""
-        for file in (self.connection, self.pid_file):
-            if file is not None:
-                with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
-                    selector.unregister(file)
 
     def close(self) -> None:
         self.connection.close()

@@ -75,7 +75,7 @@ class RankFailed(Exception):
     @property
     def will_fail_again(self) -> bool:
         """Whether the attempt before ended with the same failure at the same step."""
-        return bool((self.contents.get("repeated") or {}).get("will_fail_again"))
+        return bool(self.contents.get("will_fail_again"))
 
 
 def refuse_nesting(name: str) -> None:

@@ -27,20 +27,22 @@ class EnvLauncher(Launcher):
 
     def launch(self, worker: Worker, *args: Any) -> Any:
         end_with_starter()  # again: Hydra's launchers start jobs that do not begin in the command line
-        with reporter.started_by_rank():
-            try:
-                value = worker(*args)
-            except StoppedEarly:
-                reporter.ended("stopped")
+        try:
+            value = worker(*args)
+        except StoppedEarly:
+            reporter.ended("stopped")
+            raise
+        except BaseException as error:
+            reporter.failed(error)
+            failure = _with_report(error)
+            if failure is error:
                 raise
-            except BaseException as error:
-                reporter.failed(error)
-                failure = _with_report(error)
-                if failure is error:
-                    raise
-                raise failure from error
+            raise failure from error
+        else:
             reporter.ended("finished")
             return value
+        finally:
+            reporter.disconnect()
 
 
 def end_with_starter() -> None:

@@ -267,7 +267,7 @@ class Supervisor:
                     raise failure
                 attempt += 1
                 print_line(f"{failure.headline}\nlockstep: restart {attempt} of {self.max_restarts}", sys.stdout)
-                link.next_attempt(attempt)
+                link.next_attempt()
 
     def _attempt(
         self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]

@@ -33,7 +33,7 @@ OBJECTIVE: dict[str, Any] = {"name": str, "mode": str, "best": float | int | Non
 RUNNING, FINISHED, PAUSED, FAILED, KILLED = "running", "finished", "paused", "failed", "killed"
 UNKNOWN = "unknown"  # began on another machine, and writes nothing any more
 SILENT_SECONDS = 3600.0  # without a change in the folder of a run on another machine
-STATES = {"killed": KILLED, "hang": "hang", "silent": "hang"}  # by the kind of a failure report
+STATES = {"killed": KILLED, "hang": "hang"}  # by the kind of a failure report
 # struct flock of <fcntl.h> on 64-bit systems, and where its l_type is.
 FLOCK, LOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi", 0)
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf", "tensorboard", "tqdm", "scikit-learn")

@@ -54,8 +54,10 @@ def check_names(runs: Sequence[Run], names: Iterable[str], option: str) -> None:
     keys = columns.union(*(run["config"].keys() | run.get("options", {}).keys() for run in runs))
     for name in names:
         if name not in keys:
-            close = difflib.get_close_matches(name, keys, 1)
-            instead = close[0] if close else "objective"
+            of_section = [key for key in keys if key.rpartition(".")[0] == name.rpartition(".")[0]]
+            option_class = f"{name}._target_"  # --filter model=mlp
+            close = [option_class] if option_class in keys else difflib.get_close_matches(name, of_section, 1)
+            instead = f"{close[0] if close else 'objective'}{'=<value>' if option == '--filter' else ''}"
             raise ConfigError(
                 f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(columns))}; "
                 f"type {option} {instead}"

@@ -26,6 +26,7 @@ Found = tuple[dict[str, Any], Path]
 
 NOT_COMPARED = ("launch.", "hydra.", "sweep.", "mode.")  # parts of the config that say where a run computes, not what
 NOT_COMPARED_KEYS = ("run_dir", "resume", "trainer.pause_after")
+FOLDER = ".run_dir"  # of a logger
 
 
 @dataclass(frozen=True)
@@ -271,11 +272,16 @@ def require_same_run(path: Path, saved: dict[str, Any], ours: dict[str, Any]) ->
 def require_same_model(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise ConfigError if the snapshot `path` is of another model than `ours`, the keys of a model's config."""
     of_model = {key: value for key, value in saved.items() if key.startswith("model.")}
-    differences = _differences(of_model, ours, "here")
-    if differences:
+    differences = "; ".join(_differences(of_model, ours, "here"))
+    if any(of_model[key] != ours[key] for key in of_model.keys() & ours.keys()):
         raise ConfigError(
-            f"{path} is of another model: {'; '.join(differences)}; type a data set with the shape and the classes "
-            f"of the trained one, and leave out what changes the model"
+            f"{path} is of another model: {differences}; type a data set with the shape and the classes of the trained "
+            f"one's, and leave out model="
+        )
+    if differences:  # nobody can type a key away
+        raise ConfigError(
+            f"{path} was saved by another version of the code: {differences}; type git checkout <the commit in the "
+            f"run.json of the run>"
         )
 
 
@@ -307,7 +313,9 @@ def _differences(saved: dict[str, Any], ours: dict[str, Any], here: str) -> list
 def compared(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a flat config that says what is computed, without where."""
     return {
-        key: value for key, value in config.items() if key not in NOT_COMPARED_KEYS and not key.startswith(NOT_COMPARED)
+        key: value
+        for key, value in config.items()
+        if key not in NOT_COMPARED_KEYS and not key.startswith(NOT_COMPARED) and not key.endswith(FOLDER)
     }
 
 

@@ -4,13 +4,13 @@ the constraints between them.
 
 import ast
 import math
-import operator
 import random
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.config.schema import Sweep
 from lockstep.errors import ConfigError
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
 
@@ -22,27 +22,15 @@ DRAWS = 200  # of the values of one job, until the constraints allow one
 DIGITS = 6  # of a drawn number, so that it is read and typed easily, and does not depend on the C library
 CONSTRAINTS = "sweep.constraints"
 EXAMPLE = f"{CONSTRAINTS}=['optimizer.lr * trainer.epochs <= 10']"
-ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 
 Name = Callable[[int, str, Sequence[str]], str]
 """The folder of a job, from its number, what it changes, and all its overrides."""
 
 
 @dataclass(frozen=True)
-class SweepSettings:
+class SweepSettings(Sweep):
     """The section `sweep` of the config, and what a sweep needs to know of the rest.
 
     objective: "test/<metric>".
@@ -51,16 +39,6 @@ class SweepSettings:
     pause_after: `trainer.pause_after` of the config, which a search by halving sets itself.
     """
 
-    retry: str | None
-    max_failures: int | None
-    slots: int | str
-    changes: str
-    search: str
-    eta: int
-    first_rung: int
-    trials: int | None
-    seed: int
-    constraints: list[str]
     objective: str
     mode: str
     epochs: int
@@ -275,24 +253,22 @@ def limits_of(space: Space) -> list[dict[str, str]]:
 class Constraint:
     """One comparison, or a chain of them, of keys, numbers, + - * / and parentheses. keys: those that it names.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for anything else. So Python itself may compute it.
     """
 
     def __init__(self, text: str) -> None:
         self.text, self.keys = text, dict[str, None]()
         try:
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise self._unreadable(text) from None
-        if not isinstance(tree, ast.Compare):
+            raise self._unreadable() from None
+        compared = tree.body
+        if not isinstance(compared, ast.Compare):
             raise ConfigError(f"{CONSTRAINTS}: {text} compares nothing; type {EXAMPLE}")
-        for comparison in tree.ops:
-            if type(comparison) not in COMPARISONS:
-                raise self._unreadable(text)
-        self.comparisons = [COMPARISONS[type(comparison)] for comparison in tree.ops]
-        self.sides = [tree.left, *tree.comparators]
-        for side in self.sides:
-            self._read(side)
+        if not all(isinstance(comparison, COMPARISONS) for comparison in compared.ops):
+            raise self._unreadable()
+        compared.left, *compared.comparators = map(self._checked, [compared.left, *compared.comparators])
+        self.code = compile(tree, CONSTRAINTS, "eval")
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """values: of the keys that it names, which a job has. Raises ConfigError for a value that is no number."""
@@ -305,42 +281,27 @@ class Constraint:
                     f"{CONSTRAINTS}: {self.text} needs a number, and {key} is {value}; type {key}=<a number>"
                 )
         try:
-            numbers = [self._number(side, values) for side in self.sides]
+            return bool(eval(self.code, {"__builtins__": {}}, dict(values)))
         except ArithmeticError as error:
             raise ConfigError(f"{CONSTRAINTS}: {self.text} cannot be computed ({error}); type {EXAMPLE}") from None
-        pairs = zip(self.comparisons, numbers[:-1], numbers[1:], strict=True)
-        return all(compare(left, right) for compare, left, right in pairs)
 
-    def _read(self, node: ast.expr) -> None:
-        """Note the keys of an expression."""
-        if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-            self._read(node.left)
-            self._read(node.right)
+    def _checked(self, node: ast.expr) -> ast.expr:
+        """An expression in which each key, such as optimizer.lr, is one name. Raises ConfigError for another."""
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
+            node.left, node.right = self._checked(node.left), self._checked(node.right)
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            self._read(node.operand)
+            node.operand = self._checked(node.operand)
         elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
-            self.keys[self._dotted(node)] = None
+            key = ast.unparse(node)
+            if not isinstance(node, ast.Name | ast.Attribute) or not re.fullmatch(r"\w+(\.\w+)*", key):
+                raise self._unreadable(f": {key}")
+            self.keys[key] = None
+            return ast.copy_location(ast.Name(key, ast.Load()), node)
+        return node
 
-    def _dotted(self, node: ast.expr) -> str:
-        if isinstance(node, ast.Attribute):
-            return f"{self._dotted(node.value)}.{node.attr}"
-        if isinstance(node, ast.Name):
-            return node.id
-        raise self._unreadable(ast.unparse(node))
-
-    def _number(self, node: ast.expr, values: Mapping[str, object]) -> float:
-        if isinstance(node, ast.BinOp):
-            return ARITHMETIC[type(node.op)](self._number(node.left, values), self._number(node.right, values))
-        if isinstance(node, ast.UnaryOp):
-            return -self._number(node.operand, values)
-        value = node.value if isinstance(node, ast.Constant) else values[self._dotted(node)]
-        assert isinstance(value, int | float)
-        return value
-
-    def _unreadable(self, part: str) -> ConfigError:
-        what = "" if part == self.text else f": {part}"
+    def _unreadable(self, part: str = "") -> ConfigError:
         return ConfigError(
-            f"{CONSTRAINTS}: {self.text} cannot be read{what}; "
+            f"{CONSTRAINTS}: {self.text} cannot be read{part}; "
             f"type keys, numbers, + - * / and a comparison, such as {EXAMPLE}"
         )
 

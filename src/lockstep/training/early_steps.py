@@ -6,15 +6,12 @@ With means the numbers would change with the number of ranks.
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import Timer, get_ident
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.compat import frame_of_thread
 from lockstep.data.dataset import count_samples, map_tensors, tensors_in
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import Strategy
@@ -25,7 +22,6 @@ log = logging.getLogger(__name__)
 TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
 FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
 WATCHED_STEPS = 20
-SLOW_SECONDS = 60.0
 NAMED = 4  # parameters that a sentence names
 EXPECTED = 20  # targets of a class that never comes
 ROUNDING = 1e-9
@@ -49,26 +45,6 @@ class EarlySteps:
         self.without_gradient: dict[str, nn.Parameter] = {}
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
-
-    @contextmanager
-    def says_where(self) -> Iterator[None]:
-        """Inside the block: if the first step of this process takes a minute, a line says where it is."""
-        timer = Timer(SLOW_SECONDS, self._say_where, [get_ident()])
-        timer.daemon = True
-        if self.steps_to_watch == WATCHED_STEPS and self.strategy.own_epoch() is None:
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _say_where(self, thread: int) -> None:
-        frame = frame_of_thread(thread)
-        while frame is not None and "site-packages" in frame.f_code.co_filename and frame.f_back is not None:
-            frame = frame.f_back
-        if frame is not None and self.steps_to_watch == WATCHED_STEPS:
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            log.warning("the first step has taken %.0f s and is in %s at %s", SLOW_SECONDS, frame.f_code.co_name, place)
 
     def check_inputs(self, inputs: Any) -> None:
         """Raises ConfigError as `require_plain_inputs` does."""

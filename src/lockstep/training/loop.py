@@ -69,8 +69,7 @@ def fit(
             reporter.epoch_starts(epoch)
             loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
             try:
-                with state.early_steps.says_where():
-                    samples = train(state, loader, timer, [*watchers, speed])
+                samples = train(state, loader, timer, [*watchers, speed])
                 means = state.nan.require_finite(state.meter.means(), progress.step)
             except TrainingDiverged as error:
                 snapshots.roll_back(error)  # it raises the error, but with watch.nan=rollback

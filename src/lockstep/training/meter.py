@@ -55,7 +55,7 @@ class Meter:
         if missing:
             raise ConfigError(
                 f"{type(self.task).__name__} returns no sum {missing[0]}, but {', '.join(sums)}; "
-                f"type ~task.metrics.{missing[0]}"
+                f"leave task.metrics.{missing[0]} out, or type task=<an option in conf/task>"
             )
         return [sums[name].detach() for name in self.names]
 
