@@ -49,9 +49,9 @@ def seed() -> None:
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Command]]:
     """start(*words, **environment) -> a running Command, in an empty folder."""
     started: list[Command] = []
-    marked = request.node.get_closest_marker("new_process") is not None
+    new_process = request.node.get_closest_marker("new_process") is not None
 
-    def start_command(*words: str, cwd: Path = tmp_path, new_process: bool = marked, **env: object) -> Command:
+    def start_command(*words: str, cwd: Path = tmp_path, **env: object) -> Command:
         started.append(Command(list(words), cwd, new_process, **env))
         return started[-1]
 
@@ -76,7 +76,7 @@ def start_faulty(start: Callable[..., Command], request: pytest.FixtureRequest) 
 
     def start_command(*words: str, **env: object) -> Command:
         traces = Traces()
-        watched.append((start(*words, new_process=True, **traces.environment | env), traces))
+        watched.append((start(*words, **traces.environment | env), traces))
         return watched[-1][0]
 
     yield start_command

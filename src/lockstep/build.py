@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -25,10 +26,11 @@ from lockstep.preflight import check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, refuse_changing_weights
+from lockstep.tasks.base import modules_of
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
-from lockstep.training.parameter_groups import ParameterRules
-from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
+from lockstep.training.parameter_groups import ParameterRules, can_fuse
+from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.watchers import RunningMetrics
@@ -55,8 +57,10 @@ def model_and_data(
     trainer, data = cfg.trainer, cfg.dataset
     train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
     with seeded(cfg.seed):
+        torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
         with strategy.building(world.size):
             model = instantiate_as(nn.Module, cfg.model, "model")
+        torch.set_default_dtype(torch.float32)  # a constructor, too
         memory_format = model_memory_format(model, trainer.channels_last, world.device)
         model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
         converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
@@ -65,6 +69,7 @@ def model_and_data(
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
+    refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))
 
@@ -104,6 +109,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     """
     trainer, task, samples = cfg.trainer, instantiate(cfg.task), len(loader)
     shares = strategy.data_parallel_size(strategy.world.size)
+    for module in modules_of(task):
+        cast(module, trainer.precision)
+        module.to(strategy.world.device)
     settings = TrainSettings(
         epochs=trainer.epochs,
         max_steps=trainer.max_steps,
@@ -118,7 +126,10 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         log_every=cfg.logging.every,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    make = instantiate(OmegaConf.create({k: v for k, v in cfg.optimizer.items() if k not in NOT_PASSED["optimizer"]}))
+    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
+    if options.get("fused") == "auto":
+        options["fused"] = can_fuse(strategy.model)
+    make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.

@@ -24,7 +24,7 @@ from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
-from lockstep.strategies.base import JobSpec, Strategy
+from lockstep.strategies.base import JobSpec, Strategy, refuse_changing_weights
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.setup import model_memory_format
@@ -147,7 +147,7 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
         nan=cfg.watch.nan,
         save_unit=SaveInterval(cfg.snapshot.every).unit,
         optimizer=get_object(cfg.optimizer._target_),
-        fused_optimizer=bool(cfg.optimizer.get("fused")),
+        fused_optimizer=cfg.optimizer.get("fused") is True,
     )
 
 
@@ -174,6 +174,7 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         return
     on_gpus = cfg.backend.name != "gloo" and torch.cuda.is_available()
     model_memory_format(model, cfg.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
+    refuse_changing_weights(model, world_size)
     if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):

@@ -1,17 +1,19 @@
 """strategy=tensor_parallel: what a rank holds, and one process's numbers with data parallel beside it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.models.gpt import gpt
 from lockstep.snapshots.files import list_snapshots
 from lockstep.strategies.tensor_parallel import TensorParallel
-from support.configs import composed
+from support.configs import composed, with_values
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, train_all, weights
 
@@ -72,3 +74,44 @@ def test_a_gpt_that_cannot_be_cut_is_refused() -> None:
         TensorParallel(1, PLAN).validate_model(torch.nn.Linear(2, 2), 2)
     TensorParallel(1, PLAN).validate_model(model, 2)
     TensorParallel(2, PLAN).validate_model(model, 4)
+
+
+def test_a_whole_weight_between_cut_layers_gets_its_whole_gradient(tmp_path: Path) -> None:
+    words = ["model=linear", "model._target_=support.models.whole_inside", "trainer.precision=fp64", "logger=[]"]
+    base = composed(*words, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
+    plan = ["strategy=tensor_parallel", "strategy.plan=[{1:colwise},{3:rowwise}]"]
+    cut = composed(*words, *plan, "trainer.epochs=2", "trainer.batch_size=300", "trainer.max_grad_norm=0.5")
+    accumulated = with_values(cut, "trainer.gradient_accumulation_steps=3")
+    in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'one'}")])
+    both = {"cut": cut, "acc": accumulated}
+    in_world(2, train_all, [with_values(cfg, f"run_dir={tmp_path / name}") for name, cfg in both.items()])
+    for name in ("cut", "acc"):
+        assert distance(weights(tmp_path / "one"), weights(tmp_path / name)) < 1e-12
+
+
+def test_heads_and_stages_draw_masks_of_their_own() -> None:
+    (inside, outside, numbers), (inside_too, outside_too, numbers_too) = in_world(2, masks)
+    assert inside != inside_too
+    assert outside == outside_too
+    assert set(numbers).isdisjoint(numbers_too)
+
+
+def masks() -> tuple[list[bool], list[bool], list[int]]:
+    """The masks of dropout between cut layers and behind them, and the numbers of a pipeline's parts."""
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.gradient_sync import GradientSync
+    from lockstep.strategies.pipeline import Pipeline
+    from lockstep.strategies.tensor_parallel import TensorParallel
+
+    with init_distributed("gloo", 60, None) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(), nn.Linear(64, 32), nn.Dropout())
+        strategy, kept = TensorParallel(1, [{"0": "colwise"}, {"2": "rowwise"}]), list[list[bool]]()
+        strategy.setup(model, world, GradientSync())
+        for dropout in (model[1], model[3]):
+            dropout.register_forward_hook(lambda module, inputs, outputs: kept.append((outputs == 0).tolist()))
+        torch.manual_seed(1)
+        strategy.forward_backward(torch.ones(1, 2), torch.ones(1), lambda x, y: x.sum(), nullcontext(), True)
+        pipeline = Pipeline("GPipe", 2)
+        pipeline.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), world, GradientSync())
+        return *kept, [part.number for part in pipeline.parts(torch.arange(8), 2)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep import errors
-from support.commands import ROOT, Command
+from support.commands import ROOT, Command, processes_of
 
 MARK = "LOCKSTEP_DRILL"  # every process of a command inherits it
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,26 +41,26 @@ def tests_of_faults() -> set[str]:
 
 
 class Traces:
-    """What a command leaves: its processes are known by a variable in their environment, its files by their place."""
+    """What a command leaves: processes of its session or with a variable in their environment, files by their place."""
 
     def __init__(self) -> None:
         self.temporary = Path(tempfile.mkdtemp(prefix="drill-"))  # short: the path of a socket has at most 107 bytes
         self.environment = {"TMPDIR": str(self.temporary), MARK: self.temporary.name}
         self.shared_before = set(os.listdir(SHARED_MEMORY))
 
-    def processes(self) -> list[str]:
-        """The words of each process of the command that is alive."""
-        found, entry = [], f"\0{MARK}={self.temporary.name}\0".encode()
+    def processes(self, session: int) -> list[str]:
+        """The words of each process of the command that is alive. session: the pid of its first process."""
+        found, entry, together = [], f"\0{MARK}={self.temporary.name}\0".encode(), processes_of(session)
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-                if entry in b"\0" + (process / "environ").read_bytes():
+                if int(process.name) in together or entry in b"\0" + (process / "environ").read_bytes():
                     found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         return found
 
-    def orphans(self) -> list[str]:
+    def orphans(self, session: int) -> list[str]:
         """Those that do not end within PATIENCE. To be called after the command's end."""
         deadline = time.monotonic() + PATIENCE
-        while (found := self.processes()) and time.monotonic() < deadline:
+        while (found := self.processes(session)) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 
@@ -140,7 +140,8 @@ def row_of(fault: str, command: Command, traces: Traces) -> Row:
         outcome = MEANINGS.get(code, f"ended by {signal.Signals(code - 128).name}" if code in (129, 130, 143) else "-")
     broken = command.broken_at or (first["time"] if first else command.started)
     seconds = (command.ended or time.time()) - broken
-    return Row(fault, launcher_of(command.command), outcome, seconds, code, traces.orphans(), traces.files())
+    orphans = traces.orphans(command.process.pid)
+    return Row(fault, launcher_of(command.command), outcome, seconds, code, orphans, traces.files())
 
 
 def add_row(test: pytest.Item, row: Row) -> None:

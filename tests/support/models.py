@@ -1,9 +1,12 @@
 """Models and data sets of a user, which are not part of this project."""
 
+import math
 import resource
 import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -162,3 +165,95 @@ class Versioned(nn.Linear):
 
     def set_extra_state(self, state: dict[str, list[int]]) -> None:
         assert state == {"version": [1, 2]}
+
+
+class OddTensors(nn.Module):
+    """A linear layer, and parameters and buffers of every type and layout. A step moves most of the buffers."""
+
+    TYPES = ("bool", "int16", "uint16", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn")
+
+    def __init__(self, shape: list[int], classes: int, trains_all: bool = True) -> None:
+        """trains_all: False trains the parameters of float32 only."""
+        super().__init__()
+        self.layer = nn.Linear(math.prod(shape), classes)
+        self.empty = nn.Parameter(torch.empty(0)) if trains_all else None
+        self.filter = nn.Parameter(torch.polar(torch.ones(classes), torch.linspace(0, 1, classes)), trains_all)
+        self.gain = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.float64), trains_all)
+        self.shift = nn.Parameter(torch.full((classes,), 1 / 3, dtype=torch.bfloat16), trains_all)
+        self.codes = nn.Parameter(torch.arange(4, dtype=torch.int8), requires_grad=False)
+        self.coarse = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+        for name in self.TYPES:
+            self.register_buffer(f"of_{name}", torch.ones(5).to(getattr(torch, name)))
+        table = torch.arange(10.0).view(5, 2)
+        self.register_buffer("column", table[:, 0])
+        self.register_buffer("other_column", table[:, 1])
+        self.register_buffer("transposed", torch.arange(6.0).view(2, 3).T)
+        self.register_buffer("expanded", torch.ones(1).expand(5))
+        self.register_buffer("sparse", torch.eye(4).to_sparse())
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("direction", torch.ones(2) / 2**0.5)
+        self.register_buffer("running_mean", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                seen = inputs.mean()
+                for name in (*(f"of_{name}" for name in self.TYPES[1:]), "column", "other_column", "transposed"):
+                    buffer = getattr(self, name)
+                    buffer.copy_((seen * torch.arange(1, buffer.numel() + 1)).view(buffer.shape) * 8)
+                angle = 100 * seen
+                self.direction = torch.stack([angle.cos(), angle.sin()]).float()  # another tensor in its place
+                self.running_mean.lerp_(seen.float(), 0.5)
+        rows = torch.view_as_real(self.layer(inputs.flatten(1)) * self.filter).sum(-1)
+        outputs = (rows * self.gain + self.shift).to(inputs.dtype)
+        return outputs if self.empty is None else outputs + self.empty.sum()
+
+
+def whole_inside(shape: list[int], classes: int) -> nn.Sequential:
+    """Two linear layers around a weight that tensor parallelism leaves whole, and one behind them."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(shape), 32), nn.PReLU(), nn.Linear(32, 16), nn.PReLU(), nn.Linear(16, classes)
+    )
+
+
+class MadeInForward(nn.Module):
+    """Makes a buffer in its first forward pass, enlarges another, and keeps what it counts in its extra state."""
+
+    bank: Tensor
+    cache: Tensor | None
+
+    def __init__(self, shape: list[int], classes: int, extra: str = "set") -> None:
+        super().__init__()
+        self.layer, self.seen, self.extra = nn.Linear(math.prod(shape), classes), 0, extra
+        self.register_buffer("cache", None)
+        self.register_buffer("bank", torch.zeros(0, classes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.full((inputs[0].numel(),), 0.5))
+        if self.cache is None:
+            self.cache = torch.ones(())
+        outputs: Tensor = self.layer(inputs.flatten(1) * self.mask + self.cache + self.seen / 100)
+        if self.training:
+            self.seen += 1
+            self.bank = torch.cat([self.bank, outputs.detach().mean(0, keepdim=True)])
+        return outputs
+
+    def get_extra_state(self) -> Any:
+        forms = {"set": {self.seen, -1}, "bytes": str(self.seen).encode(), "array": np.full(3, self.seen)}
+        return {"seen": forms[self.extra]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = max(state["seen"]) if self.extra == "set" else int(state["seen"])
+
+
+class Words(nn.Module):
+    """A bag of token numbers, whose gradient is sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(17, 8, sparse=sparse), nn.Linear(8, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows: Tensor = self.head(self.embedding((inputs.flatten(1) * 16).long().clamp(0, 16)).mean(1))
+        return rows

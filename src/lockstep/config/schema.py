@@ -545,7 +545,7 @@ class SGD:
     momentum: Annotated[Fraction, "Momentum."]
     nesterov: Annotated[bool, "Nesterov's momentum."]
     weight_decay: Annotated[NotNegative, "Weight decay."]
-    fused: Annotated[bool | None, "One kernel for all weights."]
+    fused: Annotated[bool | Literal["auto"] | None, "One kernel for all weights; auto: where torch can."]
 
 
 @dataclass(frozen=True)
@@ -554,7 +554,7 @@ class AdamW:
     betas: Annotated[list[Fraction], "Decay of the two moments.", Limits(length=2)]
     eps: Annotated[NotNegative, "Added to the denominator."]
     weight_decay: Annotated[NotNegative, "Decoupled weight decay."]
-    fused: Annotated[bool | None, "One kernel for all weights."]
+    fused: Annotated[bool | Literal["auto"] | None, "One kernel for all weights; auto: where torch can."]
 
 
 @dataclass(frozen=True)

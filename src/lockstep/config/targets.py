@@ -396,11 +396,25 @@ def _as_declared(node: Any) -> Any:
         known = rules(OF_TORCH[path]) if path in OF_TORCH else {}
         if path.startswith("lockstep."):
             known = rules(hydra.utils.get_object(path))
+        for name in _tensor_arguments(path) if path.startswith("torch.nn.") else ():
+            if isinstance(inner.get(name), list):  # such as the class weights of a loss
+                declared = copy.deepcopy(node) if declared is node else declared
+                made = {"_target_": "torch.FloatTensor", "_args_": [inner[name]]}
+                OmegaConf.update(declared, join(key, name), made, merge=False)
         for name, rule in known.items():
             if name in inner and repr(rule.as_declared(inner[name])) != repr(inner[name]):  # 1 == 1.0
                 declared = copy.deepcopy(node) if declared is node else declared
                 OmegaConf.update(declared, join(key, name), rule.as_declared(inner[name]))
     return declared
+
+
+def _tensor_arguments(path: str) -> list[str]:
+    """The arguments of a class or function of torch that must be tensors, which YAML writes as lists."""
+    try:
+        parameters = inspect.signature(hydra.utils.get_object(path)).parameters
+    except Exception:  # there is none, which instantiate explains, or it is written in C
+        return []
+    return [name for name, parameter in parameters.items() if "Tensor" in str(parameter.annotation)]
 
 
 def _passed_on(node: Any, error: BaseException | None) -> list[str]:

@@ -27,7 +27,7 @@ from lockstep.distributed.environment import RankInfo
 from lockstep.errors import ConfigError, RankMissing
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 4096  # ranks that connect at the same time; Linux takes the smaller of this and net.core.somaxconn
@@ -196,7 +196,8 @@ def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
         return dist.TCPStore(address, info.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
     _wait_until_known(address, timeout.total_seconds())
     try:
-        return _host_store(address, info.master_port, timeout, _held_ports.pop(info, None))
+        # Without a socket of ours torch listens on every interface, whatever the address.
+        listener = _held_ports.pop(info, None) or listening_socket(address, info.master_port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -204,15 +205,7 @@ def _open_store(info: RankInfo, timeout: timedelta) -> "Store":
             f"port {info.master_port} on {address} is taken by another program; type "
             f"MASTER_PORT={info.master_port + 1} before the command, or launch.master_port={info.master_port + 1}"
         ) from None
-
-
-def _host_store(address: str, port: int, timeout: timedelta, listener: socket.socket | None) -> "TCPStore":
-    """A store in this process, at `listener` or at one as of `listening_socket`. Raises OSError as that does."""
-    from torch.distributed import TCPStore
-
-    # Without a socket of ours torch listens on every interface, whatever the address.
-    listener = listener or listening_socket(address, port)
-    return TCPStore(
+    return dist.TCPStore(
         address,
         listener.getsockname()[1],
         is_master=True,

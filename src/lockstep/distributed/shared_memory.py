@@ -144,16 +144,12 @@ def _create_folder(ranks: int, size: int) -> tuple[str, str]:
     folder = ""
     try:
         folder = tempfile.mkdtemp(prefix="lockstep-", dir="/dev/shm")
-        _fill_folder(Path(folder), ranks, size)
+        for writer in range(ranks):
+            for reader in range(ranks):
+                os.mkfifo(f"{folder}/{writer}-{reader}")
+        with open(f"{folder}/slots", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS
         return folder, ""
     except OSError as error:  # a container may have 64 MB
         shutil.rmtree(folder, ignore_errors=True)
         return "", f"finds no room for {size / 2**20:.1f} MB in /dev/shm ({error.strerror or error})"
-
-
-def _fill_folder(folder: Path, ranks: int, size: int) -> None:
-    for writer in range(ranks):
-        for reader in range(ranks):
-            os.mkfifo(folder / f"{writer}-{reader}")
-    with open(folder / "slots", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end a rank by SIGBUS

@@ -28,7 +28,7 @@ from lockstep.distributed.backend import (
     usual_interface,
     warn_of_unused_gpus,
 )
-from lockstep.distributed.environment import RankInfo, export_rank_info, read_rank_info
+from lockstep.distributed.environment import export_rank_info, read_rank_info
 from lockstep.distributed.rendezvous import form_group, on_one_machine
 from lockstep.errors import CannotStartNow, ConfigError
 from lockstep.failures import reporter
@@ -198,28 +198,17 @@ def init_distributed(
     wait = timedelta(seconds=timeout)
     interface = socket_ifname or usual_interface(on_one_machine(info))
     with backend_environment(interface, debug, p2p_disable, ib_disable), ExitStack() as resources:
-        _init_process_group(backend, info, wait, device if backend == "nccl" and bind_device else None, resources)
+        # A rank that still waits for this one gets an error at once.
+        resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+        store, bound = form_group(info, wait), device if backend == "nccl" and bind_device else None
+        dist.init_process_group(
+            backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
+        )
         control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
         assert isinstance(control, dist.ProcessGroup)
         log.info("rank %d of %d: %s on %s, started by %s", info.rank, info.world_size, backend, device, info.started_by)
         ranks = (info.rank, info.world_size, info.local_rank, info.local_world_size)
         yield World(*ranks, device, control, timeout, resources)
-
-
-def _init_process_group(
-    backend: str, info: RankInfo, wait: timedelta, device: torch.device | None, resources: ExitStack
-) -> None:
-    """device: what NCCL is bound to, if anything. resources: takes what is done when the rank leaves its world."""
-    resources.callback(_destroy_process_group)
-    store = form_group(info, wait)
-    dist.init_process_group(
-        backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=device
-    )
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()  # a rank that still waits for this one gets an error at once
 
 
 def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -106,8 +107,11 @@ class TensorBoardLogger(Logger):
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if self.histograms:
-            dense = values.to_dense() if values.is_sparse else values
-            finite = dense[dense.isfinite()].float()
+            dense = values.to_dense()
+            numbers = (torch.view_as_real(dense) if dense.is_complex() else dense).float()
+            finite = numbers[numbers.isfinite()]
+            if not finite.numel():
+                return
             self._write(lambda writer: writer.add_histogram(tag, finite, step, walltime=self._now()))
 
     def log_graph(self, model: nn.Module, inputs: Tensor) -> None:

@@ -52,26 +52,36 @@ def give_shapes(model: nn.Module, inputs: Any) -> None:
     model.train()
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """{the name of each parameter and buffer in `named_parameters()` and `named_buffers()`: all names that it has}.
+
+    A weight that two layers share has two names in the state dict.
+    """
+    names: dict[int, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    return {of_one[0]: of_one for of_one in names.values()}
+
+
 def matching_parameters(model: nn.Module, pattern: str) -> set[str]:
-    """The names of the parameters that `pattern` names, such as `bias`, `norm`, `layer1` or `blocks.*.attn`.
+    """The first names of the parameters that `pattern` names, such as `bias`, `norm`, `layer1` or `blocks.*.attn`.
 
     bias: those whose last name is bias. norm: those of a normalisation layer (its class has Norm in its name). Any
     other pattern is compared with the parameter's name and with the names of the modules that hold it, by the rules of
-    fnmatch: `layer1` is all of layer1, `*.weight` every weight.
+    fnmatch: `layer1` is all of layer1, `*.weight` every weight. Of a shared weight any of its names counts.
     """
-    names = set()
-    for owner_name, owner in model.named_modules():
-        for last, _ in owner.named_parameters(recurse=False):
-            name = f"{owner_name}.{last}" if owner_name else last
-            if pattern == "bias":
-                is_match = last == "bias"
-            elif pattern == "norm":
-                is_match = "Norm" in type(owner).__name__
-            else:
-                is_match = any(fnmatchcase(candidate, pattern) for candidate in _with_modules(name))
-            if is_match:
-                names.add(name)
-    return names
+    names, parameters = all_names(model), dict(model.named_parameters())
+    return {first for first in parameters if any(_is_match(model, name, pattern) for name in names[first])}
+
+
+def _is_match(model: nn.Module, name: str, pattern: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    if pattern == "bias":
+        return last == "bias"
+    if pattern == "norm":
+        return "Norm" in type(model.get_submodule(owner)).__name__
+    return any(fnmatchcase(candidate, pattern) for candidate in _with_modules(name))
 
 
 def require_matches(key: str, patterns: Sequence[str], matched: Iterable[bool], names: Iterable[str]) -> None:

@@ -87,12 +87,12 @@ class Export(Mode):
         import torch
 
         from lockstep.modes.trained_net import TrainedNet
-        from lockstep.strategies.tensor_bytes import map_only
+        from lockstep.strategies.tensor_bytes import as_saved, map_only
 
         model = trained.state.strategy.model.eval()
         if self.format in ("state_dict", "safetensors"):
             state = dict(model.state_dict())
-            weights: Weights = map_only(torch.Tensor, lambda tensor: tensor.cpu().contiguous(), state)
+            weights: Weights = map_only(torch.Tensor, as_saved, state)
             require_same_weights(weights, write_weights(weights, path, self.format), self.format)
             return
         net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
@@ -131,10 +131,12 @@ def require_same_weights(ours: Weights, theirs: Weights, format: str) -> None:
     """Raise ConfigError if a file does not hold the tensors that were written to it, value by value."""
     import torch
 
+    from lockstep.strategies.tensor_bytes import to_bytes
+
     for name, value in ours.items():
         if not isinstance(value, torch.Tensor):
             continue
-        if name not in theirs or not torch.equal(value.nan_to_num(), theirs[name].nan_to_num()):
+        if name not in theirs or not torch.equal(to_bytes([value]), to_bytes([theirs[name]])):
             raise ConfigError(
                 f"mode.format={format}: the file holds another {name} than the net; type mode.file=<a file elsewhere>"
             )

@@ -281,7 +281,8 @@ class FirstSteps(Watcher):
     def _whole(self, named: dict[str, Any]) -> Named:
         """Tensors of the whole model, on rank 0."""
         whole = self.state.strategy.full_state(named)
-        return {name: value.detach().cpu().clone() for name, value in whole.items() if isinstance(value, Tensor)}
+        tensors = {name: value.detach().cpu() for name, value in whole.items() if isinstance(value, Tensor)}
+        return {name: (torch.view_as_real(v) if v.is_complex() else v).clone() for name, v in tensors.items()}
 
 
 def _read(loader: BatchLoader, turn: int = 1) -> list[Tensor]:

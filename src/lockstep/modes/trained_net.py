@@ -17,8 +17,8 @@ from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
 from lockstep.modes.base import folder_of, recorded_classes
 from lockstep.snapshots.resume import PYTHON, load_first_good, snapshots_to_try
-from lockstep.snapshots.state import trained_weights
-from lockstep.training.setup import AUTOCAST_TYPES, autocast, model_dtype, model_memory_format
+from lockstep.snapshots.state import trained_weights, with_buffers
+from lockstep.training.setup import AUTOCAST_TYPES, autocast, cast, model_dtype, model_memory_format
 
 
 class TrainedNet(nn.Module):
@@ -99,10 +99,12 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
         config["trainer.precision"],
         model_memory_format(net, channels_last, torch.device(device)),
     )
-    net = net.to(device, model_dtype(precision))  # before the weights come: float64 would lose digits
+    cast(net, precision)  # before the weights come: float64 would lose digits
+    net = net.to(device)
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
     weights = trained_weights(saved, averaged=config["trainer.ema"] is not None)
+    weights = with_buffers(net, weights, saved["buffers"])
     try:
         net.load_state_dict(weights)
     except RuntimeError as error:  # of a model of the user's

@@ -143,15 +143,17 @@ def state_of(run: Run) -> str:
         return STATES.get(failure["first"]["kind"], FAILED)
     if life["state"] == FAILED or is_here:
         return FAILED if life["state"] == FAILED else KILLED
-    return RUNNING if time.time() - _changed_at(folder) < SILENT_SECONDS else UNKNOWN
+    return RUNNING if time.time() - changed_at(folder) < SILENT_SECONDS else UNKNOWN
 
 
-def _changed_at(folder: Path) -> float:
+def changed_at(folder: Path) -> float:
     """When a file of a run folder was written last, in seconds since 1970."""
     times = [0.0]
     for part in (folder, folder / "logs", folder / "snapshots"):
         with suppress(OSError), os.scandir(part) as entries:
-            times += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+            for entry in entries:
+                with suppress(OSError):  # it may be removed meanwhile; what a link names may be anywhere
+                    times.append(entry.stat(follow_symlinks=False).st_mtime)
     return max(times)
 
 

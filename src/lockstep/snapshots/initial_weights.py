@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, first_of
-from lockstep.models.base import matching_parameters, require_matches
+from lockstep.models.base import all_names, matching_parameters, require_matches
 from lockstep.snapshots.files import list_snapshots, load_plain, open_parts
 from lockstep.strategies.tensor_bytes import StoredTensor, whole
 
@@ -55,10 +55,15 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
         return
     path = file_of_weights(where)
     saved = _without_wrappers(_state_dict(path, where))
-    own = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    names = all_names(model)
+    new = {name for first in new for name in names[first]}
+    for shared in names.values():
+        if len(shared) > 1 and shared[0] not in new:
+            saved |= _under_all_names(where, shared, saved)
     wanted = {name: value for name, value in own.items() if name not in new}
-    taken = {name for name, value in wanted.items() if name in saved and saved[name].shape == value.shape}
-    _refuse_differences(where, {name: wanted[name] for name in wanted.keys() - taken}, saved)
+    taken = [name for name, value in wanted.items() if name in saved and saved[name].shape == value.shape]
+    _refuse_differences(where, {name: value for name, value in wanted.items() if name not in taken}, saved)
     if not taken:
         raise ConfigError(
             f"init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
@@ -67,15 +72,31 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
         own[name].copy_(whole(saved[name]))
     weights = sum(own[name].numel() for name in taken)
     log.info("init: %d of %d tensors (%d numbers) are those of %s", len(taken), len(own), weights, path)
-    for what, names in (("keep their first values", own.keys() - taken), ("not used", saved.keys() - taken)):
-        if names:
-            log.info("init: %s: %s", what, first_of(sorted(names), NAMED))
+    for what, others in (("keep their first values", own.keys() - set(taken)), ("not used", saved.keys() - set(taken))):
+        if others:
+            log.info("init: %s: %s", what, first_of(sorted(others), NAMED))
+
+
+def _under_all_names(where: str, shared: Sequence[str], saved: dict[str, Any]) -> dict[str, Any]:
+    """{name: value} for each of the names `shared` of one tensor, if the file has it under any of them.
+
+    Raises ConfigError if the file has several values for it.
+    """
+    there = [name for name in shared if name in saved]
+    for name in there[1:]:
+        if not torch.equal(whole(saved[there[0]]), whole(saved[name])):
+            raise ConfigError(
+                f"init={where} has another {there[0]} than {name}, and this model has one tensor for both; "
+                f"type new_layers=[{name}], or model.tied=false if model=gpt"
+            )
+    return {name: saved[there[0]] for name in shared if there}
 
 
 def _matching(key: str, model: nn.Module, patterns: Sequence[object]) -> set[str]:
     words = [str(pattern) for pattern in patterns]  # a layer's name may be a number
     found = [matching_parameters(model, word) for word in words]
-    require_matches(key, words, map(bool, found), [name for name, _ in model.named_parameters()])
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    require_matches(key, words, map(bool, found), names)
     return set().union(*found)
 
 

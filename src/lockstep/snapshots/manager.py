@@ -56,12 +56,13 @@ from lockstep.snapshots.state import (
     copy_to_cpu,
     model_state,
     plain_copy,
+    require_plain,
     restore_state,
     trained_weights,
     without_parameters,
 )
 from lockstep.strategies.base import Strategy
-from lockstep.strategies.tensor_bytes import map_only
+from lockstep.strategies.tensor_bytes import as_saved, map_only
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
@@ -103,6 +104,7 @@ class SnapshotManager(Watcher):
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
         compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
         """
+        require_plain(state.strategy.model.state_dict())
         self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
@@ -340,7 +342,7 @@ class SnapshotManager(Watcher):
         if progress.best_step not in (None, progress.step):
             best = self._best_weights()
         # Beside tensors a state dict has what modules give in get_extra_state.
-        last = map_only(Tensor, lambda tensor: tensor.cpu().contiguous(), last)
+        last = map_only(Tensor, as_saved, last)
         try:
             if best is None:
                 (self.run_dir / BEST).unlink(missing_ok=True)
@@ -550,4 +552,6 @@ def is_finite(values: Tensor) -> bool:
         return True
     if values.is_complex():
         values = torch.view_as_real(values)
+    if values.dtype.itemsize == 1:  # torch has no such function for float8
+        values = values.float()
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())

@@ -7,6 +7,7 @@ that resumes wins. What it did not change continues where the snapshot left it: 
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ Group = dict[str, Any]
 
 Spread = Callable[[dict[str, Any]], dict[str, Any]]
 
+PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 NOT_HYPERPARAMETERS = ("params", "param_names")
 # How a step is computed, not what it computes. These follow the device and the strategy of each run.
 IMPLEMENTATION_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -47,11 +49,17 @@ def collect_state(
     meter_totals: `state.meter.totals()`. scheduler_as_built: the scheduler's state dict before the first step.
     spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a sharded snapshot.
     """
-    scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built}
+    batch_size = state.settings.batch_size  # a step of the schedule is one of this size
+    scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built, "batch_size": batch_size}
+    model = state.strategy.model
+    weights = model.state_dict()
+    require_plain(weights)
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in weights]
     return {
-        "model": spread(state.strategy.model.state_dict()),
+        "model": spread(weights),
+        "buffers": list(spread(dict.fromkeys(buffers))),
         "optimizer": _optimizer_state(state, spread),
-        "ema": None if state.ema is None else spread(state.ema.averages),
+        "ema": None if state.ema is None else spread(state.ema.state()),
         "initial_hyperparameters": state.initial_hyperparameters,
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
         "scaler": state.scaler.state_dict(),
@@ -81,15 +89,64 @@ def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int) 
 def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
     """The part of `restore_state` that an evaluation needs: weights, buffers and the average of the weights."""
     strategy = state.strategy
-    strategy.model.load_state_dict(whole(strategy.shard_state(saved["model"])))
+    weights = whole(strategy.shard_state(saved["model"]))
+    strategy.model.load_state_dict(with_buffers(strategy.model, weights, saved["buffers"]))
     if state.ema is not None:
-        state.ema.restore(_to_layout_of_weights(strategy, saved["ema"] or {}))
+        state.ema.restore(_to_layout_of_weights(strategy, saved["ema"] or {}, saved["model"]))
+
+
+def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """`weights` of a snapshot, as `model` loads them. names: of the buffers among them.
+
+    Some modules make or enlarge a buffer in their forward pass, so a new model has not the form of a trained one: it
+    gets such a buffer. A snapshot in parts has sparse ones as dense.
+    """
+    own, fitting = dict(model.named_buffers(remove_duplicate=False)), dict(weights)
+    for name in names:
+        if name not in weights:
+            continue  # another rank's
+        if name not in own or own[name].shape != weights[name].shape:
+            owner, _, last = name.rpartition(".")
+            with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
+                device = next(model.parameters()).device
+                model.get_submodule(owner).register_buffer(last, torch.empty_like(weights[name], device=device))
+        elif own[name].layout != weights[name].layout:
+            fitting[name] = weights[name].to_sparse(layout=own[name].layout)
+    return fitting
+
+
+def require_plain(weights: dict[str, Any]) -> None:
+    """Raise ConfigError if what a module gives in get_extra_state is not restored as it is by `plain_copy`."""
+    for name, value in weights.items():
+        found = None if isinstance(value, Tensor) else _not_plain(value)
+        if found is not None:
+            owner = name.removesuffix("_extra_state") + "get_extra_state"
+            raise ConfigError(
+                f"{owner} gives a {type(found).__name__}, and a snapshot holds tensors, numbers, texts and bytes, and "
+                f"lists, tuples, sets and dicts of them; return torch.from_numpy(x) of an array there, and list(x) of "
+                f"another collection"
+            )
+
+
+def _not_plain(value: Any) -> Any:
+    """A part of `value` that `plain_copy` would lose, None without any."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set):
+        return next((found for found in map(_not_plain, value) if found is not None), None)
+    return None if isinstance(value, (Tensor, *PLAIN)) or _is_number(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of another library, such as numpy's."""
+    return hasattr(value, "item") and getattr(value, "shape", None) == ()
 
 
 def trained_weights(saved: dict[str, Any], averaged: bool) -> dict[str, Any]:
     """The model's state dict in a snapshot's contents. averaged: with the averaged weights if it has them."""
-    weights: dict[str, Any] = whole(saved["model"] | ((saved["ema"] or {}) if averaged else {}))
-    return weights
+    averages = (saved["ema"] or {}) if averaged else {}
+    weights: dict[str, Any] = whole(saved["model"] | averages)
+    return weights | {name: weights[name].to(saved["model"][name].dtype) for name in averages}
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
@@ -97,7 +154,7 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> Any:
-    """A copy on the CPU that training cannot change: dicts, lists, tuples, tensors, blocks and plain values.
+    """A copy on the CPU that training cannot change: dicts, lists, tuples, sets, tensors, blocks and plain values.
 
     Numbers of other libraries become Python's. Other objects become None: `weights_only` would refuse the file.
     copy: of a tensor.
@@ -112,9 +169,11 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
         return tuple(plain_copy(item, copy) for item in value)
     if isinstance(value, list):
         return [plain_copy(item, copy) for item in value]
-    if type(value) in (bool, int, float, str, type(None)):
+    if isinstance(value, set):
+        return {plain_copy(item, copy) for item in value}
+    if type(value) in PLAIN:
         return value
-    return value.item() if hasattr(value, "item") else None
+    return value.item() if _is_number(value) else None
 
 
 def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
@@ -127,13 +186,13 @@ def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
 def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
     """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
     the run's position instead. One that follows evaluations keeps its state."""
-    scheduler, schedule, step = state.scheduler, saved["scheduler"], state.progress.step
-    place = state.schedule_place(epoch_samples)
+    scheduler, schedule = state.scheduler, saved["scheduler"]
+    place, same_steps = state.schedule_place(epoch_samples), schedule["batch_size"] == state.settings.batch_size
+    goes_on = schedule["class"] == _class_name(scheduler) and (same_steps or isinstance(scheduler, FollowsObjective))
     state.trained.unfreeze(saved["optimizer"]["state"])
-    goes_on = schedule["class"] == _class_name(scheduler) and (place == step or isinstance(scheduler, FollowsObjective))
 
     indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
-    named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"])
+    named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"], saved["model"])
     by_index = {index: named[name] for index, name in names.items() if name in named}
     built, saved_groups = indexed["param_groups"], saved["optimizer"]["param_groups"]
     if len(saved_groups) != len(built):
@@ -147,6 +206,7 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
         for i, group in enumerate(built)
     ]
     state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    _keep_types(state.optimizer, by_index)
     _log_changed_hyperparameters(saved_initial, initial)
 
     if not goes_on:
@@ -159,7 +219,7 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
                 scheduler.step()
         return
     _restore_scheduler(scheduler, schedule["built"], schedule["state"])
-    if isinstance(scheduler, FollowsObjective):
+    if isinstance(scheduler, FollowsObjective) and not same_steps:
         scheduler.resume_at(place)
 
 
@@ -195,24 +255,39 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 @torch.no_grad()
-def _to_layout_of_weights(strategy: Strategy, named: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of `named`, in the type, device and memory layout of its parameters and buffers, in their order.
+def _to_layout_of_weights(strategy: Strategy, named: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of `named`, in the device and memory layout of its parameters and buffers, in their order.
 
-    Fused optimizers read a parameter and its state side by side in memory. Averages are updated one after the other.
+    What has the type of its weight in `saved`, the snapshot's state dict, gets the type of the weight here; other types
+    stay. Fused optimizers read a parameter and its state side by side in memory. Averages are updated one after the
+    other.
     """
     weights = dict(strategy.model.named_parameters()) | dict(strategy.model.named_buffers())
     own = whole(strategy.shard_state(named))
-    return {name: _like(weight, own[name]) for name, weight in weights.items() if name in own}
+    return {name: _like(weight, own[name], saved[name].dtype) for name, weight in weights.items() if name in own}
 
 
-def _like(weight: Tensor, values: Any) -> Any:
+def _like(weight: Tensor, values: Any, saved_type: torch.dtype) -> Any:
     if isinstance(values, dict):  # "step" counts; the optimizer chooses its type
-        return {key: value if key == "step" else _like(weight, value) for key, value in values.items()}
+        return {key: value if key == "step" else _like(weight, value, saved_type) for key, value in values.items()}
 
     def convert(tensor: Tensor) -> Tensor:
-        return torch.empty_like(weight).copy_(tensor) if tensor.shape == weight.shape else tensor
+        if tensor.shape != weight.shape:
+            return tensor
+        dtype = weight.dtype if tensor.dtype == saved_type else tensor.dtype
+        return torch.empty_like(weight, dtype=dtype).copy_(tensor)
 
     return map_only(Tensor, convert, values)
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, by_index: dict[int, dict[str, Any]]) -> None:
+    """Put back what torch's load_state_dict has cast to the type of the weight. by_index: what was loaded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in by_index.items():
+        held = optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and key != "step" and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
 
 
 def _class_name(value: object) -> str:

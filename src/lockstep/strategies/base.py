@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
@@ -19,6 +18,7 @@ from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.strategies.tensor_bytes import broadcast
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
@@ -212,8 +212,8 @@ class Strategy:
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
+        if self.world.size > 1:
+            broadcast(list(self.model.buffers()))
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""
@@ -252,6 +252,19 @@ class Strategy:
         The ranks save all of each tensor together, and nothing twice.
         """
         raise NotImplementedError
+
+
+def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
+    """Raise ConfigError for a layer whose forward pass changes the weights of the samples that it sees.
+
+    On several ranks these are other weights on each of them.
+    """
+    for name, module in model.named_modules():
+        if world_size > 1 and getattr(module, "max_norm", None) is not None and hasattr(module, "num_embeddings"):
+            raise ConfigError(
+                f"{name or 'the model'} has max_norm={module.max_norm}, so its forward pass changes the weights of the "
+                f"samples that a rank sees, which are others on each rank; leave max_norm out, or type launch=env"
+            )
 
 
 def forward(module: nn.Module, inputs: Any) -> Any:

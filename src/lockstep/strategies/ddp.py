@@ -13,6 +13,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
 from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
 
 
 class DDP(Strategy):
@@ -61,9 +62,14 @@ class DDP(Strategy):
             return
         devices = {parameter.device for parameter in model.parameters()}
         on_one_gpu = devices == {world.device} and world.device.type == "cuda"
+        tensors = [*model.parameters(), *model.buffers()]
+        can_send = all(tensor.dtype in TYPES_SENT and tensor.layout == torch.strided for tensor in tensors)
+        if not can_send:
+            broadcast(tensors)
         self.module = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if on_one_gpu else None,
+            init_sync=can_send,
             forward_sync_buffers=False,
             **self.options,
         )

@@ -63,12 +63,25 @@ class FSDP(Strategy):
             raise ConfigError(f"torch's {job.optimizer.__name__} cannot step on parts of weights; type strategy=ddp")
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
-        blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)
+        blocks = blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters)
+        if world_size == 1:
+            return
         for name, parameter in model.named_parameters():
-            if world_size > 1 and parameter.dim() == 0:
+            if parameter.dim() == 0 or not parameter.numel():
+                length = "no numbers" if parameter.dim() else "none"
                 raise ConfigError(
-                    f"strategy=fsdp cuts each parameter along its first dimension, and {name} has none; make it one "
-                    f"with the shape (1,), or type strategy=ddp"
+                    f"strategy=fsdp cuts each parameter along its first dimension, and {name} has "
+                    f"{length}; make it one with the shape (1,), or type strategy=ddp"
+                )
+        gathered = set[nn.Parameter]()
+        for block in [*blocks, model]:
+            types = {p.dtype: name for name, p in block.named_parameters() if p.requires_grad and p not in gathered}
+            gathered.update(block.parameters())
+            if len(types) > 1:
+                shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in types.items())
+                raise ConfigError(
+                    f"strategy=fsdp adds up the gradients of a block in one type, and {shown}; type strategy=ddp, or "
+                    f"strategy.wrap_classes=[<the class of the part with a type of its own>]"
                 )
 
     def building(self, world_size: int) -> AbstractContextManager[None]:

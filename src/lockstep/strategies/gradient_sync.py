@@ -75,10 +75,12 @@ class SharedMemory(GradientSync):
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        """Raises ConfigError, on all ranks, for GPUs, several machines, and weights of several types."""
-        parameters = list(module.parameters())
-        if len({parameter.dtype for parameter in parameters}) > 1:
-            raise ConfigError("gradient_sync=shared_memory needs weights of one type; type gradient_sync=all_reduce")
+        """Raises ConfigError, on all ranks, for GPUs, several machines, weights of several types, sparse gradients."""
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if any(getattr(part, "sparse", False) is True for part in module.modules()):
+            raise ConfigError("gradient_sync=shared_memory needs dense gradients; type gradient_sync=all_reduce")
+        if len({parameter.dtype for parameter in parameters}) > 1 or parameters[0].is_complex():
+            raise ConfigError("gradient_sync=shared_memory needs weights of one real type; type gradient_sync=auto")
         length = sum(parameter.numel() for parameter in parameters)
         sum_in_place = SharedMemorySum(world, length, parameters[0].dtype)
         module.register_comm_hook(None, mean_hook(world, sum_in_place))
@@ -218,7 +220,7 @@ class LocalSGD(GradientSync):
         """Average in place, unless no step was taken since the last average."""
         if not self.steps_apart:
             return
-        tensors = list(tensors)
+        tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
         mean = self.world.all_reduce_sum(vector).div_(self.world.size)
         for tensor, values in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.nn.utils import clip_grads_with_norm_
 
 from lockstep.config.schema import Count
+from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -25,7 +26,7 @@ from lockstep.strategies.tensor_bytes import map_only, whole_block
 
 
 class Stage(nn.Sequential):
-    """Neighbouring layers of the model. Outputs are contiguous and have the model's type, as the next rank expects."""
+    """Neighbouring layers of the model. Outputs are contiguous and not of autocast's type, as the next rank expects."""
 
     def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
         super().__init__(layers)
@@ -38,7 +39,9 @@ class Stage(nn.Sequential):
     def forward(self, rows: Tensor) -> Tensor:
         with self.autocast:
             outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
-        return outputs.to(next(self.parameters()).dtype).contiguous()
+            if torch.is_autocast_enabled(rows.device.type) and outputs.is_floating_point():
+                outputs = outputs.float()
+        return outputs.contiguous()
 
 
 class Pipeline(Strategy):
@@ -109,6 +112,11 @@ class Pipeline(Strategy):
 
     def data_parallel_rank(self, world: World) -> int:
         return 0
+
+    def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
+        """Every rank has all samples, and numbers of its own: each stage draws other random numbers than the others."""
+        parts = super().parts(batch, accumulation_steps)
+        return [part._replace(number=part.number * self.world.size + self.world.rank) for part in parts]
 
     def forward_backward(
         self,
@@ -201,7 +209,7 @@ class Pipeline(Strategy):
         norm = super().grad_norm()
         if self.world.size == 1:
             return norm
-        norm = norm.to(next(self.model.parameters()))  # of frozen layers torch's norm is a float32 on the CPU
+        norm = norm.to(self.world.device, torch.float64)  # of frozen layers torch's norm is a float32 on the CPU
         return self.world.all_reduce_sum(norm.square()).sqrt()
 
     def sync_buffers(self) -> None:

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from lockstep.compat import shape_and_offsets_of_part
 from lockstep.distributed.world import World
-from lockstep.strategies.tensor_bytes import Block, StoredTensor, map_only, on_disk, whole_block
+from lockstep.strategies.tensor_bytes import TYPES_SENT, Block, StoredTensor, map_only, on_disk, whole_block
 
 
 def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
@@ -18,11 +19,21 @@ def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
     """
 
     def gathered(tensor: DTensor) -> Tensor | None:
-        full = tensor.full_tensor()  # a collective
+        full = _full(tensor)
         return on_disk(full.cpu()) if world.is_rank_zero else None
 
     result: dict[str, Any] = map_only(DTensor, gathered, named)
     return result
+
+
+def _full(tensor: DTensor) -> Tensor:
+    """The whole tensor on every rank. A collective. gloo knows few types, so others travel in one that holds them."""
+    dtype = tensor.dtype
+    if dtype in TYPES_SENT:
+        return tensor.full_tensor()
+    wide: Any = tensor.to(torch.float32 if dtype.is_floating_point else torch.int32)
+    full: Tensor = wide.full_tensor().to(dtype)
+    return full
 
 
 def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = True) -> dict[str, Any]:
@@ -50,7 +61,7 @@ def cut_like_parameters(named: dict[str, Any], model: nn.Module) -> dict[str, An
 
     Of a StoredTensor only this rank's part is read.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: _cut_like(parameters.get(name), values) for name, values in named.items()}
 
 

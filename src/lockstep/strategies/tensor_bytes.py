@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
+# What all backends can send, unlike float8, int16 and unsigned types.
+TYPES_SENT = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+TYPES_SENT |= {torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
 LARGE = 2**25  # bytes, from which a tensor is moved to a mapped file
 
 
@@ -32,8 +36,9 @@ def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], nest
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8."""
-    return torch.cat([tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors])
+    """The bytes of all `tensors`, one tensor behind the other: (n,) uint8. Sparse ones as dense."""
+    dense = [tensor.detach().to_dense().to(tensors[0].device) for tensor in tensors]
+    return torch.cat([tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in dense])
 
 
 @torch.no_grad()
@@ -42,7 +47,22 @@ def from_bytes(packed: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         aligned = part.clone()  # torch cannot read an int64 that begins at any byte
-        tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+        values = aligned.view(tensor.dtype).view(tensor.shape)
+        tensor.copy_(values.to_sparse(layout=tensor.layout) if tensor.layout != torch.strided else values)
+
+
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Copy rank 0's `tensors` to every rank. They may have any type and layout: gloo knows few types, takes memory as
+    contiguous, and no backend knows sparse ones."""
+    if tensors:
+        packed = to_bytes(tensors)
+        dist.broadcast(packed, src=0)
+        from_bytes(packed, tensors)
+
+
+def as_saved(tensor: Tensor) -> Tensor:
+    """`tensor` as files of weights hold it: on the CPU and, if it is dense, contiguous."""
+    return tensor.cpu().contiguous() if tensor.layout == torch.strided else tensor.cpu()
 
 
 def as_bytes(tensor: Tensor) -> Any:
@@ -108,7 +128,8 @@ def whole(named: Any) -> Any:
 
 
 def whole_block(tensor: Tensor) -> Block:
-    """`tensor`, saved as a whole by this rank."""
+    """`tensor`, saved as a whole by this rank; a sparse one as dense."""
+    tensor = tensor.to_dense()
     return Block(tensor, (0,) * tensor.dim(), tuple(tensor.shape), tensor.dtype)
 
 

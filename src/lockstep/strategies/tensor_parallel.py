@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count, Limits
+from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
@@ -76,8 +77,17 @@ class TensorParallel(Strategy):
         ranks, shares_model, self.shares_batch = replica_groups(self.replicas, world)
         self.is_first_of_group = world.rank in ranks[:, 0]
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout
+        self.shares_model = shares_model
         mesh = DeviceMesh.from_group(shares_model, world.device.type)
-        parallelize_module(model, mesh, self.plan.styles(model), src_data_rank=None)
+        self.region = CutRegion(world.rank % self.ranks_per_model, world.device)
+        styles = self.plan.styles(model)
+        for name, style in self.plan.named(model).items():
+            if style == "rowwise" and isinstance(model.get_submodule(name), nn.Linear):
+                model.get_submodule(name).register_forward_pre_hook(self.region.leave)  # sees the rank's own inputs
+        parallelize_module(model, mesh, styles, src_data_rank=None)
+        for name, style in self.plan.named(model).items():
+            if style == "colwise":
+                model.get_submodule(name).register_forward_hook(self.region.enter)
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.replicas
@@ -101,9 +111,21 @@ class TensorParallel(Strategy):
         autocast: AbstractContextManager[Any],
         is_last: bool,
     ) -> None:
+        if self.world.size > 1:
+            self.region.begin()
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        if is_last and self.world.size > 1:
+            self._sum_gradients_inside()
         if is_last and self.replicas > 1:
             self._sum_gradients()
+
+    @torch.no_grad()
+    def _sum_gradients_inside(self) -> None:
+        """Of whole weights between colwise and rowwise layers: each rank has the gradient of its part of the rows."""
+        for parameter in self.region.whole_weights():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad, group=self.shares_model)
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -138,6 +160,74 @@ class TensorParallel(Strategy):
 
     def own_blocks(self, named: dict[str, Any]) -> dict[str, Any]:
         return own_blocks(named, self.world, self.data_parallel_rank(self.world) == 0)
+
+
+class CutRegion:
+    """Where ranks hold parts of one activation: from the outputs of colwise layers to the inputs of rowwise ones.
+
+    In there each rank draws its own random numbers, as its part needs another dropout mask than the others'. Outside
+    of it all ranks of a group draw the same. The weights in there that the plan leaves whole are found in the graph of
+    the first backward pass: each rank computes a part of their gradient.
+
+    number: of this rank in its group.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self.number = number
+        on_cpu = device.type == "cpu"
+        self.generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index]
+        self.outside: Tensor | None = None  # the generator's state, while this rank is inside
+        self.begins: list[Any] = []  # nodes of the graph that made the outputs of colwise layers
+        self.ends: list[Any] = []  # that made the inputs of rowwise layers
+        self.found: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """A forward pass begins, with the generator seeded as on the other ranks: styles of torch may not leave."""
+        self.outside = None
+
+    def enter(self, layer: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        """A colwise layer has computed its part."""
+        if not layer.training:
+            return
+        if self.found is None:
+            self.begins.append(outputs.grad_fn)
+        if self.outside is None:
+            seed = torch.randint(2**62, (), generator=self.generator, device=self.generator.device)
+            self.outside = self.generator.get_state()
+            self.generator.manual_seed(fold_in(int(seed), self.number))
+
+    def leave(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """A rowwise layer is about to compute with its part."""
+        if self.found is None and layer.training:
+            self.ends.append(inputs[0].grad_fn)
+        if self.outside is not None:
+            self.generator.set_state(self.outside)
+            self.outside = None
+
+    def whole_weights(self) -> list[Tensor]:
+        """The weights inside that are whole on each rank. Call it after the first backward pass, and then always.
+
+        Raises ConfigError, on all ranks, if something enters a rowwise layer beside what colwise layers have made of
+        its part: the gradient of that would be one rank's.
+        """
+        if self.found is None:
+            self.found, seen, nodes = [], set(self.begins), list(self.ends)
+            while nodes:
+                node = nodes.pop()
+                if node is None or node in seen:
+                    continue
+                seen.add(node)
+                weight = getattr(node, "variable", None)
+                if isinstance(weight, DTensor):
+                    raise ConfigError(
+                        f"{NAME} cuts a layer behind which something joins that is not cut; type strategy.plan=[...] "
+                        f"without it, or strategy=fsdp"
+                    )
+                if weight is not None:
+                    self.found.append(weight)
+                nodes += [following for following, _ in node.next_functions]
+            self.begins, self.ends = [], []
+        return self.found
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
@@ -175,12 +265,12 @@ class TensorPlan:
 
     def styles(self, model: nn.Module) -> dict[str, ParallelStyle]:
         """{name of a layer: how it is cut}, as torch's parallelize_module takes it."""
-        return {name: _parallel_style(style, model.get_submodule(name)) for name, style in self._named(model).items()}
+        return {name: _parallel_style(style, model.get_submodule(name)) for name, style in self.named(model).items()}
 
     def validate(self, model: nn.Module, size: int) -> None:
         """Raise ConfigError if a pattern names no layer, or one that cannot be cut into `size` parts, or if cut outputs
         are nowhere put together."""
-        named = self._named(model)
+        named = self.named(model)
         for name, style in named.items():
             if not isinstance(style, ParallelStyle):
                 _require_whole_parts(name, model, style, size)
@@ -189,7 +279,8 @@ class TensorPlan:
         if size > 1:
             _require_both_halves(model, named)
 
-    def _named(self, model: nn.Module) -> dict[str, str | ParallelStyle]:
+    def named(self, model: nn.Module) -> dict[str, str | ParallelStyle]:
+        """{first name of a module: its style}."""
         modules = [name for name, _ in model.named_modules()]
         found: dict[str, str | ParallelStyle] = {}
         for pattern, style in self.entries:

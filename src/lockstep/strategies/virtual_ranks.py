@@ -66,6 +66,14 @@ class VirtualRanks(Strategy):
                 "strategy=virtual_ranks on GPUs needs deterministic kernels; type trainer.deterministic=true"
             )
 
+    def validate_model(self, model: nn.Module, world_size: int) -> None:
+        types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        if len(types) > 1 or any(dtype.is_complex for dtype in types):
+            raise ConfigError(
+                "strategy=virtual_ranks adds up gradients of one real type, and the weights have "
+                f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))}; type strategy=ddp"
+            )
+
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are

@@ -20,7 +20,7 @@ from lockstep.distributed.run_folder import HeldFolder, unwritable
 from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.files import write_whole
-from lockstep.runs.record import Run, best_of, is_locked, read_run, state_of
+from lockstep.runs.record import Run, best_of, changed_at, is_locked, read_run, state_of
 from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
@@ -293,16 +293,9 @@ def _seconds(run: Run) -> float:
     for life in run["lives"]:
         ended = life["ended"]
         if ended is None and life is run["lives"][-1]:
-            ended = max(_changed_at(Path(run["folder"])), default=life["started"])
+            ended = changed_at(Path(run["folder"]))
         total += max(0.0, ended - life["started"]) if ended is not None else 0.0
     return round(total, 2)
-
-
-def _changed_at(folder: Path) -> Iterator[float]:
-    """When the files of a run folder were written. Ranks that end at this moment may still remove some of them."""
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            yield path.lstat().st_mtime  # not of what a link names: the user may have moved it away
 
 
 def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.data.dataset import count_samples
 from lockstep.distributed.world import World
@@ -121,6 +121,13 @@ def at_least_float32(outputs: Tensor) -> Tensor:
     return outputs.float() if outputs.dtype.itemsize < 4 else outputs
 
 
+def modules_of(task: Task) -> list[nn.Module]:
+    """The modules that a task computes with, such as a loss with class weights."""
+    own = getattr(task, "own", None)
+    parts = [own.loss, *own.measures.values()] if isinstance(own, OwnParts) else []
+    return [part for part in [*vars(task).values(), *parts] if isinstance(part, nn.Module)]
+
+
 class OwnParts:
     """A loss in place of a task's, and metrics beside its metrics.
 
@@ -132,6 +139,12 @@ class OwnParts:
     """
 
     def __init__(self, loss: Function | None, measures: Mapping[str, Function]) -> None:
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            names = ", ".join(name for name, _ in loss.named_parameters())
+            raise ConfigError(
+                f"task.loss has weights of its own ({names}), and only the model's are trained and saved; keep them in "
+                f"the model, and type task._target_=<module>.<a task that takes what the model returns>"
+            )
         self.loss = None if loss is None else _unreduced(loss)
         self.measures = {name: _unreduced(function) for name, function in measures.items()}
 

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from lockstep.models.base import all_names
+
+RUNNING_STATISTICS = ("running_mean", "running_var")  # what torch's norms call them
+
 
 class ExponentialMovingAverage:
     """The average of `model`'s weights over the steps of a run (Polyak and Juditsky 1992), from the first update on.
 
-    averages: {name: tensor} of the parameters, and of the floating-point buffers that are saved with them. Averaged
-    weights give other activations than the latest ones, so batch norm needs the average of its statistics, too. Buffers
-    that begin with infinite values, such as an attention's mask or a running minimum, are taken as they are.
+    averages: {name: tensor} of the floating-point and complex parameters, and of the buffers that are called
+    running_mean or running_var and saved with them. Averaged weights give other activations than the latest ones, so a
+    norm needs the average of its statistics, too. All other buffers keep their latest values: the mean of two unit
+    vectors, counters or codes is none. The average of a type of fewer than 32 bits is kept in float32.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -21,27 +26,36 @@ class ExponentialMovingAverage:
         self.average_into = get_ema_multi_avg_fn(decay)
         self.averages: dict[str, Tensor] = {}
         saved = model.state_dict().keys()
-        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() and name in saved}
-        self.buffers = set(buffers)
-        self.copied = {name for name, buffer in buffers.items() if not buffer.isfinite().all()}
+        self.statistics = [
+            name
+            for name, buffer in model.named_buffers()
+            if name in saved and name.rpartition(".")[2] in RUNNING_STATISTICS and buffer.is_floating_point()
+        ]
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the weights as they are now."""
-        if self.averages:
-            weights = self._weights()
-            averaged = {name: average for name, average in self.averages.items() if name not in self.copied}
-            for kind in {type(average) for average in averaged.values()}:  # torch cannot mix DTensors with others
-                names = [name for name, average in averaged.items() if type(average) is kind]
-                self.average_into([self.averages[n] for n in names], [weights[n] for n in names], None)
-            for name in self.copied:  # the way from one infinity to another is no number
-                self.averages[name].copy_(weights[name])
-        else:
-            self.averages = {name: weight.clone() for name, weight in self._weights().items()}
+        weights = self._weights()
+        if not self.averages:
+            self.averages = {name: weight.to(average_type(weight), copy=True) for name, weight in weights.items()}
+            return
+        kinds = {name: (type(average), average.dtype) for name, average in self.averages.items()}
+        for kind in dict.fromkeys(kinds.values()):  # torch cannot mix DTensors or types with others
+            names = [name for name in kinds if kinds[name] == kind]
+            self.average_into([self.averages[n] for n in names], [weights[n].to(kind[1]) for n in names], None)
 
+    def state(self) -> dict[str, Tensor]:
+        """The averages under all names that a tensor has."""
+        names = all_names(self.model)
+        return {name: average for first, average in self.averages.items() for name in names[first]}
+
+    @torch.no_grad()
     def restore(self, averages: dict[str, Tensor]) -> None:
         """Go on from the averages of a snapshot, which are laid out as the weights are. Empty: from the next update."""
-        self.averages = averages
+        weights = self._weights()
+        self.averages = {
+            name: averages[name].to(average_type(weight)) for name, weight in weights.items() if name in averages
+        }
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -57,10 +71,17 @@ class ExponentialMovingAverage:
 
     def _weights(self) -> dict[str, Tensor]:
         """{name: tensor} of what is averaged, as the model holds it now."""
-        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return weights | {name: buffer for name, buffer in self.model.named_buffers() if name in self.buffers}
+        parameters = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
+        buffers = dict(self.model.named_buffers()) if self.statistics else {}
+        return weights | {name: buffers[name] for name in self.statistics}
 
     def _copy_into_model(self, values: dict[str, Tensor]) -> None:
         weights = self._weights()
         for name, value in values.items():
             weights[name].copy_(value)
+
+
+def average_type(weight: Tensor) -> torch.dtype:
+    """The type in which `weight` is averaged: bfloat16 would round small changes away."""
+    return torch.float32 if weight.dtype.itemsize < 4 else weight.dtype

@@ -110,7 +110,8 @@ class NanPolicy:
     def _skip(self, step: int, what: str) -> None:
         self.meter.discard(step)
         for name, buffer in self.strategy.model.named_buffers():  # a model may have assigned another tensor
-            buffer.copy_(self.buffers_before[name])
+            if name in self.buffers_before and buffer.shape == self.buffers_before[name].shape:  # some grow
+                buffer.copy_(self.buffers_before[name])
         self.skipped += 1
         log.warning("%s; the update of this step is left out", what)
 
@@ -170,7 +171,8 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
         quick = math.isfinite(sum_of_norms(tensors).item())
         return quick or all(bool(tensor.isfinite().all()) for tensor in tensors)  # huge values overflow in a norm
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    found, scale = torch.zeros(()), torch.ones(())
+    values = [torch.view_as_real(value) if value.is_complex() else value for value in values]
+    found, scale = torch.zeros((), dtype=torch.float32), torch.ones((), dtype=torch.float32)
     # GradScaler's check, which multiplies by the scale: one call takes half the time of a sum of each small tensor.
     non_finite_check_and_unscale(values, found, scale)
     return not found.item()

@@ -1,7 +1,7 @@
 """Optimizers that torch has in parts only."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     weight_decay: decoupled weight decay.
     adamw_lr: learning rate of all other parameters.
     betas: AdamW's decay of the two moments.
-    fused: one kernel for all weights of AdamW.
+    fused: one kernel for all weights of AdamW; auto: where torch can.
     """
 
     def __init__(
@@ -34,13 +34,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: NotNegative,
         adamw_lr: Positive,
         betas: Annotated[Sequence[Fraction], Limits(length=2)],
-        fused: bool | None,
+        fused: bool | Literal["auto"] | None,
     ) -> None:
         groups = _as_groups(params)
         matrices = [_part(group, True, _is_matrix) for group in groups]
         others = [_part(group, False, _is_matrix) for group in groups]
         self.muon = torch.optim.Muon(matrices, lr, momentum=momentum, weight_decay=weight_decay)
-        self.adamw = torch.optim.AdamW(others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay, fused=fused)
+        self.adamw = torch.optim.AdamW(
+            others, adamw_lr, (betas[0], betas[1]), weight_decay=weight_decay, fused=fused is True
+        )
         known = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": tuple(betas), "use_muon": True}
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], known)
         self._share()

@@ -10,6 +10,15 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import matching_parameters, require_matches
 from lockstep.strategies.base import Strategy
+from lockstep.training.weight_check import local_part
+
+
+def can_fuse(model: nn.Module) -> bool:
+    """Whether torch's fused optimizers can step on all weights of `model`: no complex ones, no parts of weights on
+    several ranks, no sparse gradients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return not has_sparse and all(p.is_floating_point() and local_part(p) is p for p in trained)
 
 
 class ParameterRules:
@@ -73,7 +82,7 @@ class ParameterRules:
         matched = []
         for key, patterns, _ in self.rules:
             found = [matching_parameters(model, pattern) for pattern in patterns]
-            names = [name for name, _ in model.named_parameters()]
+            names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
             everyones = world.all_gather_json([[bool(some) for some in found], names])
             has_match = [any(flags) for flags in zip(*(flags for flags, _ in everyones), strict=True)]
             require_matches(key, patterns, has_match, [name for _, names in everyones for name in names])

@@ -111,12 +111,24 @@ def one_cycle(
     total_steps: int,
     pct_start: Annotated[float, Limits(above=0, below=1)],
 ) -> OneCycleLR:
-    """Up to the optimizer's lr and down again, momentum the other way round (Smith 2018), by torch's OneCycleLR.
+    """Up to the optimizer's lr and down again (Smith 2018), by torch's OneCycleLR.
+
+    The momentum, or the first of the betas, goes the other way round: from the optimizer's own to 0.1 less.
 
     pct_start: share of the run in which the learning rate rises.
     """
     peak = [group["lr"] for group in optimizer.param_groups]
-    return OneCycleLR(optimizer, peak, total_steps=total_steps + 1, pct_start=pct_start)
+    has_betas, has_momentum = "betas" in optimizer.defaults, "momentum" in optimizer.defaults
+    momentum = [group["betas"][0] if has_betas else group.get("momentum", 0.0) for group in optimizer.param_groups]
+    return OneCycleLR(
+        optimizer,
+        peak,
+        total_steps=total_steps + 1,
+        pct_start=pct_start,
+        cycle_momentum=has_betas or has_momentum,
+        max_momentum=momentum,
+        base_momentum=[max(0.0, value - 0.1) for value in momentum],
+    )
 
 
 class WithWarmup(LRScheduler):

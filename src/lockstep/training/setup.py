@@ -1,16 +1,21 @@
 """What is set once, before the first step: determinism, the model's device and layout, precision."""
 
+import logging
 import os
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import has_lazy_layers
 
+log = logging.getLogger(__name__)
+
+NAMED = 4  # weights that a line names
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,8 +30,37 @@ def set_determinism(seed: int, deterministic: bool) -> None:
 
 
 def model_dtype(precision: str) -> torch.dtype:
-    """The type of the parameters. fp16 and bf16 are autocast over float32 parameters."""
+    """The type of inputs and ordinary parameters. fp16 and bf16 are autocast over float32 parameters."""
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def cast(module: nn.Module, precision: str) -> None:
+    """Give the parameters and buffers of `module` the types of `precision`, in place.
+
+    float32 and complex64 become float64 and complex128 for fp64, and stay for the others. Any other type was chosen by
+    the module's author, and stays: `Module.to` would take the imaginary part of complex weights away. A tensor whose
+    elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into it.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if precision == "fp64" and tensor.dtype in DOUBLED:
+            tensor.data = tensor.data.to(DOUBLED[tensor.dtype])
+        if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def log_other_types(model: nn.Module, precision: str) -> None:
+    """One line about the parameters that keep another type than `precision` says."""
+    usual = {model_dtype(precision), DOUBLED[torch.complex64] if precision == "fp64" else torch.complex64}
+    others = [
+        f"{name} ({str(p.dtype).removeprefix('torch.')})"
+        for name, p in model.named_parameters()
+        if p.dtype not in usual
+    ]
+    if others:
+        log.info("these weights keep the type that the model gives them: %s", first_of(others, NAMED))
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
@@ -70,9 +104,11 @@ def prepare_model(
 
     compile: True, or a mode of torch.compile: "reduce-overhead" records CUDA graphs, "max-autotune" tries kernels.
     """
-    model = model.to(world.device, model_dtype(precision))
+    cast(model, precision)
+    model = model.to(world.device)
     if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
         model = model.to(memory_format=torch.channels_last)
+    log_other_types(model, precision)
     if compile:
         model.compile(mode=None if compile is True else compile)
     return model

@@ -270,7 +270,7 @@ class TrainState:
         yield from self.strategy.module.parameters()
         for state in self.optimizer.state.values():
             for value in state.values():
-                if torch.is_tensor(value) and value.is_floating_point():
+                if torch.is_tensor(value):
                     yield value
         if self.ema is not None:
             yield from self.ema.averages.values()

@@ -172,9 +172,9 @@ class StepDigests(Logger):
 
     def __init__(self, state: TrainState, every: int) -> None:
         self.state, self.every = state, every
-        model = state.strategy.model
-        self.parameters = dict(model.named_parameters())
-        self.weights: dict[str, Tensor] = {**self.parameters, **dict(model.named_buffers())}
+        self.model = state.strategy.model
+        self.parameters = [name for name, _ in self.model.named_parameters()]
+        self.weights = [*self.parameters, *(name for name, _ in self.model.named_buffers())]
         self.names = ["loss", *(f"gradient of {name}" for name in self.parameters), *self.weights]
         self.header = f"{json.dumps({'names': self.names})}\n".encode()
         self.before: list[Tensor] = []  # digests of the loss and the gradients of a step whose update is to come
@@ -192,13 +192,16 @@ class StepDigests(Logger):
         step = self.state.progress.step + 1
         self.before = []
         if step % self.every == 0:
-            gradients = [parameter.grad for parameter in self.parameters.values()]
+            now = dict(self.model.named_parameters())
+            gradients = [now[name].grad if name in now else None for name in self.parameters]
             self.before = [self._loss(step), *map(self._digest, gradients)]
 
     def on_step(self, step: int, samples: int) -> None:
         if not self.before:
             return
-        row = torch.stack([*self.before, *map(self._digest, self.weights.values())])
+        # By name: a module may have put another tensor in a buffer's place.
+        now: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        row = torch.stack([*self.before, *(self._digest(now.get(name)) for name in self.weights)])
         self.before = []
         self.rows = [(number, digests) for number, digests in self.rows if number < step]  # after a rollback
         self.rows.append((step, row))

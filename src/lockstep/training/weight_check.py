@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.compat import hidden_from_profiler
 from lockstep.errors import RanksDiffer, first_of
+from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
 
@@ -91,9 +92,9 @@ class WeightCheck(Watcher):
         """Copy weights, optimizer state and moving average of `rank` to all ranks."""
         tensors = [*self.state.strategy.replicated_tensors().values(), *self.state.replicated_tensors()]
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            values = tensor.detach().cpu().contiguous()
-            dist.broadcast(values, rank, group=self.world.control)
-            tensor.copy_(values)
+            packed = to_bytes([tensor.cpu()])
+            dist.broadcast(packed, rank, group=self.world.control)
+            from_bytes(packed, [tensor])
 
 
 class Digests:

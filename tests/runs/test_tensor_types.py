@@ -1,0 +1,336 @@
+"""Parameters and buffers of every type and layout, and tensors with several names, in everything that holds them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.data.builtin import random_pairs
+from lockstep.errors import ConfigError
+from lockstep.models.base import matching_parameters
+from lockstep.modes.export import write_weights
+from lockstep.snapshots.files import list_snapshots
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
+from lockstep.snapshots.state import require_plain, trained_weights
+from lockstep.strategies.base import refuse_changing_weights
+from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.tensor_bytes import to_bytes
+from lockstep.tasks.base import OwnParts
+from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.training.schedulers import one_cycle
+from lockstep.training.setup import cast
+from support.configs import composed, with_values
+from support.models import MadeInForward, OddTensors
+from support.reference import train_reference
+from support.small_text import small_gpt
+from support.worlds import distance, in_world, same_bits, train, train_all, weights
+
+MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value.dtype, value.shape, value.layout) == (other[name].dtype, other[name].shape, other[name].layout)
+        assert torch.equal(to_bytes([value]), to_bytes([other[name]])), name
+
+
+def as_made() -> OddTensors:
+    return OddTensors([1, 8, 8], 10)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Path, strategy: str) -> None:
+    trains_all = strategy == "ddp"
+    words = [*MODEL, f"+model.trains_all={trains_all}", f"strategy={strategy}", "trainer.ema=0.5"]
+    words += ["trainer.batch_size=500", "trainer.epochs=2"]
+    base = composed(*words, *(["trainer.digest=1"] if trains_all else []))
+    whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
+    in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
+    runs = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts")]
+    assert_same(*runs)
+    trained, made = runs[0], OddTensors([1, 8, 8], 10, trains_all).state_dict()
+    assert {name: value.dtype for name, value in trained.items()} == {name: value.dtype for name, value in made.items()}
+    moved = ["layer.weight", "of_int16", "of_uint16", "of_bfloat16", "of_complex64", "column"]
+    for name in [*moved, *(("filter", "gain", "shift") if trains_all else ())]:
+        assert not torch.equal(trained[name], made[name]), f"{name} was not trained"
+    assert trained["filter"].imag[1:].abs().min() > 0
+    assert float(trained["direction"].norm()) == pytest.approx(1, abs=1e-6), "a mean of unit vectors is none"
+    column, dense = trained["column"], trained["transposed"].flatten()
+    assert torch.allclose(column, column[0] * torch.arange(1, 6))
+    assert torch.equal(column, trained["other_column"])
+    assert torch.allclose(dense, dense[0] * torch.arange(1, 7))
+    for form in ("state_dict", "safetensors"):
+        some = {name: value for name, value in trained.items() if form == "state_dict" or name != "sparse"}
+        assert_same(some, write_weights(some, tmp_path / form, form))
+    saved = torch.load(list_snapshots(tmp_path / "whole" / "snapshots")[0], weights_only=True)
+    averaged = {"layer.weight", "layer.bias", "filter", "gain", "shift", "coarse", "running_mean"}
+    assert saved["ema"].keys() - {"empty"} == averaged
+    assert saved["ema"]["shift"].dtype == torch.float32, "bfloat16 rounds small changes of an average away"
+
+
+def test_rank_zeros_buffers_of_each_type_and_layout_reach_the_others() -> None:
+    first, second = in_world(2, buffers_after_a_broadcast)
+    assert first == second
+    assert len(first) == len(list(as_made().buffers()))
+
+
+def buffers_after_a_broadcast() -> list[list[int]]:
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.base import Strategy
+    from lockstep.strategies.gradient_sync import AllReduce
+
+    with init_distributed("gloo", 60, None) as world:
+        model, strategy = as_made(), Strategy()
+        cast(model, "fp32")
+        model(torch.rand(3, 1, 8, 8) + world.rank)
+        strategy.setup(model, world, AllReduce())
+        strategy.sync_buffers()
+        return [to_bytes([buffer]).tolist() for buffer in model.buffers()]
+
+
+def test_precision_casts_float32_and_complex64_alone() -> None:
+    model = as_made()
+    before = {name: value.dtype for name, value in model.state_dict().items()}
+    cast(model, "fp32")
+    assert {name: value.dtype for name, value in model.state_dict().items()} == before
+    cast(model, "fp64")
+    doubled = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    expected = {name: doubled.get(dtype, dtype) for name, dtype in before.items()}
+    assert {name: value.dtype for name, value in model.state_dict().items()} == expected
+
+
+def test_an_average_of_complex_and_bfloat16_weights_is_that_of_plain_torch() -> None:
+    model = as_made()
+    ema, steps = ExponentialMovingAverage(model, 0.9), []
+    for number in range(50):
+        with torch.no_grad():
+            model.filter.mul_(1j)
+            model.shift.fill_(1 + number / 128)
+        ema.update()
+        steps.append((model.filter.detach().to(torch.complex128), model.shift.detach().double()))
+    expected = steps[0]
+    for step in steps[1:]:
+        expected = tuple(0.9 * average + 0.1 * weight for average, weight in zip(expected, step, strict=True))
+    with ema.applied():
+        assert torch.allclose(model.filter.to(torch.complex128), expected[0], atol=1e-6)
+        assert torch.allclose(model.shift.double(), expected[1], atol=2**-8)
+    assert torch.allclose(ema.averages["shift"].double(), expected[1], atol=1e-6)
+
+
+class Tied(nn.Module):
+    """Two linear layers that share one weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+
+def test_any_name_of_a_shared_weight_freezes_groups_and_initialises_it(tmp_path: Path) -> None:
+    model = Tied(3)
+    freeze(model, ["second"])
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["first.weight", "second.bias"]
+    assert matching_parameters(model, "second.weight") == {"first.weight"}
+
+    values = {name: torch.full_like(value, 2.0) for name, value in Tied(3).state_dict().items()}
+    for left_out in ("first.weight", "second.weight"):  # safetensors' save_model keeps one of the names
+        torch.save({name: value for name, value in values.items() if name != left_out}, tmp_path / "some.pt")
+        model = Tied(3)
+        load_initial_weights(model, str(tmp_path / "some.pt"), [])
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    torch.save(values | {"second.weight": torch.zeros(3, 3)}, tmp_path / "two.pt")
+    with pytest.raises(ConfigError, match=r"another first.weight than second.weight.*new_layers=\[second.weight\]"):
+        load_initial_weights(Tied(3), str(tmp_path / "two.pt"), [])
+    model = Tied(3)
+    first = model.first.weight.clone()
+    load_initial_weights(model, str(tmp_path / "two.pt"), ["second.weight"])
+    assert torch.equal(model.first.weight, first)
+    assert torch.equal(model.second.bias, values["second.bias"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_average_of_a_shared_weight_is_under_all_its_names(tmp_path: Path, strategy: str) -> None:
+    """In model.pt, in model_best.pt and in what init= reads of a snapshot."""
+    words = small_gpt(tmp_path, "trainer.ema=0.5", f"strategy={strategy}", f"run_dir={tmp_path / 'run'}")
+    cfg = composed(*words)
+    in_world(2, train_all, [cfg])
+    saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    newest = torch.load(list_snapshots(tmp_path / "run" / "snapshots")[0], weights_only=True)
+    shared = ["embedding.tokens.weight", "head.linear.weight"]
+    for held in (saved, trained_weights(newest, averaged=True)):
+        assert torch.equal(held[shared[0]], held[shared[1]])
+    assert not torch.equal(newest["model"][shared[0]], saved[shared[0]])
+
+
+class Velocity(torch.optim.Optimizer):
+    """SGD with momentum in float64, and an integer count of each weight's changes of sign."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["velocity"] = torch.zeros_like(parameter, dtype=torch.float64)
+                state["changes"] = torch.zeros_like(parameter, dtype=torch.int16)
+            before = state["velocity"].sign()
+            state["velocity"].mul_(0.9).add_(parameter.grad)
+            state["changes"].add_((before != state["velocity"].sign()).to(torch.int16))
+            update = state["velocity"] / (1 + state["changes"])
+            parameter.sub_((self.param_groups[0]["lr"] * update).to(parameter.dtype))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_optimizer_state_of_other_types_than_its_weight_is_resumed(tmp_path: Path, strategy: str) -> None:
+    words = ["model=mlp", f"optimizer._target_={__name__}.Velocity", "~optimizer.momentum", "~optimizer.nesterov"]
+    others = ["~optimizer.weight_decay", "~optimizer.fused", "trainer.batch_size=300", "trainer.epochs=2", "logger=[]"]
+    base = composed(*words, *others, f"strategy={strategy}")
+    whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
+    in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
+    assert same_bits(tmp_path / "whole", tmp_path / "parts")
+    newest = torch.load(list_snapshots(tmp_path / "parts" / "snapshots")[0], weights_only=True)
+    state = newest["optimizer"]["state"]["1.weight"]
+    assert (state["velocity"].dtype, state["changes"].dtype) == (torch.float64, torch.int16)
+
+
+@pytest.mark.parametrize(("strategy", "extra"), [("ddp", "set"), ("fsdp", "bytes")])
+def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
+    tmp_path: Path, strategy: str, extra: str
+) -> None:
+    words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
+    base = composed(*words, f"strategy={strategy}", "trainer.batch_size=500", "trainer.epochs=2")
+    whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
+    in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
+    one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
+    assert one.pop("_extra_state") == other.pop("_extra_state")
+    assert_same(one, other)
+    assert len(one["bank"]) == 6
+    loaded = lockstep.load(tmp_path / "whole", model=MadeInForward([1, 8, 8], 10, extra)).net.state_dict()
+    loaded.pop("_extra_state")
+    assert_same(loaded, one)
+
+
+def test_extra_state_that_no_snapshot_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^get_extra_state gives a ndarray.*return torch.from_numpy"):
+        require_plain(MadeInForward([4], 2, "array").state_dict())
+    with pytest.raises(ConfigError, match=r"^0.get_extra_state gives a ndarray"):
+        require_plain(nn.Sequential(MadeInForward([4], 2, "array")).state_dict())
+
+
+def test_sparse_gradients_give_the_numbers_of_dense_ones(tmp_path: Path) -> None:
+    words = ["model=linear", "model._target_=support.models.Words", "~model.shape", "~model.classes", "logger=[]"]
+    base = composed(*words, "+model.sparse=false", "trainer.epochs=1", "trainer.precision=fp64")
+    dense, sparse = (
+        with_values(base, f"model.sparse={word}", f"run_dir={tmp_path / word}") for word in ("false", "true")
+    )
+    in_world(1, train_all, [dense])
+    in_world(2, train_all, [sparse])
+    assert distance(weights(tmp_path / "false"), weights(tmp_path / "true")) < 1e-12
+
+
+def test_the_type_of_a_run_is_its_precisions_whatever_the_default_is(tmp_path: Path) -> None:
+    cfg = composed("model=linear", "trainer.max_steps=2", "logger=[]", f"run_dir={tmp_path / 'run'}")
+    in_world(1, train_with_another_default, cfg)
+    saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+def train_with_another_default(cfg: Any) -> float:
+    torch.set_default_dtype(torch.float64)
+    return train(cfg)
+
+
+def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path) -> None:
+    """They have the type of the run."""
+    loss = "task.loss={_target_:torch.nn.BCEWithLogitsLoss,pos_weight:[3]}"
+    words = ["dataset=random", "model=linear", "task=regression", loss, "trainer.precision=fp64", "logger=[]"]
+    sizes = ["dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
+    sizes += ["scheduler=constant"]
+    cfg = composed(*words, *sizes, f"run_dir={tmp_path / 'run'}")
+    in_world(2, train_all, [cfg])
+    torch.manual_seed(0)
+    model = nn.Linear(20, 1).double()
+    data = random_pairs(samples=61, features=20, seed=0, train=True)
+
+    def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=torch.tensor([3.0]).double())
+
+    pairs = (data.samples.double(), data.targets.double())
+    make = partial(torch.optim.SGD, lr=cfg.optimizer.lr)
+    reference = train_reference(model, pairs, mean_loss, make, epochs=2, batch_size=16)
+    assert distance(reference.weights, weights(tmp_path / "run")) < 1e-12
+
+
+def test_a_loss_with_weights_of_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task.loss has weights of its own \(weight, bias\)"):
+        OwnParts(nn.Linear(2, 2), {})
+
+
+def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_ranks() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))
+    refuse_changing_weights(model, 1)
+    with pytest.raises(ConfigError, match=r"^0 has max_norm=1.0.*type launch=env"):
+        refuse_changing_weights(model, 2)
+
+
+@pytest.mark.parametrize(("add", "said"), [("gain", "gain is float64"), ("empty", "empty has no numbers")])
+def test_fsdp_refuses_what_it_cannot_add_up(add: str, said: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_parameter(add, nn.Parameter(torch.ones(2).double() if add == "gain" else torch.ones(0)))
+    strategy = FSDP(1, True, [], 1000)
+    strategy.validate_model(model, 1)
+    with pytest.raises(ConfigError, match=f"{said}.*type strategy=ddp"):
+        strategy.validate_model(model, 2)
+
+
+def test_one_cycle_moves_the_typed_momentum() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    for make, expected in (
+        (partial(torch.optim.SGD, momentum=0.0), 0.0),
+        (partial(torch.optim.SGD, momentum=0.5), 0.5),
+        (partial(torch.optim.AdamW, betas=(0.7, 0.9)), (0.7, 0.9)),
+        (torch.optim.Adagrad, None),
+    ):
+        optimizer = make(parameters, lr=0.1)
+        one_cycle(optimizer, total_steps=10, pct_start=0.3)
+        group = optimizer.param_groups[0]
+        assert group.get("betas", group.get("momentum")) == expected
+
+
+def test_a_batch_of_one_value_is_refused_by_batch_norm_on_any_number_of_ranks() -> None:
+    for size in (1, 2):
+        assert in_world(size, normalised_alone) == ["ValueError"] * size
+
+
+def normalised_alone() -> str:
+    from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.base import forward
+
+    with init_distributed("gloo", 60, None) as world:
+        model = (
+            convert_sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world) if world.size > 1 else nn.BatchNorm1d(3)
+        )
+        try:
+            forward(model, torch.ones(int(world.rank == 0), 3))
+        except ValueError as error:
+            return type(error).__name__
+    return "trained"
+
+
+def test_a_schedule_goes_on_from_where_it_was_after_the_batch_size_changed(tmp_path: Path) -> None:
+    """Stopped after 20 samples of an epoch, 20 + 128 n are never the whole steps of an epoch."""
+    base = composed("model=linear", "scheduler=cosine", "trainer.epochs=4", "logger=[]")
+    first = with_values(base, "trainer.batch_size=20", "trainer.max_steps=1", f"run_dir={tmp_path / 'first'}")
+    changed = [f"resume={tmp_path / 'first'}", "trainer.batch_size=128", "trainer.max_steps=null"]
+    whole, parts = (with_values(first, *changed, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
+    in_world(1, train_all, [first, whole, with_values(parts, "trainer.pause_after=2"), parts])
+    assert same_bits(tmp_path / "whole", tmp_path / "parts")
