@@ -88,6 +88,19 @@ class LateBuffer(nn.Module):
         return self.layer(inputs * self.mask)
 
 
+class Renamed(LateBuffer):
+    """Replaces a buffer by one of another name in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.ones(4))
+
+    def forward(self, inputs: Any) -> Any:
+        if hasattr(self, "first"):
+            del self.first
+        return super().forward(inputs)
+
+
 class Listed(nn.Module):
     """A layer in a plain list."""
 
@@ -277,7 +290,8 @@ OUTSIDE = ["~optimizer.momentum", "~optimizer.weight_decay", "~optimizer.nestero
 KINDS: list[tuple[str, list[str], str]] = [
     ("Simple", [], "^$"),
     ("Annealed", [], "computed twice gives other values.*the gradients of layer.weight, layer.bias are others"),
-    ("LateBuffer", [], "what is saved after a step cannot be loaded by a new model .*register each buffer in __init__"),
+    ("LateBuffer", [], "^$"),
+    ("Renamed", [], "what is saved after a step cannot be loaded by a new model .*register each buffer in __init__"),
     ("Listed", [], "no optimizer has 2 weights .*, in hidden: they are never trained"),
     ("Simple", [f"optimizer._target_={__name__}.Outside", *OUTSIDE], "is updated otherwise by the same gradients"),
     ("Simple", [f"task._target_={__name__}.MeanTimesN"], "the loss of the task does not add up over the samples"),
