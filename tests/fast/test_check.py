@@ -294,7 +294,11 @@ KINDS: list[tuple[str, list[str], str]] = [
     ("Renamed", [], "what is saved after a step cannot be loaded by a new model .*register each buffer in __init__"),
     ("Listed", [], "no optimizer has 2 weights .*, in hidden: they are never trained"),
     ("Simple", [f"optimizer._target_={__name__}.Outside", *OUTSIDE], "is updated otherwise by the same gradients"),
-    ("Simple", [f"task._target_={__name__}.MeanTimesN"], "the loss of the task does not add up over the samples"),
+    (
+        "Simple",
+        [f"task._target_={__name__}.MeanTimesN", "trainer.batch_size=7"],
+        "the loss of the task does not add up over the samples",
+    ),
 ]
 
 

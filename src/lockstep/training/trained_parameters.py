@@ -38,9 +38,9 @@ class TrainedParameters:
     def gradients(self, step: int) -> list[Tensor]:
         """Those of the parameters in the optimizer that have one. Raises ConfigError as `after_backward` does."""
         found = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.with_gradient < 0:
+        if len(found) > self.with_gradient >= 0:
             self._begin_momentum(
-                p for group in self.optimizer.param_groups for p in group["params"] if p.grad is None and p.numel()
+                p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
             )
         if len(found) < self.with_gradient:
             named = self.strategy.model.named_parameters()
