@@ -124,6 +124,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         eval_every=cfg.evaluation.every,
         patience=cfg.evaluation.patience,
         log_every=cfg.logging.every,
+        draws_by_sample=not trainer.compile,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
     options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}

@@ -6,7 +6,7 @@ The imports are inside the functions: `--help` must not import torch.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -275,3 +275,14 @@ def forget_workers(loader: Any) -> None:
         iterator._pin_memory_thread_done_event.set()
     iterator._shutdown = True
     loader._iterator = None
+
+
+def plain_functions() -> AbstractContextManager[None]:
+    """In the block no torch.overrides.TorchFunctionMode sees torch's functions: not those that draw for a sample.
+
+    Missing: AttributeError from the hook of gradient_sync=powersgd, the only one who calls it.
+    """
+    import torch
+
+    block: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return block

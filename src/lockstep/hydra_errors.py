@@ -127,7 +127,7 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
                 _mistake_in_file(word, arguments)
                 or f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
             )
-    return f"{reason}; type {HYDRA_HELP}"
+    return f"{reason.rstrip('.')}; type {HYDRA_HELP}"
 
 
 def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
@@ -175,7 +175,7 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     chosen = _chosen_options(arguments)
     has_it = key in keys or key in chosen or any(name.startswith(f"{key}.") for name in keys)
     if override.type == OverrideType.DEL:
-        return removed_key(key)
+        return None if key.startswith("hydra.") else removed_key(key)  # Hydra may have it: its error says more
     if override.type == OverrideType.ADD and has_it:
         return f"{key} has a value already; type {key}={value or '<value>'}"
     is_group = any((folder / key).is_dir() for folder in config_folders(arguments))

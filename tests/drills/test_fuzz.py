@@ -43,7 +43,7 @@ KEPT = [
     ("-m seed=1,2 model.shape=[3,8,8]", "does not fit dataset.shape=[1,8,8]"),
     (
         "~hydra.hydra_logging.formatters.simple",
-        "Unable to set formatter 'simple'; type python src/train.py --hydra-",
+        "Unable to configure handler 'console'; type python src/train.py --hydra-",
     ),
     ("optimizer=adamw optimizer.betas=[0.9,0]", ""),
     ("dataset=cifar10 dataset.prepare=null", "CIFAR10 is not in data_dir=data (searched "),

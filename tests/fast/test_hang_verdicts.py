@@ -23,6 +23,7 @@ IN_TORCH = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 3913, "all_reduce"
 IN_BACKWARD = (Frame(f"{TORCH}/autograd/graph.py", 850, "_engine_run_backward"),)
 IN_PROJECT = (Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),)
 COMPILES = (Frame(f"{TORCH}/_inductor/codecache.py", 3, "compile"),)
+MAKES_GROUP = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 669, "_create_gloo_process_group"), *USER)
 AT_STORE = (Frame(f"{TORCH}/distributed/rendezvous.py", 60, "_create_c10d_store"),)
 IN_SWEEP = (*IN_PROJECT, Frame(f"{PROJECT.parent}/hydra_plugins/lockstep_sweeper/_jobs.py", 80, "run"))
 STEP = [("all_reduce", [3]), ("all_reduce", [100])]
@@ -150,6 +151,15 @@ def test_what_may_only_be_slow_does_not_end_the_run():
     assert not is_certain(waiting, waits(1, *STEP))  # all wait alike: backend.timeout ends it
     assert not is_certain(waiting, replace(facts(1, USER), phase="prepare"))  # a download may take hours
     assert not is_certain(waiting, waits(1, *STEP), world_size=4)  # a rank of another machine may compile
+
+
+def test_ranks_that_form_a_process_group_meet_at_the_store():
+    """If they wait there: is a rank missing, or is it the store?"""
+    making = [facts(rank, MAKES_GROUP) for rank in (0, 1)]
+    assert verdict(*making) == (Kind.STORE, (0, 1))
+    assert verdict(*making, world_size=4) == (Kind.ELSEWHERE, ())
+    assert verdict(making[0], facts(1, USER)) == (Kind.USER_CODE, (1,))
+    assert verdict(making[0], facts(1, IN_PROJECT)) == (Kind.MISSING_CALL, (1,))
 
 
 def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is():

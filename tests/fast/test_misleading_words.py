@@ -99,6 +99,7 @@ ANSWERS += [
     ("trainer.max_epochs=3", "trainer.max_epochs is no key of this config; type trainer.epochs=3"),
     ("trainer.epoch=x", f"trainer.epoch is no key of this config; {ALL_KEYS}"),
     ("optimizer.name=adam", "optimizer.name is no key of this config; type optimizer=adamw"),
+    ("optimizer.lrr=1", "optimizer.lrr is no key of this config; type optimizer.lr=1"),
     ("optimizer.momentun=0.8", "optimizer.momentun is no key of this config; type optimizer.momentum=0.8"),
     ("task.class_weights=[1,5]", f"task.class_weights is no key of this config; {ALL_KEYS}"),
     ("scheduler.step_size=3", f"scheduler.step_size is no key of this config; {ALL_KEYS}"),

@@ -34,7 +34,7 @@ def assert_refused(run: Command, *said: str) -> None:
         (["-m", "optimizer.lr=interval(0.1,1)"], "type sweep.search=random sweep.trials=20"),
         (
             ["-m", "hydra/sweeper=basic", "optimizer.lr=interval(0.1,1)"],
-            "type sweep.search=random sweep.trials=20, and",
+            "type -m sweep.search=random sweep.trials=20, and leave hydra/sweeper=basic out",
         ),
         (["optimizer.lr=nan", "launch=torchrun"], "optimizer.lr=nan must be a number above 0; type optimizer.lr=0.05"),
         # What a rank alone could know comes from the parent, before it starts any process.

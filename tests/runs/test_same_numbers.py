@@ -22,6 +22,8 @@ RUNS = {
         "strategy=fsdp",
         "optimizer.fused=false",
     ],
+    "dropout": ["model=mlp", "model.dropout=0.3", "trainer.gradient_accumulation_steps=2"],
+    "dropout in parts": ["model=mlp", "model.dropout=0.3", "strategy=fsdp"],
     "mlp": ["model=mlp", "trainer.max_grad_norm=0.5", "scheduler=one_cycle", "trainer.ema=0.9"],
 }
 

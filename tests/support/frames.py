@@ -1,4 +1,4 @@
-"""A model that writes down the stack of its first backward pass."""
+"""A model that writes down the stack of its newest backward pass."""
 
 import traceback
 from pathlib import Path
@@ -17,9 +17,8 @@ class _Noting(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        place = Path("frames.txt")
-        if not place.exists():
-            place.write_text("\n".join(f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack()))
+        stack = traceback.extract_stack()
+        Path("frames.txt").write_text("\n".join(f"{frame.filename}:{frame.name}" for frame in stack))
         return gradient
 
 

@@ -169,7 +169,13 @@ def _closest_key(key: str, value: str | None, keys: Sequence[str]) -> str | None
         if is_near and (rule is None or value is None or _is_accepted(rule, value)):
             names.setdefault(name, candidate)
     longer = [name for name in names if last.endswith(f"_{name}")]  # trainer.max_epochs for trainer.epochs
-    meant = longer[0] if len(longer) == 1 else closest(last, names, similarity=0.85)  # no warmup_epochs for _steps
+    parts = last.split("_")  # each is alike: no warmup_epochs for warmup_steps
+    alike = [
+        name
+        for name in names
+        if all(closest(*pair) for pair in zip(parts, ([p] for p in name.split("_")), strict=False))
+    ]
+    meant = longer[0] if len(longer) == 1 else closest(last, alike, similarity=0.8)
     return None if meant is None else names[meant]
 
 

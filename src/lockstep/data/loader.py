@@ -137,7 +137,7 @@ class BatchLoader:
                 inputs, targets = next(current.loaded)
                 if share.plans:
                     inputs, targets = self.transforms(inputs, targets, share.plans)
-                loaded_parts.append(LoadedPart(part.number, inputs, targets, part.indices))
+                loaded_parts.append(LoadedPart(part.number, part.start, inputs, targets, part.indices))
             if batch.start == starts[-1] and epoch < last:
                 self._pass = current._replace(next_call=(epoch + 1, batch_size, 0, turns))
             yield Batch(batch.samples, loaded_parts)

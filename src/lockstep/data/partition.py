@@ -18,9 +18,14 @@ from lockstep.errors import ConfigError
 
 
 class Part(NamedTuple):
-    """The samples of one forward pass of one rank. `number` counts all parts of the global batch, over all ranks."""
+    """The samples of one forward pass of one rank.
+
+    number: counts all parts of the global batch, over all ranks.
+    start: samples of the global batch that come before this part's.
+    """
 
     number: int
+    start: int
     indices: Tensor
 
 
@@ -31,6 +36,7 @@ class LoadedPart(NamedTuple):
     """
 
     number: int
+    start: int
     inputs: Any
     targets: Any
     indices: Tensor
@@ -49,10 +55,12 @@ def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: i
 
     A last batch of fewer samples than micro-batches has fewer of them: batch norm has no mean of no samples.
     """
-    parts = []
+    parts, start = [], 0
     steps = max(1, min(accumulation_steps, len(batch)))
     for number, micro_batch in enumerate(batch.tensor_split(steps)):
-        parts.append(Part(number * size + rank, micro_batch.tensor_split(size)[rank]))
+        before = sum(map(len, micro_batch.tensor_split(size)[:rank]))
+        parts.append(Part(number * size + rank, start + before, micro_batch.tensor_split(size)[rank]))
+        start += len(micro_batch)
     return parts
 
 

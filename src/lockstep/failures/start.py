@@ -84,7 +84,7 @@ class MonitorLink:
         self._send({"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
         answer = self.reader.wait_for("report")
         if answer is None:  # what comes later must not be taken for the report of the next attempt
-            self._close()
+            self.close()
             return None
         report: dict[str, Any] | None = answer["report"]
         return report
@@ -93,7 +93,9 @@ class MonitorLink:
         """The ranks are about to start again."""
         self._send({"next_attempt": True})
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the monitor."""
+        self._send({"over": True})
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -107,8 +109,7 @@ class MonitorLink:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._send({"over": True})
-        self._close()
+        self.close()
 
 
 def typed_command() -> list[str]:

@@ -211,22 +211,6 @@ def open_pid_file(pid: int) -> int | None:
         return None
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended and its parent knows it, so that no descriptor of it can be opened any more."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # it runs as another user
-        pass
-    return False
-
-
-def process_has_ended(pid: int) -> bool:
-    """Whether a process has ended, whether its parent knows it or not."""
-    return is_gone(pid) or _zombie_exit_code(pid) is not None
-
-
 def _zombie_exit_code(pid: int) -> int | None:
     """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
     fields = _stat(pid)

@@ -14,6 +14,7 @@ from torch.distributed import GradBucket, P2POp, batch_isend_irecv, irecv, isend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.compat import plain_functions
 from lockstep.config.schema import Count, Limits, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
@@ -174,7 +175,8 @@ class PowerSGD(GradientSync):
         def one_bucket_at_a_time(state: PowerSGDState, bucket: GradBucket) -> Future:
             # With several buckets at once torch's hook deadlocks on gloo: it waits, on gloo's threads, for all-reduces
             # that only gloo's threads can run.
-            future = powerSGD_hook(state, bucket)
+            with plain_functions():  # all ranks draw the same
+                future = powerSGD_hook(state, bucket)
             future.wait()
             return future
 

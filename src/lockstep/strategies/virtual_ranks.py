@@ -7,6 +7,7 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,8 @@ class VirtualRanks(Strategy):
     def parts(self, batch: Tensor, accumulation_steps: int) -> list[Part]:
         """The same parts at any world size; neighbours go to one rank."""
         samples = batch.tensor_split(self.count)
-        return [Part(number, samples[number]) for number in self.share]
+        starts = list(accumulate(map(len, samples), initial=0))
+        return [Part(number, starts[number], samples[number]) for number in self.share]
 
     def forward_backward(
         self,

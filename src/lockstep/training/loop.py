@@ -3,16 +3,16 @@
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, Part, fold_in
+from lockstep.data.partition import Batch, LoadedPart, Part, fold_in
 from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
@@ -125,9 +125,11 @@ def train_epoch(
                 loss = StepLoss(state, batch, step, timer)
                 for number, part in enumerate(batch.parts, start=1):
                     timer.phase("forward")
-                    set_seed(fold_in(loader.seed, step - 1, part.number))
                     state.early_steps.check_inputs(part.inputs)
-                    strategy.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
+                    with seeded(state, loader.seed, step, batch, part):
+                        strategy.forward_backward(
+                            part.inputs, part.targets, loss, precision, number == len(batch.parts)
+                        )
                 timer.phase("optimizer")
                 state.after_backward(step, sum(len(part.indices) for part in batch.parts))
             for watcher in watchers:
@@ -232,6 +234,15 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     optimizer.zero_grad(set_to_none=True)
     state.scheduler.step()
+
+
+def seeded(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
+    """In the block the forward and backward pass of `part` draw, in optimizer step `step`, counted from 1."""
+    if state.noise is None or not state.noise.is_needed:
+        set_seed(fold_in(seed, step - 1, part.number))
+        return nullcontext()
+    set_seed(fold_in(seed, step - 1))
+    return state.noise.of(part.start, len(part.indices), batch.count)
 
 
 def set_seed(seed: int) -> None:

@@ -18,6 +18,7 @@ from lockstep.training.early_steps import EarlySteps
 from lockstep.training.ema import ExponentialMovingAverage
 from lockstep.training.meter import Meter
 from lockstep.training.nan import NanPolicy, ReadSamples
+from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
 from lockstep.training.setup import grad_scaler
 from lockstep.training.trained_parameters import TrainedParameters
@@ -28,6 +29,7 @@ class TrainSettings:
     """What stays the same from the first step to the last. Batch sizes count samples.
 
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
+    draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
     epochs: int
@@ -41,6 +43,7 @@ class TrainSettings:
     eval_every: int = 1  # epochs
     patience: int | None = None  # evaluations
     log_every: int = 10  # steps
+    draws_by_sample: bool = True
 
     @property
     def last_epoch(self) -> int:
@@ -128,6 +131,9 @@ class TrainState:
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         self.early_steps = EarlySteps(task, strategy)
+        # Ranks that compute the same samples draw for their own parts of the model.
+        shares_samples = strategy.data_parallel_size(strategy.world.size) < strategy.world.size
+        self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
         self.grad_norm: tuple[int, Tensor] | None = None
         self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
@@ -168,6 +174,8 @@ class TrainState:
         self.progress.evaluation_pending = False
         self.trained.require_no_new(self.progress.step)
         self.strategy.module.train()
+        if self.noise is not None:
+            self.noise.look_again()
         if self.progress.samples == 0:
             self.meter.clear()
         if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out

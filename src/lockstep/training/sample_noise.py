@@ -1,0 +1,201 @@
+"""What a forward pass draws belongs to the samples, so that dropout is the same on any number of ranks.
+
+A rank that computes some rows of a global batch draws what one process would have drawn for these rows. To that end
+`SampleNoise` looks at torch's functions that draw (dropout of every kind, also that of an attention, `bernoulli_`,
+`rand_like`, `torch.randn(len(x), 8)`, ...), and fills tensors of which one dimension is the batch itself. A model needs
+no change.
+
+All ranks seed torch's generator alike in each step, and each draw takes a seed of its own from it. So checkpointed
+blocks (torch.utils.checkpoint) draw the same again. The global batch is cut into a few blocks of rows, each drawn from
+(seed of the draw, block): a rank draws the blocks that its rows lie in, and no others.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lockstep.compat import dispatch_mode
+from lockstep.data.partition import fold_in
+
+BLOCKS = 8  # of a global batch, at most
+BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
+FILLERS = ["bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
+OF_TORCH = """
+rand randn randint rand_like randn_like randint_like randperm bernoulli normal multinomial poisson binomial
+dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout
+feature_alpha_dropout_ native_dropout rrelu rrelu_
+"""
+OF_LAYERS = """
+dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu rrelu_ gumbel_softmax
+fractional_max_pool2d fractional_max_pool3d
+"""
+DIMENSIONS: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys((getattr(torch, name) for name in OF_TORCH.split()), (0, 1)),
+    **dict.fromkeys((getattr(F, name) for name in OF_LAYERS.split()), (0, 1)),
+    **dict.fromkeys((getattr(Tensor, name) for name in [*FILLERS, "bernoulli", "multinomial"]), (0, 1)),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
+    F.scaled_dot_product_attention: (0, 1),  # of queries without heads, it is the second
+    F.multi_head_attention_forward: (0,),
+}
+"""{a function that may draw: which dimensions of what it draws may be the batch}. The operations of these functions are
+looked at one by one, which takes some microseconds for each."""
+
+
+class SampleNoise(TorchFunctionMode):
+    """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
+
+    A single number, which may decide about a layer, is the same on all ranks, as in one process. What else has no
+    dimension of the batch, or cannot be cut by it, is drawn by each rank for itself.
+
+    is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
+    that draw nothing need not pay the microsecond that a look at each function takes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_drawn, self.is_needed = False, True
+        self.draws = _Draws(self)
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def of(self, start: int, rows: int, count: int) -> Self:
+        self.start, self.rows, self.count = start, rows, count
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_needed = self.has_drawn
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def look_again(self) -> None:
+        self.is_needed = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:  # checkpointed blocks draw in it
+            with self:  # of an edge: with the tensor, torch would ask this again
+                torch.autograd.backward(get_gradient_edge(args[0]), kwargs.pop("gradient", None), **kwargs)
+            return None
+        dimensions = DIMENSIONS.get(func)
+        if dimensions is None:
+            return func(*args, **kwargs)
+        self.dimensions = dimensions
+        with self.draws:
+            return func(*args, **kwargs)
+
+    def new_seed(self) -> int:
+        return int(torch.randint(2**62, (), device="cpu"))
+
+    def by_rank(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """`func`, whose draws differ between ranks, if it draws: an attention need not have dropout."""
+        seed = fold_in(self.new_seed(), self.start)
+        generators = [torch.default_generator, *torch.cuda.default_generators]
+        states = [generator.get_state() for generator in generators]
+        seeded = [generator.manual_seed(seed).get_state() for generator in generators]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for generator, before, state in zip(generators, seeded, states, strict=True):
+                self.has_drawn |= not torch.equal(generator.get_state(), before)
+                generator.set_state(state)
+
+    def batch_dimension(self, shape: Sequence[int]) -> int | None:
+        """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
+        if not self.rows or (len(shape) < 2 and math.prod(shape) == 1):
+            return None
+        for dimension in self.dimensions:
+            if dimension < len(shape) and shape[dimension] == self.rows:
+                return dimension
+        return 0 if 0 in self.dimensions and shape[0] and shape[0] % self.rows == 0 else None
+
+    def fill(self, tensor: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
+        """Fill `tensor` with this rank's rows of what `fill` would draw for the global batch.
+
+        fill: puts random numbers of a generator into a tensor (rows, ...).
+        """
+        self.has_drawn = True
+        dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
+        if dimension is None:
+            fill(tensor, self.seeded(tensor.device, seed if tensor.numel() == 1 else fold_in(seed, self.start)))
+            return
+        rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))
+        blocks = min(BLOCKS, self.count, max(1, self.count * rows[:1].numel() // BLOCK_SIZE))
+        edges = [self.count * number // blocks for number in range(blocks + 1)]
+        for number, (begin, end) in enumerate(itertools.pairwise(edges)):
+            first, last = max(begin, self.start), min(end, self.start + self.rows)
+            if first < last:
+                generator = self.seeded(tensor.device, fold_in(seed, number))
+                own = rows[first - self.start : last - self.start]
+                if last - first == end - begin and own.is_contiguous():
+                    fill(own, generator)
+                else:
+                    whole = tensor.new_empty(end - begin, *rows.shape[1:])
+                    fill(whole, generator)
+                    own.copy_(whole[first - begin : last - begin])
+
+    def seeded(self, device: torch.device, seed: int) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device)
+        return self.generators[device].manual_seed(seed)
+
+
+class _Draws(dispatch_mode()):  # type: ignore[misc]
+    """Answers those of torch's operations that draw, whichever function they are a part of."""
+
+    def __init__(self, noise: SampleNoise) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        filled = self._filled(func.overloadpacket, args, kwargs)
+        return self.noise.by_rank(func, *args, **kwargs) if filled is None else filled
+
+    def _filled(self, packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the operation returns. None if its draws are no numbers that fill a tensor."""
+        match str(packet).removeprefix("aten."), args:
+            case "rand_like", (like,):
+                return self._fill(torch.empty_like(like, **kwargs), "uniform_")
+            case "randn_like", (like,):
+                return self._fill(torch.empty_like(like, **kwargs), "normal_")
+            case "randint_like", (like, *bounds):
+                return self._fill(torch.empty_like(like, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
+            case "rand", (size,):
+                return self._fill(torch.empty(size, **kwargs), "uniform_")
+            case "randn", (size,):
+                return self._fill(torch.empty(size, **kwargs), "normal_")
+            case "randint", (*bounds, size):
+                kwargs = {"dtype": torch.int64, **kwargs}
+                return self._fill(torch.empty(size, **kwargs), "random_", *bounds[:-1] or [0], bounds[-1])
+            case "bernoulli", (probabilities,):
+                draws = torch.empty_like(probabilities, memory_format=torch.contiguous_format)
+                return (self._fill(draws, "uniform_") < probabilities).to(probabilities.dtype)
+            case "bernoulli", (like, p):
+                return self._fill(torch.empty_like(like), "bernoulli_", p)
+            case "bernoulli_", (tensor, Tensor() as probabilities):
+                return tensor.copy_(
+                    self._fill(torch.empty(tensor.shape, device=tensor.device), "uniform_") < probabilities
+                )
+            case "normal", (mean, std) if isinstance(mean, Tensor) or isinstance(std, Tensor):
+                shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, Tensor)))
+                like = mean if isinstance(mean, Tensor) else std
+                return self._fill(like.new_empty(shape), "normal_") * std + mean
+            case "native_dropout", (input, p, True) if 0 < p < 1:
+                mask = self._fill(torch.empty_like(input), "bernoulli_", 1 - p)
+                return input * mask / (1 - p), mask.bool()
+            case name, (tensor, *numbers) if name in FILLERS:
+                return self._fill(tensor, name, *numbers, **kwargs)
+        return None
+
+    def _fill(self, tensor: Tensor, name: str, *numbers: Any, **kwargs: Any) -> Tensor:
+        self.noise.fill(
+            tensor, lambda part, generator: getattr(part, name)(*numbers, **kwargs | {"generator": generator})
+        )
+        return tensor

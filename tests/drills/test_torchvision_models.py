@@ -1,0 +1,55 @@
+"""The small classification models of torchvision compute the same on any number of ranks, with all that they draw."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.configs import composed
+from support.worlds import in_world, train
+
+# 20 with few parameters. Swin, a transformer, is equal too, and takes as long as six of them.
+MODELS = [
+    "squeezenet1_1", "squeezenet1_0", "shufflenet_v2_x0_5", "shufflenet_v2_x1_0", "shufflenet_v2_x1_5",
+    "shufflenet_v2_x2_0", "mnasnet0_5", "mnasnet0_75", "mnasnet1_0", "mnasnet1_3", "mobilenet_v3_small",
+    "mobilenet_v3_large", "mobilenet_v2", "regnet_y_400mf", "regnet_x_400mf", "efficientnet_b0", "efficientnet_b1",
+    "regnet_y_800mf", "googlenet", "densenet121",
+]  # fmt: skip
+
+
+class Noise(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Random images (3, 64, 64) in float64 and their classes, below 10."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.rand(samples, 3, 64, 64, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % 10
+
+
+def weights(model: str, ranks: int, folder: Path) -> dict[str, Tensor]:
+    words = ["dataset=cifar10", "dataset.prepare=null", "dataset.shape=[3,64,64]", "model=resnet18"]
+    for half in ("train", "test"):
+        target = "drills.test_torchvision_models.Noise"
+        words += [f"dataset.{half}._target_={target}", f"+dataset.{half}.samples=24"]
+        words += [f"~dataset.{half}.data_dir", f"~dataset.{half}.train"]
+    words += [f"model.name={model}", "trainer.precision=fp64", "trainer.batch_size=8"]
+    in_world(ranks, train, composed(f"run_dir={folder}", *words, "trainer.epochs=1", "optimizer.lr=0.01"))
+    found: dict[str, Tensor] = torch.load(folder / "model.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("model", "sizes"), [(name, (2, 3, 4) if name == "mobilenet_v3_small" else (3,)) for name in MODELS]
+)
+def test_three_steps_are_the_same_on_any_number_of_ranks(tmp_path: Path, model: str, sizes: tuple[int, ...]) -> None:
+    one = weights(model, 1, tmp_path / "1")
+    for ranks in sizes:
+        for name, value in weights(model, ranks, tmp_path / str(ranks)).items():
+            torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=f"{ranks} ranks: {name} differs")
