@@ -21,7 +21,7 @@ from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.ddp import DDP
 from lockstep.training.loop import train_epoch
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 RECORD = Record()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 CYCLE, WARM_UP, SAVES = 4, 2, 4
 RUN = [

@@ -24,7 +24,7 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.training.loop import batches, train_epoch
 from lockstep.training.setup import autocast
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 TURN = 20  # steps
 

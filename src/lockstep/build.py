@@ -32,7 +32,8 @@ from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import RunningMetrics, StepTimer, StragglerWatch
+from lockstep.training.timing import StepTimer, StragglerWatch
+from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
 
 
@@ -152,6 +153,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         read=loader.read,
         objective=cfg.objective,
         keeps_gradients=_wanted(cfg).histograms,
+        buffers=trainer.buffers,
     )
 
 

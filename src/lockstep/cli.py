@@ -6,6 +6,7 @@ and at the end the words, as they are made ready for Hydra.
 
 import gc
 import json
+import math
 import os
 import re
 import shlex
@@ -36,7 +37,7 @@ from lockstep.config.check import (
     check_unread_overrides,
     with_whole_folders,
 )
-from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule
+from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule, flatten
 from lockstep.config.suggest import closest, no_option, removed_key, replacement, without_package
 from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
@@ -88,7 +89,8 @@ TRAIN, CHECK, DRY = "train", "check", "dry"
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
 NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
 NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
-NORMALISATION = ("mean", "std")
+NORMALISATION = ("dataset.mean", "dataset.std")
+VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
 # What a run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
 NOT_NEEDED += ("logging", "watch", "backend", "data_dir")
@@ -413,8 +415,7 @@ def with_trained_run(argv: list[str]) -> list[str]:
     _require_folders(folder, recorded, typed)
     words = _recorded_words(folder, typed)
     _require_open_targets(folder, words)
-    if typed_value("dataset", typed) is not None:  # the net was trained on values that are normalised so
-        words += [f"++{key}={value}" for key, value in _normalisation(folder) if typed_value(key, typed) is None]
+    words += _values_of_run(folder, words, typed)
     if typed_value("hydra.run.dir", typed) is None:
         words.append(f"hydra.run.dir={path_value(folder / str(mode))}")
     return [argv[0], *words, *typed]
@@ -478,17 +479,35 @@ def _require_folders(folder: Path, recorded: list[str], typed: list[str]) -> Non
         raise ConfigError(f"{folder} was trained with {words}; type {words} with this command, too")
 
 
-def _normalisation(folder: Path) -> Iterator[tuple[str, str]]:
-    """(key, value) of the mean and the standard deviation in the run's config."""
+def _values_of_run(folder: Path, words: list[str], typed: list[str]) -> Iterator[str]:
+    """The run's own values as words, where a YAML file, or one in conf/local, may say something else today.
+
+    Plain values alone: a class or an interpolation of a stranger's record may run anything. What stands beside a
+    `_target_` that was typed may be of the class that it replaced.
+    """
     config: Any = {}
     with suppress(OSError, yaml.YAMLError):
-        config = yaml.safe_load((folder / RECORD / "config.yaml").read_text())
-    dataset = config.get("dataset") or {}
-    for name in NORMALISATION:
-        value = dataset.get(name)
-        are_numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
-        if name in dataset and (value is None or are_numbers):
-            yield f"dataset.{name}", json.dumps(value)
+        config = yaml.safe_load((folder / RECORD / "config.yaml").read_text()) or {}
+    if config.get("init") is not None:  # the weights of the run are in its snapshots
+        yield from ("init=null", "new_layers=[]")
+    said = set(map(_key, [*words, *typed]))
+    replaced = {key.removesuffix("._target_") for key in said if key.endswith("._target_")}
+    for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
+        parent, _, name = key.rpartition(".")
+        is_open = key not in said and parent not in replaced and not _belongs_to(key, NOT_TAKEN)
+        if not is_open or name.startswith("_") or not re.fullmatch(r"[\w.]+", key) or not _is_plain(value):
+            continue
+        if key in NORMALISATION or not _is_replaced(key, typed):  # the net expects values that are normalised so
+            yield f"++{key}={json.dumps(value)}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether Hydra reads the value as JSON writes it."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, str):
+        return value.isprintable() and not set(value) & set('$\\"')
+    return value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def prepare_arguments(argv: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """What mode=check finds, function by function. tests/runs/test_check_commands.py runs whole commands."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.errors import ConfigError
-from lockstep.modes.check import UNKNOWN, Check, Options, Row, rows, table
-from lockstep.modes.first_steps import Facts, differences, find_facts
+from lockstep.modes.check import UNKNOWN, Check, Options, Row, rows, table, what_a_resume_changes
+from lockstep.modes.first_steps import Facts, Variant, differences, find_facts
+from lockstep.tasks.classification import Classification
 from support.configs import composed
 from support.own_data import Noisy, Points
 from support.worlds import in_world
@@ -58,6 +61,87 @@ class Counting(nn.Module):
     def forward(self, inputs: Any) -> Any:
         self.calls = self.calls + 1
         return self.layer(inputs) * self.calls + self.table(inputs.argmax(1) % 3)
+
+
+class Annealed(nn.Module):
+    """Counts its training steps in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 2), 0
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls += self.training
+        return self.layer(inputs) / (1 + self.calls)
+
+
+class LateBuffer(nn.Module):
+    """Registers a buffer in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: Any) -> Any:
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(4, dtype=inputs.dtype))
+        return self.layer(inputs * self.mask)
+
+
+class Renamed(LateBuffer):
+    """Replaces a buffer by one of another name in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.ones(4))
+
+    def forward(self, inputs: Any) -> Any:
+        if hasattr(self, "first"):
+            del self.first
+        return super().forward(inputs)
+
+
+class Listed(nn.Module):
+    """A layer in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = [nn.Linear(4, 4, dtype=torch.float64)], nn.Linear(4, 2)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.head(self.hidden[0](inputs))
+
+
+class Simple(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.layer(inputs)
+
+
+class Outside(torch.optim.Optimizer):
+    """Keeps its velocity outside self.state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.velocity: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                velocity = self.velocity.setdefault(p, torch.zeros_like(p))
+                p.sub_(velocity.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+class MeanTimesN(Classification):
+    """A class-weighted mean times the number of samples."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        loss = F.cross_entropy(outputs, targets, weight=torch.tensor([0.2, 3.0]).to(outputs)) * len(targets)
+        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
 
 
 def facts(ranks: int, **values: Any) -> Facts:
@@ -171,7 +255,18 @@ def own_words(data: type, model: str) -> list[str]:
 
 
 def checked(cfg: Any, folder: Path) -> Any:
-    return find_facts(cfg, folder, timed=True)
+    return find_facts(cfg, folder, Variant(timed=True))
+
+
+def reasons_of_each(cases: list[Any], folder: Path) -> list[str]:
+    """For each config what one rank, and one that goes on from what it has saved, give as reasons against a promise."""
+    reasons = []
+    for cfg in cases:
+        one = checked(cfg, folder)
+        resumed = find_facts(cfg, folder, Variant(resumes=True))
+        of_rows = [reason for row in rows(one, one, NEAR, OPTIONS) for reason in row.reasons]
+        reasons.append("; ".join([*of_rows, *what_a_resume_changes(resumed)]))
+    return reasons
 
 
 @pytest.mark.parametrize(("data", "drawn"), [(OwnGenerator, True), (Noisy, False)])
@@ -189,3 +284,26 @@ def test_buffers_are_no_hidden_state_and_sparse_gradients_are_compared(tmp_path:
     (found,) = in_world(1, checked, composed(*own_words(Points, "Counting"), *plain), tmp_path)
     assert (found.samples_drawn, found.outputs_drawn, found.seed_counts) == (False, False, False)
     assert (found.has_step, found.unused, found.not_finite, found.trained) == (True, [], [], 16)
+
+
+OUTSIDE = ["~optimizer.momentum", "~optimizer.weight_decay", "~optimizer.nesterov", "~optimizer.fused"]
+KINDS: list[tuple[str, list[str], str]] = [
+    ("Simple", [], "^$"),
+    ("Annealed", [], "computed twice gives other values.*the gradients of layer.weight, layer.bias are others"),
+    ("LateBuffer", [], "^$"),
+    ("Renamed", [], "what is saved after a step cannot be loaded by a new model .*register each buffer in __init__"),
+    ("Listed", [], "no optimizer has 2 weights .*, in hidden: they are never trained"),
+    ("Simple", [f"optimizer._target_={__name__}.Outside", *OUTSIDE], "is updated otherwise by the same gradients"),
+    (
+        "Simple",
+        [f"task._target_={__name__}.MeanTimesN", "trainer.batch_size=7"],
+        "the loss of the task does not add up over the samples",
+    ),
+]
+
+
+def test_each_kind_of_wrong_numbers_that_a_step_can_show_gets_its_cause(tmp_path: Path) -> None:
+    cases = [composed(*own_words(Points, model), "trainer.batch_size=4", *more) for model, more, _ in KINDS]
+    (found,) = in_world(1, reasons_of_each, cases, tmp_path)
+    for (model, _, wanted), reason in zip(KINDS, found, strict=True):
+        assert re.search(wanted, reason), (model, reason)

@@ -20,7 +20,7 @@ from lockstep.tasks.base import Function, Share, Task
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.reports import ClassReport
-from lockstep.training.first_batch import require_sums
+from lockstep.training.early_steps import find_no_sums
 from lockstep.training.setup import prepare_model
 from support.configs import composed
 
@@ -188,9 +188,9 @@ class Means(Task):
 def test_a_mean_is_found_with_two_samples_beside_an_output_of_no_dimension() -> None:
     task, outputs = Means({"loss": "min"}, "loss"), {"logits": torch.eye(4), "own": torch.tensor(0.5)}
     one = {"logits": outputs["logits"][:1], "own": outputs["own"]}
-    assert not require_sums(task, one, torch.arange(1))
+    assert find_no_sums(task, one, torch.arange(1)) is None
     with pytest.raises(ConfigError, match="Means returns a mean as its loss"):
-        require_sums(task, outputs, torch.arange(4))
+        find_no_sums(task, outputs, torch.arange(4))
 
 
 def test_a_report_leaves_out_targets_that_are_no_class() -> None:

@@ -16,7 +16,7 @@ from lockstep.tasks.classification import Classification, ClassificationF1
 from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation
-from lockstep.training.first_batch import require_sums
+from lockstep.training.early_steps import find_no_sums
 from lockstep.training.meter import Meter
 from support.worlds import in_world
 
@@ -202,11 +202,11 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     outputs, targets = data("classification")
     for number in (SAMPLES, 2):
         with pytest.raises(ConfigError, match="Means returns a mean as its loss.* return a sum over samples"):
-            require_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:number], targets[:number])
-    require_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:1], targets[:1])
-    require_sums(classification(), outputs, targets)
+            find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:number], targets[:number])
+    find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:1], targets[:1])
+    find_no_sums(classification(), outputs, targets)
     assert not caplog.records
-    require_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}), outputs, targets)
+    find_no_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}), outputs, targets)
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
 
 

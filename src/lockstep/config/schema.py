@@ -330,6 +330,10 @@ class Trainer:
         "Steps between two rows of digests of loss, gradients and weights; on: 10.",
         Limits(example="on"),
     ]
+    buffers: Annotated[
+        Literal["auto", "mean", "own"],
+        "Buffers that a step parts on the ranks are averaged, or left; auto: torch's norms averaged, others refused.",
+    ]
     ema: Annotated[
         float | None,
         "Decay of a moving average of the weights and running statistics.",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 STOP_SIGNALS = tuple(number for number in signal.Signals if number.name in NAMES)
 VOTE_PAUSE = 0.25  # seconds between two votes
+SILENT = 2.0  # seconds after the first signal: a step that takes longer may hang
 REPEAT_AFTER = 2.0  # seconds: one Ctrl-C can arrive twice, from the terminal and from the launcher
 
 
@@ -181,8 +182,18 @@ def _on_signal(number: int, frame: FrameType | None = None) -> None:
         _end(number)
     if _process.requested_at is None:
         _process.requested_at, _process.requested_by = time.monotonic(), number
+        if _process.saves_first and read_rank_info().is_rank_zero:
+            waits = threading.Timer(SILENT, _say_what_is_awaited, [number])
+            waits.daemon = True
+            waits.start()
     elif is_repeated(_process.requested_at, number):
         _end(number)
+
+
+def _say_what_is_awaited(number: int) -> None:
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    with suppress(OSError, ValueError):  # the terminal is closed
+        print(f"{name}: stopping after this step; a second one ends at once", file=sys.stderr, flush=True)
 
 
 def _ends_at_once(number: int) -> bool:

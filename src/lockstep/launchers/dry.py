@@ -26,7 +26,7 @@ from lockstep.launchers.base import Launcher, Worker, refuse_nesting
 from lockstep.modes.check import bytes_shown, held
 from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainSettings, TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups of options
 
@@ -130,6 +130,9 @@ class DryWorld(World):
 
     def broadcast_json(self, value: Any) -> Any:
         return value
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
 class DryLauncher(Launcher):

@@ -44,6 +44,7 @@ class TrainedRun:
     state: `state.strategy.model` is the net, `state.task` its task. `state.ema_weights()` is a block in which the net
     holds its averaged weights, if the run kept an average: what training evaluates and exports.
     train_loader, eval_loader: this rank's share of the data. snapshot: where the weights are from. saved: its contents.
+    config: {key: value} of this command, as files may have it.
     """
 
     state: "TrainState"
@@ -51,6 +52,7 @@ class TrainedRun:
     eval_loader: "BatchLoader"
     snapshot: Path
     saved: Mapping[str, Any]
+    config: Mapping[str, Any]
 
     @property
     def world(self) -> "World":
@@ -125,7 +127,7 @@ class Mode:
             record = record.completed(cfg)
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
-            trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved)
+            trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)
             reporter.enter("mode")

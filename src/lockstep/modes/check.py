@@ -84,7 +84,9 @@ class Check(Mode):
         check_model(small, strategy, RANKS)
         torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
         one, two, apart = _compare_worlds(small, folder, timed=True)
+        resumed = _resume(small, folder)
         found = rows(one, two, apart, options)
+        found[1] = replace(found[1], reasons=[*found[1].reasons, *what_a_resume_changes(resumed)])
         # In float32 a rounding error may turn a ReLU off: only float64 tells.
         if UNKNOWN in found[0].reasons and options.precision != "fp64":
             smallest = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS))
@@ -118,16 +120,23 @@ def _forks(ranks: int) -> "SpawnLauncher":
 
 
 def _compare_worlds(cfg: DictConfig, folder: Path, timed: bool) -> tuple["Facts", "Facts", dict[str, float]]:
-    """What one rank finds, what two find, and how far their first steps are apart. timed: see `find_facts`."""
+    """What one rank finds, what two find, and how far their first steps are apart. timed: see `Variant`."""
     import torch
 
-    from lockstep.modes.first_steps import differences, find_facts
+    from lockstep.modes.first_steps import Variant, differences, find_facts
 
-    two = _forks(RANKS).launch(find_facts, cfg, folder, timed)
-    one = _forks(1).launch(find_facts, cfg, folder, timed)
+    two = _forks(RANKS).launch(find_facts, cfg, folder, Variant(timed))
+    one = _forks(1).launch(find_facts, cfg, folder, Variant(timed))
     if not (one.has_step and two.has_step):
         return one, two, {}
     return one, two, differences(*[torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)])
+
+
+def _resume(cfg: DictConfig, folder: Path) -> "Facts | None":
+    """What one rank finds that goes on from what another one has saved; None if that one has taken no two steps."""
+    from lockstep.modes.first_steps import SECOND, Variant, find_facts
+
+    return _forks(1).launch(find_facts, cfg, folder, Variant(resumes=True)) if (folder / SECOND).exists() else None
 
 
 def _in_float64(cfg: DictConfig, folder: Path, row: "Row", options: "Options", apart: float, smallest: int) -> "Row":
@@ -194,7 +203,9 @@ def rows(one: "Facts", two: "Facts", apart: dict[str, float], options: Options) 
     far = float("inf") if one.loss is None or two.loss is None else abs(one.loss - two.loss) / max(abs(one.loss), 1e-30)
     distance = {"loss": far} | apart
     numbers = list[str]()
-    if not (one.has_step and two.has_step):
+    if two.parting:
+        numbers, distance = [two.parting], {}
+    elif not (one.has_step and two.has_step):
         numbers, distance = ["not checked: there is no first step"], {}
     elif one.not_finite or two.not_finite:
         numbers, distance = ["not checked: the gradients of the first step are not finite"], {}
@@ -203,6 +214,8 @@ def rows(one: "Facts", two: "Facts", apart: dict[str, float], options: Options) 
             numbers = known_causes(one, two, options) or changing
             numbers = numbers or ([UNKNOWN] if options.inexact_sync is None else [])
         # What the first step may not show.
+        for name in dict.fromkeys([*one.no_sums, *two.no_sums]):
+            numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
         if options.inexact_sync is not None:
             numbers.append(f"gradient_sync={options.inexact_sync} is not the exact mean; type gradient_sync=auto")
         if options.per_rank:
@@ -224,6 +237,11 @@ def known_causes(one: "Facts", two: "Facts", options: Options) -> list[str]:
     if two.unsynced and options.norms_see:
         norms = first_of(two.unsynced, NAMED)
         causes.append(f"batch norm sees {options.norms_see}: {norms}; type {options.norms_advice}")
+    if two.buffers:
+        causes.append(
+            f"a rank changes {first_of(two.buffers, NAMED)} by its own share, and the ranks' mean is not what one rank "
+            f"has; gather the samples of all ranks in the module"
+        )
     if two.unused and not options.finds_unused:
         causes.append("parameters without a gradient, see below")
     if one.seed_counts and not one.outputs_drawn:
@@ -256,9 +274,33 @@ def what_changes(one: "Facts", two: "Facts") -> list[str]:
     return reasons
 
 
+def what_a_resume_changes(resumed: "Facts | None") -> list[str]:
+    """Why the step after a resume is another one than that of the run which went on."""
+    if resumed is None:
+        return []
+    if resumed.resume_failed or resumed.failed:
+        reason = resumed.resume_failed or resumed.failed
+        return [
+            f"what is saved after a step cannot be loaded by a new model ({reason}): register each buffer in __init__, "
+            f"in the shape that it keeps"
+        ]
+    if resumed.resumed.get("gradients"):
+        return [
+            f"after a resume the gradients of {first_of(resumed.resumed['gradients'], NAMED)} are others: the model "
+            f"or the loss keeps what no snapshot has, such as a count in a plain attribute; make it a buffer, or "
+            f"return it in get_extra_state"
+        ]
+    if resumed.resumed.get("weights"):
+        return [
+            f"after a resume {first_of(resumed.resumed['weights'], NAMED)} is updated otherwise by the same gradients: "
+            f"the optimizer keeps what its state_dict does not give back; keep it in self.state[parameter]"
+        ]
+    return []
+
+
 def what_fails(one: "Facts", two: "Facts", options: Options) -> list[str]:
     """Why the model and the data cannot be trained as they are."""
-    reasons = list(filter(None, [one.diverged or two.diverged]))
+    reasons = list(filter(None, [one.diverged or two.diverged, one.unowned or two.unowned]))
     not_finite = list(dict.fromkeys([*one.not_finite, *two.not_finite]))
     if not_finite:
         reasons.append(f"NaN or infinite gradients: {first_of(not_finite, NAMED)}")

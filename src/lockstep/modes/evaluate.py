@@ -1,8 +1,10 @@
 """mode=evaluate: the metrics of a trained run, on any data and any number of ranks."""
 
+import itertools
 import json
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +21,7 @@ class Evaluate(Mode):
     """Evaluates as training does: with averaged weights if there are any, each sample counted once.
 
     split: the data to evaluate; training data is not augmented.
-    file: where the numbers go; null: evaluation.json in the run folder.
+    file: where the numbers go; null: evaluation.json in the run folder, or evaluation_2.json beside one of other data.
     """
 
     name = "evaluate"
@@ -35,6 +37,7 @@ class Evaluate(Mode):
 
         Raises TrainingDiverged if the loss is NaN or infinite.
         """
+        from lockstep.snapshots.resume import compared
         from lockstep.training.evaluation import SampleCount, evaluate
 
         loader, count = trained.loader(self.split), SampleCount()
@@ -49,8 +52,9 @@ class Evaluate(Mode):
             "snapshot": str(trained.snapshot),
             "step": trained.step,
             "ranks": trained.world.size,
+            "config": compared(trained.config),
         }
-        path = Path(self.file) if self.file is not None else trained.folder / "evaluation.json"
+        path = Path(self.file) if self.file is not None else _own_file(trained.folder, facts)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         log.info("evaluated: %s %s, over %d samples at step %d", self.split, shown, count.samples, trained.step)
         write_output(trained.world, path, [json.dumps(facts, indent=1), "\n"])
@@ -67,3 +71,16 @@ class Evaluate(Mode):
             return TrainingDiverged(f"{what}; type mode.snapshot=<another one>")
         data = "training" if self.split == "train" else self.split
         return TrainingDiverged(f"{what}; in the {data} data {sentence_about(broken)}; {OTHER_DATA}")
+
+
+def _own_file(folder: Path, facts: Mapping[str, Any]) -> Path:
+    """evaluation.json, evaluation_2.json, ...: the first that does not exist, or is of this evaluation."""
+    for number in itertools.count(1):
+        path = folder / ("evaluation.json" if number == 1 else f"evaluation_{number}.json")
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return path
+        if all(before.get(name) == facts[name] for name in facts.keys() - {"metrics", "ranks"}):
+            return path
+    raise AssertionError

@@ -1,10 +1,12 @@
 """What mode=check finds in one world of ranks: what is drawn at random, and what its first steps compute and hold."""
 
+import copy
 import logging
 import random
 import statistics
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,20 @@ from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
 from lockstep.snapshots.data_fingerprint import data_fingerprint
+from lockstep.snapshots.state import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Strategy
+from lockstep.training.buffers import BuffersDiffer
 from lockstep.training.loop import batches, set_seed, train_epoch
 from lockstep.training.setup import autocast, set_determinism
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher, peak_memory
+from lockstep.training.timing import peak_memory
+from lockstep.training.watchers import Watcher
 from lockstep.training.weight_check import digest, local_part
 
 SAMPLES_READ = 8  # twice
 TIMED_STEPS = 5  # after the first one, which takes longer
 TIMED_SECONDS = 1.0
+SAVED, SECOND = "saved.pt", "second.pt"  # what one rank leaves: its state after a step, and its second step
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 Named = dict[str, Tensor]
@@ -69,6 +75,16 @@ class Facts:
     trained: int = 0  # how many numbers have a gradient
     diverged: str | None = None  # why this step or a later one was none
 
+    # What a training would warn of, or refuse.
+    no_sums: list[str] = field(default_factory=list)  # what the task returns as a sum, and is none
+    unowned: str = ""  # weights that no optimizer has
+    parting: str = ""  # the sentence about buffers that differ between ranks
+    buffers: list[str] = field(default_factory=list)  # those that each rank changes by its own share
+
+    # Saved after the first step, and loaded by a new process that takes the second one.
+    resume_failed: str = ""  # why that cannot be done
+    resumed: dict[str, list[str]] = field(default_factory=dict)  # {gradients or weights: names of those that differ}
+
     # What it takes.
     nbytes: dict[str, int] = field(default_factory=dict)  # {what: bytes} that this rank holds
     peak: float = 0.0  # MiB of the process
@@ -77,12 +93,21 @@ class Facts:
     steps: tuple[int, int] = (0, 0)  # of an epoch, and of the whole run
 
 
-def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
-    """What one rank of a world of one or two ranks does. Rank 0 writes what its first step computed to `folder`.
+@dataclass(frozen=True)
+class Variant:
+    """How a world takes the first steps.
 
     timed: look at what is drawn, and take some steps for their time. Otherwise take the first step alone, in float64,
-    which some models cannot compute in: that is no failure then.
+        which some models cannot compute in: that is no failure then.
+    resumes: go on from what one rank has saved after its first step, and compare the second step with its own.
     """
+
+    timed: bool = False
+    resumes: bool = False
+
+
+def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
+    """What one rank of a world of one or two ranks does. Rank 0 writes what its first step computed to `folder`."""
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
@@ -93,22 +118,23 @@ def find_facts(cfg: DictConfig, folder: Path, timed: bool) -> Facts:
             np.random.seed()
             set_determinism(cfg.seed, cfg.trainer.deterministic)
             try:
-                facts = _build_and_step(cfg, world, strategy, folder, timed)
+                facts = _build_and_step(cfg, world, strategy, folder, variant)
             except OtherData as error:
                 facts = Facts(world.size, other_data=error.name)
             except (ConfigError, RuntimeError, TypeError) as error:
-                if timed:
+                if variant.timed:
                     raise
                 facts = Facts(world.size, failed=str(error).partition("\n")[0])
         warnings = [record.getMessage() for record in logs.kept if record.levelno >= logging.WARNING]
     return replace(facts, notes=[*facts.notes, *(f"warning:   {text}" for text in dict.fromkeys(warnings))])
 
 
-def _build_and_step(cfg: DictConfig, world: World, strategy: Strategy, folder: Path, timed: bool) -> Facts:
+def _build_and_step(cfg: DictConfig, world: World, strategy: Strategy, folder: Path, variant: Variant) -> Facts:
     cfg, loader, _ = build.model_and_data(cfg, world, strategy)
     fingerprint = data_fingerprint(loader.dataset)
     require_same_data(world, "training data", len(loader), fingerprint)
-    return FirstSteps(build.train_state(cfg, strategy, loader), loader, fingerprint, timed).take(folder)
+    steps = FirstSteps(build.train_state(cfg, strategy, loader), loader, fingerprint, variant, folder)
+    return steps.resume() if variant.resumes else steps.take()
 
 
 class _Enough(Exception):
@@ -121,17 +147,21 @@ class FirstSteps(Watcher):
     facts: an attribute, what it has found so far.
     """
 
-    def __init__(self, state: TrainState, loader: BatchLoader, fingerprint: str, timed: bool) -> None:
-        """fingerprint: of the training data. timed: see `find_facts`."""
-        self.state, self.loader, self.timed = state, loader, timed
+    def __init__(
+        self, state: TrainState, loader: BatchLoader, fingerprint: str, variant: Variant, folder: Path
+    ) -> None:
+        """fingerprint: of the training data. folder: of what worlds leave for each other."""
+        self.state, self.loader, self.timed, self.folder = state, loader, variant.timed, folder
+        self.saves = variant.timed and state.strategy.world.size == 1
+        self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
         self.facts = Facts(state.strategy.world.size, fingerprint=fingerprint)
         self.gradients, self.ends = Named(), list[float]()
-        self.whole: dict[str, Named] = {}
+        self.whole: dict[str, Any] = {}
 
-    def take(self, folder: Path) -> Facts:
+    def take(self) -> Facts:
         """Look at what is drawn, and take the steps. A collective.
 
-        Rank 0 writes what it kept to <number of ranks>.pt in `folder`.
+        Rank 0 writes what it kept to <number of ranks>.pt in the folder.
         """
         settings, world, loader = self.state.settings, self.state.strategy.world, self.loader
         if loader.reader is not None and not loader.is_stream:
@@ -148,14 +178,37 @@ class FirstSteps(Watcher):
             pass
         except TrainingDiverged as error:
             self.facts.diverged = str(error)
+        except BuffersDiffer as error:
+            self.facts.parting = str(error)
         if world.is_rank_zero:
-            torch.save(self.whole, folder / f"{world.size}.pt")
+            torch.save(self.whole, self.folder / f"{world.size}.pt")
+        state = self.state
+        self.facts.no_sums, self.facts.unowned = state.early_steps.no_sums, state.early_steps.unowned or ""
+        self.facts.buffers = [*state.buffers.averaged, *state.buffers.own]
         times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
         self.facts.seconds = statistics.median(times) if times else None
         self.facts.batch = settings.batch_size
         self.facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
         self.facts.peak = peak_memory(world.device)
         return self.facts
+
+    def resume(self) -> Facts:
+        """Load what one rank has saved after its first step, take the next one, and compare it with that rank's."""
+        saved = torch.load(self.folder / SAVED, weights_only=True)
+        self.whole = torch.load(self.folder / SECOND, weights_only=True)
+        try:
+            restore_state(self.state, saved, len(self.loader))
+        except (RuntimeError, ConfigError) as error:  # of load_state_dict
+            self.facts.resume_failed = " ".join(str(error).split())
+            return self.facts
+        with suppress(_Enough):
+            train_epoch(self.state, self.loader, watchers=[self])
+        return self.facts
+
+    def _save(self) -> None:
+        state = self.state
+        contents = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
+        torch.save(plain_copy(contents), self.folder / SAVED)
 
     def _look_at_draws(self) -> None:
         """What is drawn outside the seeds: read some samples twice, and compute the first batch three times."""
@@ -187,11 +240,13 @@ class FirstSteps(Watcher):
             self.facts.notes.append(note)
 
     def on_gradients_ready(self) -> None:
-        if self.gradients:
+        if len(self.ends) > 1:
             return
         named = list(self.state.strategy.model.named_parameters())
         gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
         self.gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
+        if self.ends:
+            return
         self.facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
         if not self.state.scaler.is_enabled():  # it looks for the scale at which gradients are finite
             not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
@@ -201,11 +256,22 @@ class FirstSteps(Watcher):
 
     def after_step(self, samples: int) -> None:
         state = self.state
+        now = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
+        if self.whole and "second" in self.whole:
+            for what, unbroken in self.whole["second"].items():
+                whole = self._whole(now[what])
+                others = [name for name in unbroken if name not in whole or not _same([unbroken[name]], [whole[name]])]
+                self.facts.resumed[what] = others
+            raise _Enough
+        if self.saves and len(self.ends) == 1:
+            second = {what: self._whole(named) for what, named in now.items()}
+            torch.save({"second": second}, self.folder / SECOND)
         if not self.ends:
             self.facts.has_step, self.facts.loss = True, state.meter.means()["loss"]
             self.facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
-            held = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
-            self.whole = {what: self._whole(named) for what, named in held.items()}
+            self.whole = {what: self._whole(named) for what, named in now.items()}
+            if self.saves:
+                self._save()
         self.ends.append(time.perf_counter())
         enough = not self.timed or len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
         fails_next = bool(self.facts.unused) and self.facts.ranks > 1  # in DistributedDataParallel

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config.schema import nodes_with_target
 from lockstep.config.targets import instantiate_as, is_open, locate
@@ -43,9 +44,26 @@ class TrainedNet(nn.Module):
         super().__init__()
         self.net, self.converter, self.precision, self.classes = net, converter, precision, list(classes)
         self.mean, self.std, self.task = mean, std, task
+        self.weights = self._place_and_type()
         self.eval()
 
+    def _place_and_type(self) -> tuple[torch.device, torch.dtype] | None:
+        floating = (parameter for parameter in self.net.parameters() if parameter.is_floating_point())
+        first = next(floating, None)
+        return None if first is None else (first.device, first.dtype)
+
     def forward(self, samples: Any) -> Any:
+        """samples: also an array of NumPy, or a list of samples of one shape."""
+        now = self._place_and_type()
+        if now is not None and now != self.weights:  # after net.to(), net.double() or net.half()
+            if self.weights is None or now[1] != self.weights[1]:
+                self.precision = ""  # that type is what was asked for
+            self.weights = now
+            self.converter = Converter(*now, self.converter.memory_format, self.mean, self.std)
+        if isinstance(samples, list):
+            samples = torch.stack([torch.as_tensor(sample) for sample in samples])
+        elif isinstance(samples, np.ndarray):
+            samples = torch.from_numpy(samples)
         moved = map_tensors(lambda tensor: tensor.to(self.converter.device), samples)
         inputs, _ = self.converter(moved, ())
         with autocast(self.converter.device, self.precision) if self.precision in AUTOCAST_TYPES else nullcontext():
@@ -54,13 +72,18 @@ class TrainedNet(nn.Module):
     def predict(self, samples: Any) -> list[str | int]:
         """The class of each sample: its name, or its number if classes have no names.
 
-        Raises ConfigError for a net that was trained for another of this project's tasks than classification.
+        Raises ConfigError for a net that was trained for another of this project's tasks than classification, or that
+        returns something else than scores.
         """
         if self.task.startswith("lockstep.tasks.") and not self.task.startswith("lockstep.tasks.classification"):
             name = self.task.split(".")[2]
             raise ConfigError(f"predict gives classes, and this net was trained for {name}; type net(samples)")
         with torch.no_grad():
-            numbers = self(samples).argmax(1).tolist()
+            outputs = self(samples)
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2:
+            found = f"{list(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            raise ConfigError(f"predict needs scores (N, classes), and this net returns {found}; type net(samples)")
+        numbers = outputs.argmax(1).tolist()
         return [self.classes[number] if self.classes else number for number in numbers]
 
 

@@ -65,7 +65,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import as_saved, map_only
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 from lockstep.training.weight_check import local_part
 
 log = logging.getLogger(__name__)

@@ -189,6 +189,7 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
     scheduler, schedule = state.scheduler, saved["scheduler"]
     place, same_steps = state.schedule_place(epoch_samples), schedule["batch_size"] == state.settings.batch_size
     goes_on = schedule["class"] == _class_name(scheduler) and (same_steps or isinstance(scheduler, FollowsObjective))
+    state.trained.unfreeze(saved["optimizer"]["state"])
 
     indexed, names = state.optimizer.state_dict(), _parameter_names(state.strategy.model, state.optimizer)
     named = _to_layout_of_weights(state.strategy, saved["optimizer"]["state"], saved["model"])

@@ -103,11 +103,6 @@ class Strategy:
         self.module = self.model = model
         self.ranks_per_model = 1
 
-    @property
-    def has_whole_model(self) -> bool:
-        """Whether each rank holds all weights of a model."""
-        return self.world.size == 1 or (self.ranks_per_model == 1 and not self.shards_state)
-
     def syncs_batch_norm(self, mode: str, world_size: int) -> bool:
         """Whether batch norm covers the whole global batch. mode: conf/sync_bn's "on", "off" or "auto"."""
         if mode == "auto":
@@ -161,6 +156,19 @@ class Strategy:
         with autocast:
             outputs = forward(self.module, inputs)
         loss_function(outputs, targets).backward()
+
+    def unfreeze(self, parameters: list[nn.Parameter], what: str) -> None:
+        """From this step on `parameters`, which were frozen in `setup`, are trained, too.
+
+        what: the fact as a sentence's beginning. Raises ConfigError where it cannot be followed.
+        """
+        raise ConfigError(f"{what}, which only strategy=ddp can follow; type strategy=ddp, or train it from the start")
+
+    def freeze(self, what: str) -> None:
+        """Parameters that were trained are no longer. Raises ConfigError, which begins with `what`, as `unfreeze`."""
+
+    def average_unfrozen(self) -> None:
+        """Average the gradients of those that `unfreeze` was given, after a step's last backward pass."""
 
     def counts_samples(self) -> bool:
         """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""

@@ -21,8 +21,7 @@ class DDP(Strategy):
 
     In a world of one rank, and without trainable parameters, nothing is averaged and the model stays a plain module.
     Buffers are not broadcast before every forward pass, because batch norm does not read them in training;
-    `sync_buffers` does it before an evaluation. A snapshot has those of rank 0, so a model that reads them in training
-    does not resume bit for bit on several ranks.
+    `sync_buffers` does it before an evaluation. Others that differ between ranks: see `lockstep.training.buffers`.
 
     gradient_as_bucket_view: gradients lie in the buffers that are sent.
     static_graph: every step uses the same parameters.
@@ -56,6 +55,7 @@ class DDP(Strategy):
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
+        self.unfrozen = list[nn.Parameter]()
         self.gradient_sync = gradient_sync
         self.ranks_agree = gradient_sync.ranks_agree
         if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -92,6 +92,24 @@ class DDP(Strategy):
             with autocast:
                 outputs = forward(self.module, inputs)
             loss_function(outputs, targets).backward()
+
+    def unfreeze(self, parameters: list[nn.Parameter], what: str) -> None:
+        self.unfrozen += parameters
+
+    def freeze(self, what: str) -> None:
+        if isinstance(self.module, DistributedDataParallel) and not self.options["find_unused_parameters"]:
+            raise ConfigError(
+                f"{what}, and DistributedDataParallel waits for its gradient; type strategy.find_unused_parameters=true"
+            )
+
+    def average_unfrozen(self) -> None:
+        if self.world.size == 1 or not self.unfrozen or not self.ranks_agree:  # or the weights are averaged
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.unfrozen]
+        total = self.world.all_reduce_sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+        total /= self.gradient_divide_factor()
+        for parameter, part in zip(self.unfrozen, total.split([p.numel() for p in self.unfrozen]), strict=True):
+            parameter.grad = part.view_as(parameter)
 
     def gradient_divide_factor(self) -> int:
         return self.world.size if isinstance(self.module, DistributedDataParallel) else 1

@@ -39,7 +39,9 @@ class Stage(nn.Sequential):
     def forward(self, rows: Tensor) -> Tensor:
         with self.autocast:
             outputs: Tensor = super().forward(rows)  # type: ignore[no-untyped-call]
-            if torch.is_autocast_enabled(rows.device.type) and outputs.is_floating_point():
+            # Shapes are found with tensors on the device "meta", of which autocast knows nothing.
+            has_autocast = rows.device.type != "meta" and torch.is_autocast_enabled(rows.device.type)
+            if has_autocast and outputs.is_floating_point():
                 outputs = outputs.float()
         return outputs.contiguous()
 

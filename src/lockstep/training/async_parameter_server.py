@@ -26,7 +26,8 @@ from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.loop import StepLoss, batches, begin_epoch, end_steps, set_seed, update
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.timing import StepTimer, Watcher
+from lockstep.training.timing import StepTimer
+from lockstep.training.watchers import Watcher
 
 
 class AsyncParameterServer(Strategy):
@@ -143,7 +144,7 @@ class AsyncParameterServer(Strategy):
         loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
         for number, part in enumerate(batch.parts, start=1):
             set_seed(fold_in(loader.seed, step - 1, part.number))
-            state.first_batch.check_inputs(part.inputs)
+            state.early_steps.check_inputs(part.inputs)
             self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
 
     def _broadcast_weights(self, state: TrainState) -> None:

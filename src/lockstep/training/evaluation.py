@@ -91,7 +91,7 @@ def evaluate(
     context = autocast(strategy.world.device, state.settings.precision)
 
     def count(outputs: Tensor, targets: Tensor) -> None:
-        state.first_batch.check_outputs(outputs, targets)  # training may have had no batch of two samples
+        state.early_steps.check_outputs(outputs, targets)  # training may have had no batch of two samples
         meter.add(state.task(outputs, targets)[1], state.task.count(targets))
         if report is not None:
             report.add(outputs, targets)
@@ -124,6 +124,7 @@ class Evaluator:
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
         means = evaluate(self.state, self.loader, on_stop, report)
+        self.state.early_steps.watch_metrics(means)
         if not math.isfinite(means["loss"]):
             raise self._diverged(means["loss"])
         return means
@@ -168,10 +169,10 @@ class Evaluator:
                 self.logger.log_histogram(f"{kind}/{name}", tensor, self.state.progress.step)
 
     def _log_graph(self) -> None:
-        """Of the model with one test sample, where a rank has the whole model."""
+        """Of the model with one test sample, in a world of one rank."""
         strategy, loader = self.state.strategy, self.loader
-        if not strategy.has_whole_model:
-            log.warning("no graph is written: with this strategy no rank has the whole model; type strategy=ddp")
+        if strategy.world.size > 1:  # rank 0 alone would wait for ever in a model whose ranks talk to each other
+            log.warning("no graph is written by several ranks: one alone may not run a model; type launch=env")
             return
         inputs, _ = loader.first_sample()
         self.logger.log_graph(strategy.model, inputs)

@@ -19,7 +19,8 @@ from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
-from lockstep.training.timing import StepTimer, Watcher
+from lockstep.training.timing import StepTimer
+from lockstep.training.watchers import Watcher
 
 UNTIMED = StepTimer()  # it keeps nothing
 
@@ -124,12 +125,13 @@ def train_epoch(
                 loss = StepLoss(state, batch, step, timer)
                 for number, part in enumerate(batch.parts, start=1):
                     timer.phase("forward")
-                    state.first_batch.check_inputs(part.inputs)
+                    state.early_steps.check_inputs(part.inputs)
                     with seeded(state, loader.seed, step, batch, part):
                         strategy.forward_backward(
                             part.inputs, part.targets, loss, precision, number == len(batch.parts)
                         )
                 timer.phase("optimizer")
+                state.after_backward(step, sum(len(part.indices) for part in batch.parts))
             for watcher in watchers:
                 watcher.on_gradients_ready()
             update(state, step, is_last=state.steps_left(len(loader)) == 1)
@@ -199,8 +201,9 @@ class StepLoss:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         state, weight = self.state, self.weight
-        state.first_batch.check_outputs(outputs, targets)
+        state.early_steps.check_outputs(outputs, targets)
         loss, sums = state.task(outputs, targets)
+        state.early_steps.watch_loss(loss, outputs, targets)
         if self.counts_samples:
             state.meter.add(sums, state.task.count(targets), self.step)
         loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
@@ -217,7 +220,7 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
     Raises TrainingDiverged as `NanPolicy.accepts` does.
     """
     optimizer, scaler = state.optimizer, state.scaler
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = state.trained.gradients(step)
     if step not in state.nan.left_out and state.nan.accepts(step, gradients):
         state.keep_gradients(step, is_last)
         if state.settings.max_grad_norm is not None:

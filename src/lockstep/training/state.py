@@ -13,13 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
+from lockstep.training.buffers import Buffers
+from lockstep.training.early_steps import EarlySteps
 from lockstep.training.ema import ExponentialMovingAverage
-from lockstep.training.first_batch import FirstBatch
 from lockstep.training.meter import Meter
 from lockstep.training.nan import NanPolicy, ReadSamples
 from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
 from lockstep.training.setup import grad_scaler
+from lockstep.training.trained_parameters import TrainedParameters
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class TrainState:
         read: ReadSamples | None = None,
         objective: str | None = None,
         keeps_gradients: bool = False,
+        buffers: str = "auto",
     ) -> None:
         """The state before the first step.
 
@@ -110,6 +113,7 @@ class TrainState:
         nan: as watch.nan.
         read: reads training samples, to find those that hold a NaN.
         objective: such as "test/accuracy", which evaluation is the best one; None: the task's monitor decides.
+        buffers: as trainer.buffers.
         """
         self.settings, self.task, self.strategy, self.optimizer = settings, task, strategy, optimizer
         # Before the scheduler, which changes the learning rate.
@@ -124,7 +128,9 @@ class TrainState:
         objective = objective or f"test/{task.monitor}"
         self.objective = objective, task.mode(objective)
         self.progress = Progress()
-        self.first_batch = FirstBatch(task, strategy.model)
+        self.trained = TrainedParameters(strategy, optimizer)
+        self.buffers = Buffers(strategy, buffers)
+        self.early_steps = EarlySteps(task, strategy)
         # Ranks that compute the same samples draw for their own parts of the model.
         shares_samples = strategy.data_parallel_size(strategy.world.size) < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
@@ -166,6 +172,7 @@ class TrainState:
     def begin_epoch(self) -> None:
         """An epoch, or the rest of one, is about to be trained."""
         self.progress.evaluation_pending = False
+        self.trained.require_no_new(self.progress.step)
         self.strategy.module.train()
         if self.noise is not None:
             self.noise.look_again()
@@ -182,6 +189,17 @@ class TrainState:
         if self.gradients is not None and is_last:
             named = self.strategy.model.named_parameters()
             self.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
+
+    def after_backward(self, step: int, samples: int) -> None:
+        """The gradients of `step` are computed, of `samples` samples on this rank. A collective.
+
+        Raises ConfigError, on all ranks, for what would part them or would not be trained.
+        """
+        self.trained.after_backward(step)
+        self.buffers.after_backward(step, samples)
+        if self.early_steps.steps_to_watch:
+            self.trained.require_no_new(step)
+            self.early_steps.after_backward()
 
     def advance(self, samples: int, steps: int) -> None:
         """`steps` optimizer steps over `samples` global samples are done."""

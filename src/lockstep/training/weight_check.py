@@ -12,7 +12,7 @@ from lockstep.compat import hidden_from_profiler
 from lockstep.errors import RanksDiffer, first_of
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.state import TrainState
-from lockstep.training.timing import Watcher
+from lockstep.training.watchers import Watcher
 
 log = logging.getLogger(__name__)
 

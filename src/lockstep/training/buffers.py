@@ -1,0 +1,132 @@
+"""Buffers that a training step changes, on each rank from the samples of its share: running statistics, codebooks.
+
+Batch norms have their own: `sync_bn` says what they see.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.compat import versions
+from lockstep.distributed.sync_batch_norm import BatchNorm
+from lockstep.errors import ConfigError, first_of
+from lockstep.strategies.base import Strategy
+
+WATCHED_STEPS = 20
+NAMED = 4  # buffers that a sentence names
+NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # those whose running statistics have a mean
+ATTRIBUTE = "lockstep_buffers"
+"""By this attribute, "mean" or "own", a module says what is done with its buffers, whatever trainer.buffers is."""
+
+
+class BuffersDiffer(ConfigError):
+    """A step has made buffers differ between ranks, and nothing says what shall become of them."""
+
+
+class Buffers:
+    """In its first steps a process looks which buffers a step makes different on the ranks, and from then on averages
+    those that may be averaged, weighted by the samples of the ranks. Without such buffers no step costs anything.
+
+    For running means that is the value of one process. Whole numbers are taken from rank 0.
+
+    policy: mean; own: each rank keeps its own, and a snapshot has those of rank 0; auto: averaged in torch's norms, and
+        refused in other modules, of which only their author knows what they are.
+    """
+
+    def __init__(self, strategy: Strategy, policy: str) -> None:
+        world = strategy.world
+        self.strategy, self.world, self.policy = strategy, world, policy
+        cuts_batches = strategy.own_epoch() is None and strategy.data_parallel_size(world.size) > 1
+        self.steps_to_watch = WATCHED_STEPS if cuts_batches and strategy.ranks_agree else 0
+        self.averaged: dict[str, tuple[nn.Module, str]] = {}  # {name: the module and its attribute}
+        self.own = set[str]()
+        self.seen = self._versions() if self.steps_to_watch else {}
+
+    def after_backward(self, step: int, samples: int) -> None:
+        """samples: of this rank's share of the step. A collective. Raises ConfigError, on all ranks, see `policy`."""
+        if self.steps_to_watch:
+            self.steps_to_watch -= 1
+            self._watch(step)
+        if self.averaged:
+            self._average(samples)
+
+    def _watched(self) -> dict[str, tuple[nn.Module, str]]:
+        """All but those of batch norms, and those whose fate is known."""
+        return {
+            f"{prefix}.{name}".lstrip("."): (module, name)
+            for prefix, module in self.strategy.model.named_modules()
+            if not isinstance(module, BatchNorm)
+            for name, _ in module.named_buffers(recurse=False)
+            if f"{prefix}.{name}".lstrip(".") not in self.averaged.keys() | self.own
+        }
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """A buffer is changed in place, or another tensor takes its place."""
+        found = {name: getattr(module, key) for name, (module, key) in self._watched().items()}
+        return {name: (id(buffer), *versions([buffer])) for name, buffer in found.items()}  # type: ignore[misc]
+
+    def _watch(self, step: int) -> None:
+        now, watched = self._versions(), self._watched()
+        changed = {name: watched[name] for name, version in now.items() if self.seen.get(name) != version}
+        self.seen = now
+        mine = {}
+        for name, (module, key) in changed.items():
+            buffer = getattr(module, key)
+            mine[name] = [list(buffer.shape), _checksum(buffer)]
+        ranks = self.world.all_gather_json(mine)
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        differing = [name for name in names if any(rank.get(name) != ranks[0].get(name) for rank in ranks)]
+        unknown, unlike = [], []
+        for name in differing:
+            module, key = watched[name]
+            usual = "mean" if self.policy == "auto" and isinstance(module, NORMS) else self.policy
+            policy = getattr(module, ATTRIBUTE, usual)
+            if policy == "own":
+                self.own.add(name)
+            elif policy == "auto":
+                unknown.append(name)
+            elif any(name not in rank or rank[name][0] != ranks[0][name][0] for rank in ranks):
+                unlike.append(name)
+            else:
+                self.averaged[name] = module, key
+        if unknown:
+            raise BuffersDiffer(
+                f"the buffer {first_of(unknown, NAMED)} differs between ranks after step {step}, as each rank has seen "
+                f"its own share of the batch; type trainer.buffers=mean to average it over the ranks after each step, "
+                f"which suits running statistics, or trainer.buffers=own to leave each rank its own"
+            )
+        if unlike:
+            raise BuffersDiffer(
+                f"the buffer {first_of(unlike, NAMED)} has other shapes on other ranks after step {step}, and no mean; "
+                f"type trainer.buffers=own to leave each rank its own, or gather the samples of all ranks in the module"
+            )
+
+    @torch.no_grad()
+    def _average(self, samples: int) -> None:
+        """All at once. In float64, which holds whole numbers up to 2**53."""
+        buffers = [getattr(module, key) for module, key in self.averaged.values()]
+        columns = [
+            _as_numbers(buffer) * (samples if _has_mean(buffer) else self.world.is_rank_zero) for buffer in buffers
+        ]
+        weight = torch.full((1,), float(samples), dtype=torch.float64, device=self.world.device)
+        summed = self.world.all_reduce_sum(torch.cat([*columns, weight]))
+        *values, total = summed.split([*map(len, columns), 1])
+        for buffer, value in zip(buffers, values, strict=True):
+            mean = value / total if _has_mean(buffer) else value
+            shaped = torch.view_as_complex(mean.view(-1, 2)) if buffer.is_complex() else mean
+            buffer.copy_(shaped.view(buffer.shape))
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _as_numbers(buffer: Tensor) -> Tensor:
+    """(values,) in float64."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).reshape(-1).double()
+
+
+def _checksum(buffer: Tensor) -> int:
+    dense = buffer.detach().to_dense() if buffer.is_sparse else buffer.detach()
+    return zlib.crc32(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,285 @@
+"""What is checked in the first steps of a process, and never again: that model and task fit together, that the task
+returns sums, that an optimizer has all weights, and that each is trained.
+
+With means the numbers would change with the number of ranks.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.dataset import count_samples, map_tensors, tensors_in
+from lockstep.errors import ConfigError, first_of
+from lockstep.strategies.base import Strategy
+from lockstep.tasks.base import Task
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
+FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
+WATCHED_STEPS = 20
+NAMED = 4  # parameters that a sentence names
+EXPECTED = 20  # targets of a class that never comes
+ROUNDING = 1e-9
+SHARES = ("accuracy", "precision", "recall", "f1", "iou")  # metrics from 0 to 1
+
+
+class EarlySteps:
+    """Checks the first batch that has two samples, and the first steps. Afterwards its methods do nothing.
+
+    Attributes:
+    no_sums: names of what the task returns as a sum, and is none.
+    unowned: what is said of weights that the loss depends on and that no parameter of the model is; or "".
+    """
+
+    def __init__(self, task: Task, strategy: Strategy) -> None:
+        self.task, self.strategy, self.model = task, strategy, strategy.model
+        self.is_checked = False
+        self.steps_to_watch = WATCHED_STEPS
+        self.no_sums: list[str] = []
+        self.unowned: str | None = None
+        self.without_gradient: dict[str, nn.Parameter] = {}
+        self.impossible = set[str]()
+        self.targets: Tensor | None = None  # how often each class came, (classes,)
+
+    def check_inputs(self, inputs: Any) -> None:
+        """Raises ConfigError as `require_plain_inputs` does."""
+        if not self.is_checked:
+            require_plain_inputs(self.model, inputs)
+
+    def check_outputs(self, outputs: Any, targets: Any) -> None:
+        """Raises ConfigError as `require_one_tensor` and `find_no_sums` do."""
+        if not self.is_checked:
+            require_one_tensor(self.task, outputs)
+            no_sums = find_no_sums(self.task, outputs, targets)
+            self.is_checked = no_sums is not None
+            self.no_sums = no_sums or []
+
+    def watch_loss(self, loss: Tensor, outputs: Any, targets: Any) -> None:
+        """One loss of a step, before its backward pass."""
+        if not self.steps_to_watch:
+            return
+        if self.unowned is None:
+            self.unowned = "" if self.strategy.shards_state else weights_beside(self.model, loss)
+            if self.unowned:
+                log.warning("%s", self.unowned)
+        are_classes = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and targets.dtype == torch.int64
+        if are_classes and outputs.dim() == 2 and targets.dim() == 1 and self.strategy.counts_samples():
+            if self.targets is None:
+                self.targets = torch.zeros(outputs.shape[1], device=outputs.device)
+            inside = targets.clamp(0, len(self.targets) - 1)
+            self.targets.index_add_(0, inside, (inside == targets).to(self.targets))
+
+    def after_backward(self) -> None:
+        """The gradients of a step are there. A collective in the last of the watched steps."""
+        if not self.steps_to_watch:
+            return
+        if self.steps_to_watch == WATCHED_STEPS:
+            self.without_gradient = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.without_gradient = {name: p for name, p in self.without_gradient.items() if p.grad is None}
+        self.steps_to_watch -= 1
+        if self.steps_to_watch:
+            return
+        names = list(self.without_gradient)
+        if names:
+            log.warning(
+                "%s got no gradient in %d steps, so it stays as it is; type freeze=[%s], or use it in the model",
+                *(first_of(names, NAMED), WATCHED_STEPS, ",".join(names[:NAMED])),
+            )
+        self._look_for_absent_classes()
+
+    def watch_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning, once, for a share of samples that is not from 0 to 1."""
+        for name in SHARES:
+            value = metrics.get(name, 0.0)
+            if name not in self.impossible and (value < -ROUNDING or value > 1 + ROUNDING):
+                self.impossible.add(name)
+                log.warning(
+                    "%s is %.4g, and a share is from 0 to 1: the task counts something twice, or adds up what is no "
+                    "sum over the samples that its method count counts; correct its method __call__",
+                    *(name, value),
+                )
+
+    def _look_for_absent_classes(self) -> None:
+        counts = self.strategy.world.all_gather_json(None if self.targets is None else self.targets.tolist())
+        classes = [sum(column) for column in zip(*filter(None, counts), strict=True)]
+        absent = [str(number) for number, count in enumerate(classes) if not count]
+        if absent and sum(classes) >= EXPECTED * len(classes):
+            log.warning(
+                "none of the first %d targets is of class %s, of %d classes; if the data has fewer, type "
+                "dataset.classes=<how many>",
+                *(sum(classes), first_of(absent, NAMED), len(classes)),
+            )
+
+
+def weights_beside(model: nn.Module, loss: Tensor) -> str:
+    """A sentence about parameters that `loss` depends on and `model` does not have; empty if there are none."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = {id(p): p for p in _parameters_behind(loss) if id(p) not in own}
+    if not others:
+        return ""
+    places = [
+        f"{name}.{key}".lstrip(".")
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if not key.startswith("_") and any(id(p) in others for p in _parameters_in(value))
+    ]
+    shapes = ", ".join(str(list(p.shape)) for p in list(others.values())[:NAMED])
+    where = f"{first_of(places, NAMED)}" if places else "the task, or a module that the model does not hold"
+    return (
+        f"no optimizer has {len(others)} weights that the loss depends on, of shapes {shapes}, in {where}: they are "
+        f"never trained, saved or moved to a device; put layers into torch.nn.ModuleList, and tensors into "
+        f"torch.nn.ParameterList"
+    )
+
+
+def _parameters_behind(loss: Tensor) -> Iterable[nn.Parameter]:
+    """Those in the graph of `loss`."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of the nodes that add to .grad
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        nodes += [following for following, _ in node.next_functions]
+
+
+def _parameters_in(value: Any) -> Iterable[nn.Parameter]:
+    """Those in a plain list, tuple or dict of layers or parameters."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        if isinstance(item, nn.Module):
+            yield from item.parameters()
+        elif isinstance(item, nn.Parameter):
+            yield item
+        else:
+            yield from _parameters_in(item)
+
+
+def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
+    """Raise ConfigError if the samples are dicts whose values `model` takes by name, as nets of transformers do."""
+    if not isinstance(inputs, Mapping):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if all(name in parameters for name in inputs):
+        raise ConfigError(
+            f"{_class_name(model)} takes {', '.join(inputs)} by name, and a model gets all inputs as one value, here a "
+            f"dict; type model._target_=<module>.<a class that calls it with **inputs>, as in docs/language_models.md"
+        )
+
+
+def require_one_tensor(task: Task, outputs: Any) -> None:
+    """Raise ConfigError if a task of this project gets something else than a tensor, such as the object with logits
+    that a net of transformers returns. A task of the user's may take anything."""
+    if isinstance(outputs, Tensor) or not _is_ours(task):
+        return
+    found = f"an object of {type(outputs).__name__}"
+    if hasattr(outputs, "logits"):
+        raise ConfigError(
+            f"the model returns {found}, and {type(task).__name__} needs its logits alone; type "
+            f"model._target_=<module>.<a class that returns the logits>, as in docs/language_models.md"
+        )
+    raise ConfigError(
+        f"the model returns {found}, and {type(task).__name__} needs one tensor; type "
+        f"model._target_=<module>.<a class that returns one>, or task._target_=<module>.<a task that takes it>"
+    )
+
+
+def find_no_sums(task: Task, outputs: Any, targets: Any) -> list[str] | None:
+    """Compare what `task` gives for these samples with what it gives for their halves. None: one sample has none.
+
+    Returns the names of what is no sum over the samples.
+
+    Raises ConfigError for a mean, and for what is not (loss, {name: sum}). Logs a warning for what is no sum either,
+    such as a loss that compares the samples of a batch with each other. The tasks of this project have tests for it: no
+    step of theirs waits for a GPU.
+    """
+    if _is_ours(task):
+        return []
+    count = count_samples(targets)
+    if count < 2:
+        with torch.no_grad():
+            _require_form(task, task(outputs, targets))
+        return None
+    half = count // 2
+    is_half_precision = any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors_in(outputs))
+    tolerance = TOLERANCE if is_half_precision else FINE_TOLERANCE
+    with torch.no_grad():
+        whole, first, second = (
+            _values(task, _rows(outputs, part), _rows(targets, part))
+            for part in (slice(None), slice(half), slice(half, None))
+        )
+    no_sums = []
+    for name, value in whole.items():
+        if _is_close(value, first[name], second[name], tolerance):
+            continue
+        no_sums.append(name)
+        if _is_close(value, half * first[name] / count, (count - half) * second[name] / count, TOLERANCE):
+            raise ConfigError(
+                f"{_class_name(task)} returns a mean as its {name}, and the number of ranks would change it; return a "
+                f'sum over samples instead, and type reduction="sum" where it calls a loss of torch'
+            )
+        log.warning(
+            "%s of %s does not add up over the samples of a batch: it will be another number at another number of "
+            "ranks or another gradient accumulation",
+            name,
+            _class_name(task),
+        )
+    return no_sums
+
+
+def _is_ours(task: Task) -> bool:
+    return type(task).__module__.startswith("lockstep.")
+
+
+def _require_form(task: Task, found: Any) -> None:
+    """Raise ConfigError if `found` is not what a task returns."""
+    named_sums = ", ".join(f'"{name}": <sum>' for name in task.sums)
+    name, advice = _class_name(task), f"type return loss, {{{named_sums}}}"
+    if not isinstance(found, tuple) or len(found) != 2:
+        number = f"{len(found)} values" if isinstance(found, tuple) else f"one {type(found).__name__}"
+        raise ConfigError(f"{name} returns {number}, and the loss and a dict of sums are wanted; {advice}")
+    loss, sums = found
+    if not isinstance(sums, Mapping) or "loss" not in sums:
+        what = (
+            f"a dict of {', '.join(map(str, sums)) or 'nothing'}"
+            if isinstance(sums, Mapping)
+            else f"a {type(sums).__name__}"
+        )
+        raise ConfigError(f"{name} returns {what} beside the loss, and a dict of sums is wanted; {advice}")
+    for key, value in {"loss": loss, **sums}.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{name} returns a {type(value).__name__} as its {key}, and a tensor is wanted; {advice}")
+        if value.numel() != task.sums.get(key, value.numel()):
+            raise ConfigError(
+                f"{name} returns the shape {list(value.shape)} as its {key}, and a sum over the samples is wanted; "
+                f"type {key}.sum()"
+            )
+
+
+def _rows(values: Any, part: slice) -> Any:
+    """A 0-d tensor, such as a loss that the model adds, belongs to the whole batch."""
+    return map_tensors(lambda tensor: tensor[part] if tensor.dim() else tensor, values)
+
+
+def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:
+    found = task(outputs, targets)
+    _require_form(task, found)
+    loss, sums = found
+    return {"loss": loss.double()} | {name: value.double() for name, value in sums.items() if name != "loss"}
+
+
+def _is_close(whole: Tensor, first: Tensor, second: Tensor, tolerance: float) -> bool:
+    """Whether the parts add up to the whole, relative to what is added: parts of opposite signs may cancel."""
+    size = torch.maximum(whole.abs(), first.abs() + second.abs())
+    return bool(((whole - first - second).abs() <= tolerance * size).all())
+
+
+def _class_name(part: Task | nn.Module) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"

@@ -1,0 +1,238 @@
+"""What the first steps of a run find, and what is done with buffers and with parameters that are unfrozen."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import build
+from lockstep.config.targets import instantiate_as
+from lockstep.distributed.world import init_distributed
+from lockstep.errors import ConfigError
+from lockstep.strategies.base import Strategy
+from lockstep.tasks.classification import Classification
+from lockstep.training.loop import train_epoch
+from lockstep.training.setup import set_determinism
+from support.configs import composed
+from support.worlds import in_world
+
+UNEQUAL = 61  # samples of a batch: the shares of two ranks are never of one size
+
+
+class Normed(nn.Module):
+    """An instance norm with running statistics, which a training step changes and does not read."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(1, affine=True, track_running_stats=True)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(images).flatten(1))
+        return out
+
+
+class Centred(nn.Module):
+    """A running mean that the next step reads: a column of a table, or a buffer that is replaced."""
+
+    mean: Tensor
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        self.head, self.replaces = nn.Linear(64, 10), replaces
+        self.register_buffer("mean", torch.zeros(64, 2)[:, 0])
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        out: Tensor = self.head(flat - self.mean)
+        if self.training and self.replaces:
+            self.mean = self.mean + 0.1 * (flat.detach().mean(0) - self.mean)
+        elif self.training:
+            self.mean.lerp_(flat.detach().mean(0), 0.1)
+        return out
+
+
+class OwnCentred(Centred):
+    lockstep_buffers = "own"
+
+
+class Bank(nn.Module):
+    """Keeps the samples that its rank has seen."""
+
+    bank: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.register_buffer("bank", torch.zeros(0, 64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.bank = torch.cat([self.bank, images.flatten(1).detach()])
+        out: Tensor = self.head(images.flatten(1))
+        return out
+
+
+class Unfrozen(nn.Module):
+    """Its backbone is trained from the fourth step on. detaches: by a cut in the graph; the optimizer has it then."""
+
+    def __init__(self, detaches: bool = False) -> None:
+        super().__init__()
+        self.back, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.detaches, self.steps = detaches, 0
+        self.back.requires_grad_(detaches)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == 4:
+            self.back.requires_grad_(True)
+        hidden = self.back(images.flatten(1)).tanh()
+        out: Tensor = self.head(hidden.detach() if self.detaches and self.steps < 4 else hidden)
+        return out
+
+
+class Freezing(Unfrozen):
+    """The backbone is no longer trained from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(detaches=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        self.back.requires_grad_(self.steps < 3)
+        out: Tensor = self.head(self.back(images.flatten(1)).tanh())
+        return out
+
+
+class Grows(nn.Module):
+    """Makes a layer in its second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.steps = nn.ModuleList([nn.Linear(64, 10)]), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps == 2:
+            self.layers.append(nn.Linear(64, 10, dtype=images.dtype))
+        return torch.stack([layer(images.flatten(1)) for layer in self.layers]).sum(0)
+
+
+class Listed(nn.Module):
+    """Layers in a plain list, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(size, 32, dtype=torch.float64) for size in (64, 32)]
+        self.head, self.spare = nn.Linear(32, 10), nn.Linear(2, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.flatten(1)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        out: Tensor = self.head(hidden)
+        return out
+
+
+class Counts(Classification):
+    """A class-weighted mean times the number of samples, which is no sum, and every hit counted twice."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = torch.linspace(0.2, 3.0, outputs.shape[1]).to(outputs)
+        loss = F.cross_entropy(outputs, targets, weight=weights) * len(targets)
+        return loss, {"loss": loss, "accuracy": 2 * (outputs.argmax(1) == targets).sum() + len(targets)}
+
+
+def words(model: type, *more: str) -> Any:
+    plain = ["trainer.precision=fp64", f"trainer.batch_size={UNEQUAL}", "trainer.max_grad_norm=null"]
+    target = [f"model._target_={__name__}.{model.__name__}", "~model.shape", "~model.classes"]
+    return composed("model=linear", *target, *plain, "watch.every=1", *more)
+
+
+def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
+    """For each config: the state dict after an epoch, the sentence that ended it, and what was logged."""
+    results = []
+    with init_distributed("gloo", 60) as world:
+        for cfg in configs:
+            lines = list[str]()
+            handler = logging.Handler()
+            handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign,misc]
+            logging.getLogger("lockstep").addHandler(handler)
+            set_determinism(0, False)
+            strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
+            try:
+                cfg, loader, tested = build.model_and_data(cfg, world, strategy)
+                state = build.train_state(cfg, strategy, loader)
+                train_epoch(state, loader)
+                from lockstep.training.evaluation import Evaluator, Wanted
+
+                Evaluator(state, tested, None, Wanted()).means(lambda: None)  # type: ignore[arg-type,return-value]
+            except ConfigError as error:
+                sentence = str(error)
+            logging.getLogger("lockstep").removeHandler(handler)
+            values = {name: value.detach().tolist() for name, value in strategy.model.state_dict().items()}
+            results.append((values, sentence, "\n".join(lines)))
+    return results
+
+
+def require_near(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(value), rtol=1e-6, atol=1e-7)
+
+
+def test_what_two_ranks_do_is_what_one_does(tmp_path: Path) -> None:
+    """In float64 throughout; the numbers that are compared are float32 in the lists."""
+    means = words(Centred, "trainer.buffers=mean")
+    replaced = words(Centred, "trainer.buffers=mean", "+model.replaces=true")
+    normed, unfrozen = words(Normed), words(Unfrozen)
+    one = in_world(1, trained, [normed, means, replaced, unfrozen, words(Unfrozen, "+model.detaches=true")])[0]
+    two = in_world(2, trained, [normed, means, replaced, unfrozen])
+    for single, *ranks in zip(one[:4], *two, strict=True):
+        assert [sentence for _, sentence, _ in (single, *ranks)] == [""] * 3
+        for rank in ranks:
+            require_near(single[0], rank[0])
+    require_near(one[4][0], one[3][0])  # as if an optimizer had had the backbone from the start
+    start = in_world(1, trained, [words(Unfrozen, "trainer.max_steps=1")])[0][0][0]
+    moved = (torch.tensor(one[3][0]["back.weight"]) - torch.tensor(start["back.weight"])).norm()
+    assert moved > 0.1
+
+
+REFUSED = [
+    (Centred, [], "the buffer mean differs between ranks after step 1,.*type trainer.buffers=mean"),
+    (Bank, ["trainer.buffers=mean"], "the buffer bank has other shapes on other ranks after step 1"),
+    (Freezing, [], "back.weight, back.bias was frozen in step 3.*type strategy.find_unused_parameters=true"),
+    (Grows, [], "layers.1.weight, layers.1.bias came into the model .* before the end of step 2"),
+    (Unfrozen, ["optimizer.no_decay=[bias]"], "unfrozen in step 4.*type optimizer.groups=.. optimizer.no_decay=.."),
+]
+TAKEN = [
+    (OwnCentred, []),
+    (Centred, ["trainer.buffers=own"]),
+    (Freezing, ["strategy.find_unused_parameters=true"]),
+]
+
+
+def test_what_ranks_cannot_agree_on_is_refused_in_one_sentence() -> None:
+    cases = [words(model, *more) for model, more, _ in REFUSED] + [words(model, *more) for model, more in TAKEN]
+    for found in in_world(2, trained, cases):
+        sentences = [sentence for _, sentence, _ in found]
+        for (_, _, wanted), sentence in zip(REFUSED, sentences, strict=False):
+            assert re.search(wanted, sentence), sentence
+        assert sentences[len(REFUSED) :] == ["" for _ in TAKEN]
+
+
+def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
+    counts = [f"task._target_={__name__}.Counts"]
+    more = words(Normed, *counts, "trainer.batch_size=32")
+    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11")])[0]
+    listed, counted, absent = (logged for _, _, logged in found)
+    assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed
+    assert "in layers: they are never trained" in listed
+    assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed
+    assert "loss of test_early_steps.Counts does not add up over the samples of a batch" in counted
+    assert "accuracy is" in counted
+    assert "none of the first" in absent
+    assert "of class 10, of 11 classes" in absent
