@@ -9,7 +9,18 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from lockstep.config.schema import GROUPS, SECTIONS, Dataset, Rule, Run, join, rules, rules_in_conf, values_in_conf
+from lockstep.config.schema import (
+    GROUPS,
+    SECTIONS,
+    Dataset,
+    OptimizerKeys,
+    Rule,
+    Run,
+    join,
+    rules,
+    rules_in_conf,
+    values_in_conf,
+)
 from support.commands import ROOT
 
 FILLED_IN = "\0"  # of an f-string
@@ -45,7 +56,7 @@ def advised() -> Iterator[tuple[str, str, str]]:
 def known_keys() -> dict[str, list[Rule | None]]:
     """{key: its rules} of every section and every option. None: a key that takes any value."""
     found: dict[str, list[Rule | None]] = defaultdict(list)
-    for section, schema in {"": Run, "dataset": Dataset, **SECTIONS}.items():
+    for section, schema in {"": Run, "dataset": Dataset, "optimizer": OptimizerKeys, **SECTIONS}.items():
         for name, rule in rules(schema).items():
             found[join(section, name)].append(rule)
     for group, options in GROUPS.items():

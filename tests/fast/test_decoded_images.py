@@ -49,7 +49,7 @@ def test_epochs_and_evaluations_have_the_same_samples_without_workers(root: Path
 def _part(batch: torch.Tensor) -> Any:
     from lockstep.data.partition import Part
 
-    return Part(0, batch)
+    return Part(0, 0, batch)
 
 
 def exchange(one: Path, other: Path) -> None:

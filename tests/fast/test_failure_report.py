@@ -21,8 +21,9 @@ from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
     FailureReport,
     MonitorOptions,
+    read_report,
+    remove_report,
     resume_command,
-    take_earlier_report,
     will_fail_again,
     write_report,
 )
@@ -283,14 +284,15 @@ def test_the_same_failure_at_the_same_step_will_come_again():
     assert not will_fail_again(report(3, "killed"), report(3, "killed"))
 
 
-def test_a_run_that_starts_takes_the_report_of_an_earlier_start_away(make_rank, tmp_path):
+def test_a_run_that_ends_well_takes_the_report_of_an_earlier_start_away(make_rank, tmp_path):
     report_of(make_rank(0, ValueError("x"), 1.0), folder=tmp_path)
     (tmp_path / "hang.txt").touch()
-    before = take_earlier_report(str(tmp_path))
+    before = read_report(tmp_path)
     assert before is not None
     assert before["first"]["message"] == "x"
+    remove_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert take_earlier_report(str(tmp_path)) is None
+    assert read_report(tmp_path) is None
 
 
 def test_the_command_that_resumes_names_the_folder():

@@ -47,6 +47,10 @@ def reader() -> Iterator[DatasetReader]:
     reader.close()
 
 
+def meaning_of(message: str) -> tuple[str, str]:
+    return explain_exception({"type": "RuntimeError", "message": message, "is_communication": False})
+
+
 def keys(*batches: list[int]) -> list[list[Key]]:
     return [[(EVALUATION, number) for number in batch] for batch in batches]
 
@@ -174,7 +178,7 @@ def test_a_worker_that_dies_while_it_passes_on_a_batch_is_named(reader, monkeypa
     monkeypatch.setattr(reader._loader._iterator, "_try_get_data", end_early)
     with pytest.raises(RuntimeError) as caught:
         next(passing)
-    assert explain_exception("RuntimeError", str(caught.value))[0] == "a process that loads data has ended"
+    assert meaning_of(str(caught.value))[0] == "a process that loads data has ended"
 
 
 def test_a_worker_that_dies_while_its_reader_waits_for_it_is_noticed_at_once(reader):
@@ -238,7 +242,7 @@ def test_shared_memory_that_is_full_is_not_taken_for_a_full_disk():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = ["unshare", "--mount", sys.executable, "-c", code]
     run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
-    meaning, advice = explain_exception("RuntimeError", run.stderr.strip().splitlines()[-1])
+    meaning, advice = meaning_of(run.stderr.strip().splitlines()[-1])
     assert "/dev/shm, is full" in meaning
     assert advice.endswith("or type dataset.workers=0")
 

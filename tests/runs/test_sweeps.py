@@ -40,7 +40,10 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
             ["launch=torchrun", "gradient_sync=ring,powersgd,local_sgd", "strategy=ddp,fsdp"],
             "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
         ),
-        (["model=mlp", "+model.depht=1,2"], "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; type"),
+        (
+            ["model=mlp", "+model.depht=1,2"],
+            "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; leave model.depht out, or",
+        ),
         (["model=mlp", "mode=train,check"], "the job mode=check: mode=check is no training, and a sweep trains; leave"),
         (["model=mlp", "launch=env,dry"], "the job launch=dry: launch=dry is no training, and a sweep trains; leave"),
     ],

@@ -30,7 +30,13 @@ from support.reference import train_reference
 from support.small_text import small_gpt
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
-MODEL = ("model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false", "logger=[]")
+MODEL = (
+    "model=linear",
+    "model._target_=support.models.OddTensors",
+    "optimizer.fused=false",
+    "trainer.buffers=own",
+    "logger=[]",
+)
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -206,7 +212,7 @@ def test_buffers_that_a_forward_pass_makes_and_extra_state_are_resumed(
     tmp_path: Path, strategy: str, extra: str
 ) -> None:
     words = ["model=linear", "model._target_=support.models.MadeInForward", f"+model.extra={extra}", "logger=[]"]
-    base = composed(*words, f"strategy={strategy}", "trainer.batch_size=500", "trainer.epochs=2")
+    base = composed(*words, f"strategy={strategy}", "trainer.buffers=own", "trainer.batch_size=500", "trainer.epochs=2")
     whole, parts = (with_values(base, f"run_dir={tmp_path / name}") for name in ("whole", "parts"))
     in_world(2, train_all, [whole, with_values(parts, "trainer.pause_after=1"), parts])
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))

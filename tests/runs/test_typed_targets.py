@@ -100,12 +100,6 @@ def test_a_yaml_file_that_builds_on_an_option_and_names_another_class_needs_no_a
     assert "CosineAnnealingLR takes no gamma; leave scheduler.schedule.gamma out" in run.sentence
 
 
-def test_what_a_strategy_says_of_the_optimizer_is_left_out_for_one_that_does_not_take_it(start):
-    words = ["optimizer=muon_sgd", "strategy=fsdp", "launch=fork", "backend=gloo", "trainer.max_steps=2"]
-    run = start(*PYTHON_TRAIN, *words).finish()
-    assert "optimizer: lockstep.training.optimizers.MuonWithSGD takes no fused; left out\n" in run.output
-
-
 def test_python_without_unsafe_paths_finds_the_project(start):
     run = start(sys.executable, "-P", *PYTHON_TRAIN[1:], "launch=fork", "trainer.max_steps=2").finish()
     assert "finished: " in run.output

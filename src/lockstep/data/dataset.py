@@ -196,11 +196,14 @@ def check_shape(dataset: InMemoryDataset, inputs: object, shape: Sequence[int] |
 
 
 def class_names(dataset: object) -> list[str]:
-    """The names of the classes, if the data set has an attribute `classes` with them, as torchvision's have."""
+    """The names of the classes, if the data set has an attribute `classes` with them, as torchvision's have.
+
+    Numbers are no names: they may be the targets.
+    """
     names: Any = getattr(dataset, "classes", None)
     if isinstance(names, str) or not (isinstance(names, Sized) and isinstance(names, Iterable)):
         return []
-    return [str(name) for name in names]
+    return list(names) if all(isinstance(name, str) for name in names) else []
 
 
 def require_same_classes(names: Sequence[str], others: Sequence[str], what: str, other: str, advice: str) -> None:

@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lockstep.failures.channel import Message, ProgressPage, Reader, peer, send
-from lockstep.failures.report import FailureReport, MonitorOptions, take_earlier_report, write_report
+from lockstep.failures.report import FailureReport, MonitorOptions, read_report, remove_report, write_report
 from lockstep.failures.watchdog import Watchdog
 from lockstep.failures.watched_rank import WatchedRank, open_pid_file
 
@@ -60,6 +61,10 @@ class Monitor:
                 self._obey(request)
             self.requests = []
             self._check()
+        if (
+            self.run_dir is not None and self.before is not None and self.report is None
+        ):  # it tells of a start that was not the last
+            remove_report(Path(self.run_dir))
 
     def _watch(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
@@ -112,8 +117,7 @@ class Monitor:
         rank.note(message)
         if "run_dir" in message:
             self.run_dir = message["run_dir"]
-            if rank.rank == 0:
-                self.before = take_earlier_report(message["run_dir"])
+            self.before = self.before or read_report(Path(message["run_dir"]))
         elif "watch" in message and sys.platform == "linux":
             self.watchdog = self.watchdog or Watchdog(**message["watch"])
 

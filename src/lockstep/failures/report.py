@@ -88,7 +88,11 @@ def write_report(
         return report
     if is_consequence(contents["first"]) and len(ranks) < first.hello["world_size"]:
         deadline = time.monotonic() + OTHER_MACHINE_SECONDS
-        while (others := read_report(Path(run_dir))) is None and time.monotonic() < deadline:
+        earlier = None if before is None else before["run"]["time"]
+        while (others := read_report(Path(run_dir))) is None or others["run"]["time"] == earlier:
+            if time.monotonic() > deadline:
+                others = None
+                break
             time.sleep(0.02)
         if others is not None:
             others["run"]["resume"] = contents["run"]["resume"]  # this machine's own command
@@ -140,13 +144,11 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     return contents if isinstance(contents, dict) and contents.get("schema") == SCHEMA else None
 
 
-def take_earlier_report(folder: str) -> dict[str, Any] | None:
-    """What failure.json holds of an earlier start. The files are removed: those in the folder are of the last start."""
-    before = read_report(Path(folder))
+def remove_report(folder: Path) -> None:
+    """The report of an earlier start, of a run that has ended without a failure now."""
     with suppress(OSError):
         for name in FILES:
-            Path(folder, name).unlink(missing_ok=True)
-    return before
+            (folder / name).unlink(missing_ok=True)
 
 
 def will_fail_again(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:

@@ -68,6 +68,8 @@ class Buffers:
 
     def _watch(self, step: int) -> None:
         now, watched = self._versions(), self._watched()
+        if not (now or self.seen):  # all buffers are of batch norms, on all ranks
+            return
         changed = {name: watched[name] for name, version in now.items() if self.seen.get(name) != version}
         self.seen = now
         mine = {}

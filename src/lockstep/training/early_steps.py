@@ -45,6 +45,7 @@ class EarlySteps:
         self.without_gradient: dict[str, nn.Parameter] = {}
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
+        self.has_counted = False  # all targets of the watched steps, and the counts are not read yet
 
     def check_inputs(self, inputs: Any) -> None:
         """Raises ConfigError as `require_plain_inputs` does."""
@@ -75,7 +76,7 @@ class EarlySteps:
             self.targets.index_add_(0, inside, (inside == targets).to(self.targets))
 
     def after_backward(self) -> None:
-        """The gradients of a step are there. A collective in the last of the watched steps."""
+        """The gradients of a step are there."""
         if not self.steps_to_watch:
             return
         if self.steps_to_watch == WATCHED_STEPS:
@@ -90,10 +91,16 @@ class EarlySteps:
                 "%s got no gradient in %d steps, so it stays as it is; type freeze=[%s], or use it in the model",
                 *(first_of(names, NAMED), WATCHED_STEPS, ",".join(names[:NAMED])),
             )
-        self._look_for_absent_classes()
+        self.has_counted = True
 
     def watch_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log a warning, once, for a share of samples that is not from 0 to 1."""
+        """Log a warning, once, for a share of samples that is not from 0 to 1, and for a class that never came.
+
+        Called by all ranks together, where they read values of the device anyway.
+        """
+        if self.has_counted:
+            self.has_counted = False
+            self._look_for_absent_classes()
         for name in SHARES:
             value = metrics.get(name, 0.0)
             if name not in self.impossible and (value < -ROUNDING or value > 1 + ROUNDING):
