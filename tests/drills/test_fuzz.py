@@ -32,8 +32,8 @@ KEPT = [
     ("task=regression launch=fork", "compares outputs and targets of one shape, and these have [32, 10] and [32]"),
     ("dataset=random model=linear task=classification", "are no probabilities of classes; type task=regression"),
     (
-        "dataset.shape=[2,28,4]",
-        "dataset.shape=[2,28,4] but the samples have the shape [1,8,8]; type dataset.shape=[1,8,8]",
+        "dataset.shape=[1,28,4]",
+        "dataset.shape=[1,28,4] but the samples have the shape [1,8,8]; type dataset.shape=[1,8,8]",
     ),
     (
         "dataset=random model=mlp dataset.augment.flip=true",

@@ -195,11 +195,13 @@ def _separate_descriptors() -> None:
 
 def _separate(number: int, null: int) -> None:
     """As `_separate_descriptors`, for one. Its number stays in use: an object reads from it, or closes it again."""
-    mode, link = os.fstat(number).st_mode, f"/proc/self/fd/{number}"
+    status, link = os.fstat(number), f"/proc/self/fd/{number}"
+    mode = status.st_mode
     if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and not os.readlink(link).startswith("pipe:")):
         os.dup2(null, number)
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
-    if stat.S_ISREG(mode) and flags & os.O_ACCMODE != os.O_WRONLY:
+    has_name = status.st_nlink > 0  # into one without, a worker writes its stack behind those of others
+    if stat.S_ISREG(mode) and has_name and flags & os.O_ACCMODE != os.O_WRONLY:
         own = os.open(link, flags & (os.O_ACCMODE | os.O_APPEND))
         try:
             os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
