@@ -126,7 +126,9 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of the job", 10)
     if trains:
         words = ["hydra.run.dir=run", f"trainer.max_steps={newest_snapshot(tmp_path / 'run')['progress']['step'] + 1}"]
-        start_faulty(*PYTHON_TRAIN, *PARTS, "trainer.epochs=100", "evaluation.batch_size=2", *words, PYTHONPATH=TESTS).finish()
+        start_faulty(
+            *PYTHON_TRAIN, *PARTS, "trainer.epochs=100", "evaluation.batch_size=2", *words, PYTHONPATH=TESTS
+        ).finish()
 
 
 @pytest.mark.parametrize(("phase", "name"), [("step", "INT"), ("step", "HUP"), ("step", "TERM"), ("evaluation", "INT")])
