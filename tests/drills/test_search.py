@@ -58,7 +58,7 @@ def test_a_killed_search_in_two_slots_ends_with_the_same_table(start, undisturbe
     for _ in range(2):
         run = start(*command)
         wait_for((run.cwd / "s" / "sweep.csv").exists, "table")
-        time.sleep(moments.uniform(1, 6))
+        time.sleep(moments.uniform(0.2, 2))
         run.send(signal.SIGKILL)
         run.process.wait()
     run = start(*command).finish(6)

@@ -34,7 +34,7 @@ def test_a_sweep_killed_at_any_moment_ends_with_the_same_objectives(start, undis
     for _ in range(3):
         run = start(*PYTHON_TRAIN, "-m", RATES, *JOBS)
         wait_for((run.cwd / "s" / "sweep.csv").exists, "table")
-        time.sleep(moments.uniform(0, 4))
+        time.sleep(moments.uniform(0, 1.5))
         run.send(signal.SIGKILL)
         run.process.wait()
     cwd = start(*PYTHON_TRAIN, "-m", RATES, *JOBS).finish().cwd

@@ -52,4 +52,5 @@ def test_three_steps_are_the_same_on_any_number_of_ranks(tmp_path: Path, model: 
     one = weights(model, 1, tmp_path / "1")
     for ranks in sizes:
         for name, value in weights(model, ranks, tmp_path / str(ranks)).items():
-            torch.testing.assert_close(value, one[name], rtol=0, atol=1e-9, msg=f"{ranks} ranks: {name} differs")
+            distance = (value - one[name]).abs().max() / one[name].abs().max().clamp(min=1)
+            assert distance < 1e-8, f"{ranks} ranks: {name} differs by {distance:.1e}"

