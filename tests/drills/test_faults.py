@@ -106,7 +106,9 @@ def run(launcher: str, fault: Fault, folder: Path) -> tuple[str, Row]:
     traces = Traces()
     rank = 0 if launcher == "python" else 1
     env = {"FAULT": f"{fault.name}:{rank}:{fault.step}", "PYTHONPATH": ROOT / "tests"} | traces.environment
-    command = Command([*LAUNCHERS[launcher], *OWN, *fault.options, "hydra.run.dir=run"], folder, **env).finish(None)
+    words = [*LAUNCHERS[launcher], *OWN, *fault.options, "hydra.run.dir=run"]
+    is_alone = launcher == "python"  # the server that forks commands takes the exit code before the monitor sees it
+    command = Command(words, folder, new_process=is_alone, **env).finish(None)
     name = f"{fault.name}, step {fault.step} {' '.join(fault.options)}"
     row = replace(row_of(name, command, traces), launcher=launcher)
     traces.remove()
