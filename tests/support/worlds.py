@@ -74,6 +74,9 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
         MASTER_PORT=str(port),
     )
     results.put((rank, function(*args)))
+    from lockstep.failures import reporter
+
+    reporter.ended("finished")  # as launchers do: else the monitor of a training reports that its rank has left
     os._exit(0)
 
 
