@@ -89,7 +89,7 @@ def exits_are_failures(what: str) -> Iterator[None]:
         raise LeftEarly(f"{what}: {how}") from error
 
 
-def first_of(names: Sequence[object], most: int) -> str:
+def first_of(names: Sequence[object], most: int = 4) -> str:
     """The names in a message, at most so many of them: "a, b and 3 more"."""
     more = len(names) - most
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

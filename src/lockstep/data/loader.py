@@ -1,6 +1,7 @@
 """The loader that gives one rank its parts of every global batch, on its device, as model and task take them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors
-from lockstep.data.partition import Batch, LoadedPart, Part, generator
+from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, generator, seeded
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
 from lockstep.data.workers import DatasetReader
@@ -181,6 +182,10 @@ class BatchLoader:
             cut = None if augmentation is None else augmentation[places]
             shares.append(_Share(epoch, batch[places.to(batch.device)], cut, [plan[places] for plan in plans]))
         return shares
+
+    def evaluation_draws(self) -> AbstractContextManager[None]:
+        """In the block a model draws in an evaluation whatever was drawn before: a stop changes nothing."""
+        return seeded(fold_in(self.seed, EVALUATION, self.rank))
 
     def eval_batches(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(inputs, targets) of at most `batch_size` samples; over all ranks every sample comes once.

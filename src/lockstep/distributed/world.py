@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -86,6 +86,12 @@ class World:
         with self.waiting:
             dist.all_reduce(tensor)
         return tensor
+
+    def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sum of each over all ranks, in its shape. One collective, in the type that holds all of them."""
+        summed = self.all_reduce_sum(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        parts = summed.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""

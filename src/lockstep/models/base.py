@@ -25,6 +25,11 @@ class WeightsFromData(Protocol):
         """inputs (N, ...): training samples as the model gets them, on its device, not augmented."""
 
 
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a layer of `model` makes some, such as torch.nn.Embedding(..., sparse=True)."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
 def image_shape(shape: Sequence[int], model: str) -> tuple[int, int, int]:
     """(channels, height, width). Raises ConfigError if the samples are not images."""
     if len(shape) != 3:

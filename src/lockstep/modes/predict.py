@@ -67,8 +67,6 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     """The columns of this rank's share, without rows where another rank computes the outputs."""
     import torch
 
-    from lockstep.data.partition import fold_in, seeded
-    from lockstep.data.samples import EVALUATION
     from lockstep.distributed import signals
     from lockstep.failures import reporter
     from lockstep.training.setup import autocast
@@ -84,7 +82,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
-    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.rank)):
+    with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
         for inputs, targets in loader.eval_batches(settings.eval_batch_size):
             strategy.eval_step(inputs, targets, keep, context)
             reporter.heartbeat()

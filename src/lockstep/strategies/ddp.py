@@ -106,10 +106,8 @@ class DDP(Strategy):
         if self.world.size == 1 or not self.unfrozen or not self.ranks_agree:  # or the weights are averaged
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.unfrozen]
-        total = self.world.all_reduce_sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-        total /= self.gradient_divide_factor()
-        for parameter, part in zip(self.unfrozen, total.split([p.numel() for p in self.unfrozen]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, total in zip(self.unfrozen, self.world.all_reduce_sums(gradients), strict=True):
+            parameter.grad = total / self.gradient_divide_factor()
 
     def gradient_divide_factor(self) -> int:
         return self.world.size if isinstance(self.module, DistributedDataParallel) else 1

@@ -19,6 +19,7 @@ from lockstep.config.schema import Count, Limits, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.models.base import has_sparse_gradients
 from lockstep.strategies.base import JobSpec
 
 SumInPlace = Callable[[Tensor, int, int], None]
@@ -78,7 +79,7 @@ class SharedMemory(GradientSync):
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         """Raises ConfigError, on all ranks, for GPUs, several machines, weights of several types, sparse gradients."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if any(getattr(part, "sparse", False) is True for part in module.modules()):
+        if has_sparse_gradients(module):
             raise ConfigError("gradient_sync=shared_memory needs dense gradients; type gradient_sync=all_reduce")
         if len({parameter.dtype for parameter in parameters}) > 1 or parameters[0].is_complex():
             raise ConfigError("gradient_sync=shared_memory needs weights of one real type; type gradient_sync=auto")
@@ -223,10 +224,8 @@ class LocalSGD(GradientSync):
         if not self.steps_apart:
             return
         tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        mean = self.world.all_reduce_sum(vector).div_(self.world.size)
-        for tensor, values in zip(tensors, mean.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        for tensor, total in zip(tensors, self.world.all_reduce_sums(tensors), strict=True):
+            tensor.copy_(total.div_(self.world.size))
         self.steps_apart = 0
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, fold_in
+from lockstep.data.partition import Batch
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
-from lockstep.training.loop import StepLoss, batches, begin_epoch, end_steps, set_seed, update
+from lockstep.training.loop import StepLoss, batches, begin_epoch, draws_of, end_steps, update
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer
@@ -143,9 +143,9 @@ class AsyncParameterServer(Strategy):
         state.nan.begin(step, state.progress.epoch, batch)
         loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
         for number, part in enumerate(batch.parts, start=1):
-            set_seed(fold_in(loader.seed, step - 1, part.number))
             state.early_steps.check_inputs(part.inputs)
-            self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
+            with draws_of(state, loader.seed, step, batch, part):
+                self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
 
     def _broadcast_weights(self, state: TrainState) -> None:
         """Copy the server's weights, buffers and moving average to every rank."""

@@ -12,9 +12,8 @@ from lockstep.compat import versions
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import Strategy
+from lockstep.training.early_steps import WATCHED_STEPS
 
-WATCHED_STEPS = 20
-NAMED = 4  # buffers that a sentence names
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # those whose running statistics have a mean
 ATTRIBUTE = "lockstep_buffers"
 """By this attribute, "mean" or "own", a module says what is done with its buffers, whatever trainer.buffers is."""
@@ -94,13 +93,13 @@ class Buffers:
                 self.averaged[name] = module, key
         if unknown:
             raise BuffersDiffer(
-                f"the buffer {first_of(unknown, NAMED)} differs between ranks after step {step}, as each rank has seen "
+                f"the buffer {first_of(unknown)} differs between ranks after step {step}, as each rank has seen "
                 f"its own share of the batch; type trainer.buffers=mean to average it over the ranks after each step, "
                 f"which suits running statistics, or trainer.buffers=own to leave each rank its own"
             )
         if unlike:
             raise BuffersDiffer(
-                f"the buffer {first_of(unlike, NAMED)} has other shapes on other ranks after step {step}, and no mean; "
+                f"the buffer {first_of(unlike)} has other shapes on other ranks after step {step}, and no mean; "
                 f"type trainer.buffers=own to leave each rank its own, or gather the samples of all ranks in the module"
             )
 
@@ -112,8 +111,7 @@ class Buffers:
             _as_numbers(buffer) * (samples if _has_mean(buffer) else self.world.is_rank_zero) for buffer in buffers
         ]
         weight = torch.full((1,), float(samples), dtype=torch.float64, device=self.world.device)
-        summed = self.world.all_reduce_sum(torch.cat([*columns, weight]))
-        *values, total = summed.split([*map(len, columns), 1])
+        *values, total = self.world.all_reduce_sums([*columns, weight])
         for buffer, value in zip(buffers, values, strict=True):
             mean = value / total if _has_mean(buffer) else value
             shaped = torch.view_as_complex(mean.view(-1, 2)) if buffer.is_complex() else mean

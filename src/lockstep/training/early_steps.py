@@ -89,7 +89,7 @@ class EarlySteps:
         if names:
             log.warning(
                 "%s got no gradient in %d steps, so it stays as it is; type freeze=[%s], or use it in the model",
-                *(first_of(names, NAMED), WATCHED_STEPS, ",".join(names[:NAMED])),
+                *(first_of(names), WATCHED_STEPS, ",".join(names[:NAMED])),
             )
         self.has_counted = True
 
@@ -119,7 +119,7 @@ class EarlySteps:
             log.warning(
                 "none of the first %d targets is of class %s, of %d classes; if the data has fewer, type "
                 "dataset.classes=<how many>",
-                *(sum(classes), first_of(absent, NAMED), len(classes)),
+                *(sum(classes), first_of(absent), len(classes)),
             )
 
 
@@ -136,7 +136,7 @@ def weights_beside(model: nn.Module, loss: Tensor) -> str:
         if not key.startswith("_") and any(id(p) in others for p in _parameters_in(value))
     ]
     shapes = ", ".join(str(list(p.shape)) for p in list(others.values())[:NAMED])
-    where = f"{first_of(places, NAMED)}" if places else "the task, or a module that the model does not hold"
+    where = f"{first_of(places)}" if places else "the task, or a module that the model does not hold"
     return (
         f"no optimizer has {len(others)} weights that the loss depends on, of shapes {shapes}, in {where}: they are "
         f"never trained, saved or moved to a device; put layers into torch.nn.ModuleList, and tensors into "

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import fold_in, seeded
-from lockstep.data.samples import EVALUATION
 from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
@@ -99,8 +97,7 @@ def evaluate(
     is_stopped, vote = False, StopVote(strategy.world, flags=1)
     strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
-    # What the model draws does not depend on what was drawn before: a stop changes nothing.
-    with state.ema_weights(), torch.no_grad(), seeded(fold_in(loader.seed, EVALUATION, loader.rank)):
+    with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
         strategy.sync_buffers()
         for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
             strategy.eval_step(inputs, targets, count, context)

@@ -126,7 +126,7 @@ def train_epoch(
                 for number, part in enumerate(batch.parts, start=1):
                     timer.phase("forward")
                     state.early_steps.check_inputs(part.inputs)
-                    with seeded(state, loader.seed, step, batch, part):
+                    with draws_of(state, loader.seed, step, batch, part):
                         strategy.forward_backward(
                             part.inputs, part.targets, loss, precision, number == len(batch.parts)
                         )
@@ -236,7 +236,7 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
     state.scheduler.step()
 
 
-def seeded(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
+def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
     """In the block the forward and backward pass of `part` draw, in optimizer step `step`, counted from 1."""
     if state.noise is None or not state.noise.is_needed:
         set_seed(fold_in(seed, step - 1, part.number))

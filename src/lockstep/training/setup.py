@@ -15,7 +15,6 @@ from lockstep.models.base import has_lazy_layers
 
 log = logging.getLogger(__name__)
 
-NAMED = 4  # weights that a line names
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,7 +59,7 @@ def log_other_types(model: nn.Module, precision: str) -> None:
         if p.dtype not in usual
     ]
     if others:
-        log.info("these weights keep the type that the model gives them: %s", first_of(others, NAMED))
+        log.info("these weights keep the type that the model gives them: %s", first_of(others))
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:

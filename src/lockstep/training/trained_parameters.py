@@ -9,8 +9,6 @@ from torch.optim import SGD, Optimizer
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import Strategy
 
-NAMED = 4  # parameters that a sentence names
-
 
 class TrainedParameters:
     """Follows what trains. A parameter that is unfrozen is updated from the step on in which that happens.
@@ -46,7 +44,7 @@ class TrainedParameters:
             named = self.strategy.model.named_parameters()
             frozen = [name for name, p in named if not p.requires_grad and name not in self.others]
             if frozen:
-                self.strategy.freeze(f"{first_of(frozen, NAMED)} was frozen in step {step}")
+                self.strategy.freeze(f"{first_of(frozen)} was frozen in step {step}")
         self.with_gradient = len(found)
         return found
 
@@ -60,7 +58,7 @@ class TrainedParameters:
         new = [name for name, p in self.strategy.model.named_parameters() if id(p) not in self.known]
         if new:
             raise ConfigError(
-                f"{first_of(new, NAMED)} came into the model during the training, before the end of step {step}, so no "
+                f"{first_of(new)} came into the model during the training, before the end of step {step}, so no "
                 f"optimizer has it; make it in the model's __init__ and call requires_grad_(False) on it until it is "
                 f"trained, and change it in place"
             )
@@ -74,7 +72,7 @@ class TrainedParameters:
             self._take_in(found, 0)
 
     def _take_in(self, names: list[str], step: int) -> None:
-        what = f"{first_of(names, NAMED)} was unfrozen in step {step}"
+        what = f"{first_of(names)} was unfrozen in step {step}"
         if len(self.optimizer.param_groups) > 1:
             raise ConfigError(
                 f"{what}, and no rule says which of the {len(self.optimizer.param_groups)} parameter groups it is in; "
