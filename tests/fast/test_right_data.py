@@ -19,7 +19,8 @@ from torchvision.transforms import v2
 
 from lockstep import build_data
 from lockstep.data.dataset import Labels, copied, require_same_classes, without_samples
-from lockstep.data.images import ImageFolder
+from lockstep.data.image_files import class_folders
+from lockstep.data.images import UndecodedImages
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts, seed_all, seeded
 from lockstep.data.samples import EVALUATION, Samples
@@ -286,7 +287,9 @@ def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
 
 def test_predictions_of_a_folder_of_images_name_its_files(tmp_path: Path) -> None:
     folder = write_small_data(tmp_path)
-    loader = BatchLoader(ImageFolder(str(folder), "test", 8, None), Converter(torch.device("cpu")))
+    loader = BatchLoader(
+        UndecodedImages(class_folders(str(folder), False, "test", None, None), 8), Converter(torch.device("cpu"))
+    )
     rows = list(table({"prediction": torch.zeros(8, dtype=torch.int64)}, ["cat", "dog"], files_of(loader)))
     assert rows[:2] == ["index,file,prediction\n", "0,cat/0.jpg,cat\n"]
     assert rows[8] == "7,dog/3.jpg,cat\n"

@@ -50,6 +50,7 @@ from lockstep.errors import ConfigError
 NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 ALL_SECTIONS = ("", "dataset", *SECTIONS)
 FOLDERS = ("data_dir", "resume", "init", "run_dir")
+FOLDERS += ("dataset.root", "dataset.path", "dataset.csv_file", "dataset.test_csv_file", "dataset.cache_dir")
 
 
 # ---- Sections, without an import of what the config names
