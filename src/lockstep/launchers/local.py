@@ -274,7 +274,7 @@ class Supervisor:
     ) -> tuple[BaseException | None, Any]:
         """Start all ranks and wait for them. Returns (the failure, None) or (None, rank 0's value)."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        env = self.env | link.environment | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        env = self.env | {reporter.ADDRESS: link.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
             self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
             for local in range(self.ranks)
