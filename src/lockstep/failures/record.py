@@ -168,7 +168,7 @@ def _operands(operation: str, frame: FrameType) -> dict[str, str]:
     return operands
 
 
-def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:
+def last_lines(path: str | None) -> list[str]:
     """The last lines of a log file, none if it cannot be read."""
     if path is None:
         return []
@@ -176,6 +176,6 @@ def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:
         with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 2**15))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     except OSError:
         return []
