@@ -115,9 +115,12 @@ def replacement(key: str, value: str | None, keys: Sequence[str]) -> str | None:
     option = closest(typed, GROUPS.get(section, ())) if last in ("name", "type", "option") else None
     if option is not None:  # optimizer.name=adam
         return f"{section}={option}"
-    meant = None if section else _closest_group(key, value)
-    if meant is not None:
-        return f"{meant}={closest(typed, GROUPS[meant]) or '<value>'}"
+    if not section:  # a config group: one with this option, or of the same letters, or spelled alike
+        with_option = [group for group, options in GROUPS.items() if value in options]
+        same_letters = [group for group in GROUPS if sorted(group) == sorted(key)]
+        meant = closest(key, with_option) or closest(key, same_letters) or closest(key, GROUPS)
+        if meant is not None:
+            return f"{meant}={closest(typed, GROUPS[meant]) or '<value>'}"
     first, dot, rest = key.partition(".")
     known = {*GROUPS, *SECTIONS}
     if dot and first not in known:  # trainr.epoch
@@ -146,13 +149,6 @@ def removed_key(key: str) -> str:
 
 def _all_keys(key: str) -> str:
     return ALL_HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
-
-
-def _closest_group(name: str, option: str | None) -> str | None:
-    """The config group that was probably meant: one with this option, or of the same letters, or spelled alike."""
-    with_option = [group for group, options in GROUPS.items() if option in options]
-    same_letters = [group for group in GROUPS if sorted(group) == sorted(name)]
-    return closest(name, with_option) or closest(name, same_letters) or closest(name, GROUPS)
 
 
 def _closest_key(key: str, value: str | None, keys: Sequence[str]) -> str | None:
