@@ -263,7 +263,11 @@ def rules(described: Callable[..., Any]) -> dict[str, Rule]:
             rule = _rule(parameter.annotation)
             if rule is not None and name not in found and parameter.kind is not parameter.VAR_KEYWORD:
                 found[name] = rule
-    return {name: _with_help(rule, help.get(name, "")) for name, rule in found.items()}
+    for name in found.keys() & help.keys():
+        line = help[name]
+        is_word = line.partition(":")[0] in found[name].words  # spawn: a fresh interpreter
+        found[name] = replace(found[name], help=line if is_word else line[:1].upper() + line[1:])
+    return found
 
 
 def _constructors(described: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], str]]:
@@ -285,12 +289,6 @@ def _lines(text: str) -> dict[str, str]:
     """{name: text} of the lines `name: text` in a docstring. A line goes on where the next one is indented."""
     found = re.findall(r"^(\w+): (.+(?:\n[ \t]+\S.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(line.split()) for name, line in found}
-
-
-def _with_help(rule: Rule, line: str) -> Rule:
-    is_word = line.partition(":")[0] in rule.words  # spawn: a fresh interpreter
-    help = line if is_word else line[:1].upper() + line[1:] or rule.help
-    return replace(rule, help=help)
 
 
 def _rule(annotation: Any) -> Rule | None:

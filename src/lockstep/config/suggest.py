@@ -184,9 +184,11 @@ def replacement(
     option = closest(typed, GROUPS.get(section, ())) if last in ("name", "type", "option") else None
     if option is not None:  # optimizer.name=adam
         return f"{section}={option}"
-    meant = None if section else _closest_group(last, value)
-    if section and last in GROUPS:  # trainer.strategy=ddp
-        meant = last
+    meant = last if last in GROUPS else None  # trainer.strategy=ddp
+    if not section:  # a config group: one with this option, or of the same letters, or spelled alike
+        with_option = [group for group, options in GROUPS.items() if value in options]
+        same_letters = [group for group in GROUPS if sorted(group) == sorted(last)]
+        meant = closest(last, with_option) or closest(last, same_letters) or closest(last, GROUPS)
     if meant is not None:
         option = _meant_option(meant, typed, GROUPS[meant])
         if option is not None or not section:
@@ -239,13 +241,6 @@ def removed_key(key: str) -> str:
 
 def _all_keys(key: str) -> str:
     return ALL_HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
-
-
-def _closest_group(name: str, option: str | None) -> str | None:
-    """The config group that was probably meant: one with this option, or of the same letters, or spelled alike."""
-    with_option = [group for group, options in GROUPS.items() if option in options]
-    same_letters = [group for group in GROUPS if sorted(group) == sorted(name)]
-    return closest(name, with_option) or closest(name, same_letters) or closest(name, GROUPS)
 
 
 def _closest_key(key: str, value: str | None, keys: Sequence[str], chosen: Mapping[str, str]) -> str | None:

@@ -122,21 +122,17 @@ class World:
         """
         tensors: list[Tensor] = []
         descriptions = self.all_gather_json(_describe(state, tensors))
-        if self.is_rank_zero:
-            return [state, *(self._receive(descriptions[rank], rank) for rank in range(1, self.size))]
-        for tensor in tensors:
-            if tensor.numel():
+        if not self.is_rank_zero:
+            for tensor in filter(Tensor.numel, tensors):
                 dist.send(_as_bytes(tensor.contiguous()), dst=0, group=self.control)
-        return []
-
-    def _receive(self, description: dict[str, Any], source: int) -> Any:
-        """What rank `source` has described and sends."""
-        tensors: list[Tensor] = []
-        state = _rebuild(description, tensors)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.recv(_as_bytes(tensor), src=source, group=self.control)
-        return state
+            return []
+        states = [state]
+        for rank, description in enumerate(descriptions[1:], start=1):
+            received: list[Tensor] = []
+            states.append(_rebuild(description, received))
+            for tensor in filter(Tensor.numel, received):
+                dist.recv(_as_bytes(tensor), src=rank, group=self.control)
+        return states
 
     def for_thread(self, timeout: timedelta) -> "World":
         """This world with a control group of its own, for collectives of another thread. A collective."""
