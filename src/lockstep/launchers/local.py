@@ -43,7 +43,6 @@ from lockstep.failures import reporter
 from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
 
-START_METHODS = ("spawn", "fork", "forkserver")
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
@@ -67,16 +66,7 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
                 "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
             )
         return gpus or cpu_count()
-    try:
-        count = int(nproc_per_node)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ConfigError(
-            f"launch.nproc_per_node={nproc_per_node} is not a number of ranks; "
-            f"type launch.nproc_per_node=2, or auto, gpu or cpu"
-        )
-    return count
+    return int(nproc_per_node)
 
 
 class LocalLauncher(Launcher):
@@ -117,11 +107,6 @@ class LocalLauncher(Launcher):
             start_fork_server(rank_imports)
 
     def validate(self) -> None:
-        if self.start_method not in START_METHODS:
-            raise ConfigError(
-                f"launch.start_method={self.start_method} is none of Python's; "
-                f"type launch.start_method=spawn, fork or forkserver"
-            )
         resolve_nproc(self.nproc_per_node)
         refuse_nesting(self.name)
         if self.start_method == "fork" and self.max_restarts:

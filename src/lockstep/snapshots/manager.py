@@ -368,19 +368,15 @@ class SnapshotManager(Watcher):
 
 
 class SaveInterval:
-    """ "1epochs", "50steps" or "10min"; a unit alone means 1. Raises ConfigError for anything else.
+    """ "1epochs", "50steps" or "10min"; a unit alone means 1.
 
     unit: "epoch", "step" or "min".
     """
 
     def __init__(self, every: str) -> None:
-        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", str(every))
-        count = int(match[1] or 1) if match else 0
-        if match is None or count == 0:
-            raise ConfigError(
-                f"snapshot.every={every} is not an interval; type snapshot.every=1epochs, 50steps or 10min"
-            )
-        self.count, self.unit = count, match[2]
+        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", every)
+        assert match is not None  # the config was checked
+        self.count, self.unit = int(match[1] or 1), match[2]
         self.last_step = 0
         self.last_time = time.monotonic()
 
