@@ -66,7 +66,8 @@ class ImageFiles:
 
 def without_target(targets: Tensor) -> Tensor:
     """Which of the targets (N,) or (N, numbers) say that an image has none: (N,) truth values."""
-    return targets.isnan().view(len(targets), -1).any(1) if targets.is_floating_point() else targets == IGNORED
+    missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED
+    return missing.any(1) if targets.dim() > 1 else missing
 
 
 def class_folders(
