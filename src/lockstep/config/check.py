@@ -51,7 +51,7 @@ from lockstep.errors import ConfigError
 
 NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 ALL_SECTIONS = ("", "dataset", *SECTIONS)
-FOLDERS = ("data_dir", "resume", "init", "run_dir")
+FOLDERS: tuple[str, ...] = ("data_dir", "resume", "init", "run_dir")
 FOLDERS += ("dataset.root", "dataset.path", "dataset.csv_file", "dataset.test_csv_file", "dataset.cache_dir")
 # {an optimizer of torch: (what it needs that no training here gives it, what to type instead)}.
 UNFIT = {
