@@ -170,9 +170,7 @@ def test_torchvisions_first_transforms_move_no_image_without_what_belongs_to_it(
 @pytest.mark.parametrize("shape", [(3, 32, 32), (8, 8)])
 def test_a_finer_image_or_a_coarser_mask_is_not_left_behind(shape: tuple[int, ...]) -> None:
     samples = [(torch.zeros(3, 16, 16), torch.zeros(shape))]
-    with pytest.raises(
-        ConfigError, match="a target of the shape .* beside its image.*the shape of the image"
-    ):
+    with pytest.raises(ConfigError, match="a target of the shape .* beside its image.*the shape of the image"):
         Samples(samples, transforms=[FLIP]).one()
     Samples(samples, transforms=[v2.ToDtype(torch.float32)]).one()
     Samples([(torch.zeros(3, 16, 16), {"pose": torch.eye(4)})], transforms=[FLIP]).one()
