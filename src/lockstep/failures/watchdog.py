@@ -91,11 +91,15 @@ class Watchdog:
                 self.steps.append((ended_at - before[1]) / (steps - before[0]))
                 self.reported = None
             self.seen[rank.pid] = steps, ended_at
-        was_stopped = now - self.last_look > OWN_PAUSE
+        is_paused = now - self.last_look > OWN_PAUSE
         self.last_look = now
         silence = now - max(self.ignored_until, *(rank.page.last_progress for rank in ranks))
-        if was_stopped or (silence > PAUSE_SILENCE and _are_paused(ranks)):
-            self.ignored_until = now  # Ctrl-Z
+        if silence > PAUSE_SILENCE and all(process_state(rank.pid) == "T" for rank in ranks):
+            # Ctrl-Z stops the launcher, too, and the ranks of other machines cannot be seen from here.
+            are_all = len(ranks) == ranks[0].hello["world_size"]
+            is_paused |= are_all or all(process_state(parent(rank.pid)) == "T" for rank in ranks)
+        if is_paused:
+            self.ignored_until = now
             return None
         return silence if silence > self.limit(ranks, capped=True) and now > self.next_examination else None
 
@@ -136,16 +140,6 @@ class Watchdog:
             print(f"{text}: {verdict.meaning}", file=sys.stderr, flush=True)
             return None
         return Diagnosis(verdict, facts, silence)
-
-
-def _are_paused(ranks: Sequence[WatchedRank]) -> bool:
-    """Whether the run was stopped as a whole, as by Ctrl-Z, which stops the launcher, too.
-
-    A machine cannot see by its own ranks alone whether those of other machines are stopped.
-    """
-    if not all(process_state(rank.pid) == "T" for rank in ranks):
-        return False
-    return len(ranks) == ranks[0].hello["world_size"] or all(process_state(parent(rank.pid)) == "T" for rank in ranks)
 
 
 def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
