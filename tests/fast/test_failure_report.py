@@ -232,6 +232,17 @@ def test_a_mistake_is_the_users_only_where_the_line_is(make_rank, file):
     assert (first["meaning"] == "the code at this line has a mistake") == (file == Path(__file__))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("Expected to mark a variable ready only once. This", "use_reentrant=False"),
+        ("Expected more than 1 value per channel when training, as one process does", "leaves no single sample over"),
+    ],
+)
+def test_an_error_of_torch_is_explained(make_rank, words, said):
+    assert said in report_of(make_rank(0, raised(RuntimeError(words), Path(__file__)), 1.0))["first"]["advice"]
+
+
 def test_the_file_has_these_keys(make_rank, tmp_path):
     contents = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
