@@ -126,6 +126,7 @@ NEVER = [
     ({"profiled"}, {"pipeline"}),
     ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
+    ({"Experts"}, {"two, ring", "three, parameter_server"}),  # their messages wait for a rank that sends none: a hang
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
@@ -134,8 +135,10 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "find_unused_parameters=true": ({"Unused", "Experts", "Reentrant"}, {way for way in WAYS if WAYS[way].ranks > 1}),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "mode.format=state_dict": (set(), {"export"}),
+    "cannot be put into a batch": ({"numpy_flipped"}, set()),
     "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
+    "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
     "which torch.jit has made": ({"scripted"}, set(FSDP)),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
 }
