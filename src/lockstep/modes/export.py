@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, printable
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
@@ -101,8 +101,18 @@ class Export(Mode):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size
             samples = torch.cat([samples, samples])
+        write = write_onnx if self.format == "onnx" else write_program
         with torch.no_grad():
-            exported = write_onnx(net, samples, path) if self.format == "onnx" else write_program(net, samples, path)
+            try:
+                exported = write(net, samples, path)
+            except (ConfigError, OSError):
+                raise
+            except Exception as error:  # of torch's exporters, which have no common type
+                first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+                raise ConfigError(
+                    f"mode.format={self.format}: torch cannot export this net ({printable(first)}); type "
+                    f"mode.format=state_dict, or write x.shape[0] for len(x), and torch.where for if, in the model"
+                ) from error
             for batch in (samples, samples[:1]):
                 require_same_outputs(net(batch), exported(batch), self.format)
 
