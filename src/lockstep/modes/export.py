@@ -101,18 +101,8 @@ class Export(Mode):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size
             samples = torch.cat([samples, samples])
-        write = write_onnx if self.format == "onnx" else write_program
         with torch.no_grad():
-            try:
-                exported = write(net, samples, path)
-            except (ConfigError, OSError):
-                raise
-            except Exception as error:  # of torch's exporters, which have no common type
-                first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-                raise ConfigError(
-                    f"mode.format={self.format}: torch cannot export this net ({printable(first)}); type "
-                    f"mode.format=state_dict, or write x.shape[0] for len(x), and torch.where for if, in the model"
-                ) from error
+            exported = write_onnx(net, samples, path) if self.format == "onnx" else write_program(net, samples, path)
             for batch in (samples, samples[:1]):
                 require_same_outputs(net(batch), exported(batch), self.format)
 
@@ -157,7 +147,14 @@ def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     import torch
 
     batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+    try:
+        program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+    except Exception as error:  # what it raises has no common type
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"torch cannot export this net ({printable(first)}); type mode.format=state_dict, or write x.shape[0] for "
+            f"len(x), and torch.where for if, in the model"
+        ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
         with open(path, "wb") as file:
