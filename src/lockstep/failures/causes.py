@@ -36,6 +36,12 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "change the model or the data set at the line above; python src/train.py --cfg job shows their values",
     ),
     (
+        r"dtype.* got (UInt\d+|Bool|Short|Int|Long|Char) |Input type \((short|int|long|unsigned|bool)"
+        r"|not implemented for '(UInt\d+|Bool)",
+        "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
+        "return floats from __getitem__, such as x.astype(numpy.float32), or change the type at the line above",
+    ),
+    (
         r"Expected more than 1 value per channel",
         "batch norm has one value to normalise: the last batch of an epoch, or a rank's share of it, is one sample",
         "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks of strategy=ddp "
