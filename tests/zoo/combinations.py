@@ -141,7 +141,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
-    "which torch.jit has made": ({"scripted"}, set(FSDP)),
+    "which torch.jit has made": ({"scripted"}, {*FSDP, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
 }
 AXES: dict[str, Sequence[str]] = {
