@@ -108,7 +108,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    trainer, samples = cfg.trainer, len(loader)
+    trainer, count = cfg.trainer, len(loader)
     with seeded(cfg.seed):
         task = instantiate_as(Task, cfg.task, "task")
     shares = strategy.data_parallel_size(strategy.world.size)
@@ -138,8 +138,8 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
     facts = {
-        "steps_per_epoch": settings.steps_per_epoch(samples),
-        "total_steps": settings.total_steps(samples),
+        "steps_per_epoch": settings.steps_per_epoch(count),
+        "total_steps": settings.total_steps(count),
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
@@ -167,11 +167,11 @@ def snapshots(
     weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
-    require_same_data(state.strategy.world, "training data", samples, data)
+    count, data = len(train_loader), data_fingerprint(train_loader.dataset)
+    require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
-        "training samples": samples,
+        "training samples": count,
         "training data": data,
         "seed": cfg.seed,
     }
@@ -180,7 +180,7 @@ def snapshots(
         cfg.run_dir,
         fingerprint,
         agreed_on(record.shown),
-        epoch_samples=len(train_loader),
+        epoch_samples=count,
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,
