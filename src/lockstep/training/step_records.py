@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.loggers.csv_logger import append
-from lockstep.runs.compare import DIGESTS, row_bytes, steps_of
+from lockstep.runs.compare import DIGESTS, read_digests, row_bytes
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, StepTimes
 from lockstep.training.weight_check import digest
@@ -194,7 +194,8 @@ class StepDigests(Logger):
         if step % self.every == 0:
             now = dict(self.model.named_parameters())
             gradients = [now[name].grad if name in now else None for name in self.parameters]
-            self.before = [self._loss(step), *map(self._digest, gradients)]
+            losses = [loss for number, loss in self.state.meter.recent_losses if number == step]
+            self.before = [self._digest(torch.stack(losses) if losses else None), *map(self._digest, gradients)]
 
     def on_step(self, step: int, samples: int) -> None:
         if not self.before:
@@ -229,14 +230,10 @@ class StepDigests(Logger):
             return torch.zeros((), dtype=torch.int64, device=device)
         return digest(in_memory_order(tensor)).to(device)
 
-    def _loss(self, step: int) -> Tensor:
-        losses = [loss for number, loss in self.state.meter.recent_losses if number == step]
-        return self._digest(torch.stack(losses) if losses else None)
-
     def _drop_after(self, step: int) -> None:
         """Keep the whole rows of the file up to `step`."""
-        steps = steps_of(self.path)
-        kept = [number for number in steps if number <= step]
+        table = read_digests(self.path.parent)
+        kept = [number for number in table.rows if number <= step] if table is not None else []
         with open(self.path, "r+b") as file:
             header = file.readline()
             file.truncate(len(header) + len(kept) * row_bytes(len(self.names)))
