@@ -87,7 +87,19 @@ def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int) 
     _restore_optimizer_and_schedule(state, saved, epoch_samples)
     if saved["scaler"]:  # empty after a run without loss scaling
         state.scaler.load_state_dict(saved["scaler"])
-    _restore_measurements(state, saved)
+    state.nan.restore(*saved["skipped"])
+    # The sums of the epoch and the best evaluation go on, unless something else is measured now.
+    step = state.progress.step
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
+        state.meter.restore(saved["meter"]["totals"])
+    else:
+        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
+    if saved["objective"] != list(state.objective):
+        log.info("the objective changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
+    elif (state.ema is None) != (saved["ema"] is None):
+        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
 
 
 def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
@@ -218,22 +230,6 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
     _restore_scheduler(scheduler, schedule["built"], schedule["state"])
     if isinstance(scheduler, FollowsObjective) and not same_steps:
         scheduler.resume_at(place)
-
-
-def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
-    """Go on with the sums of the epoch and the best evaluation, unless something else is measured now."""
-    step = state.progress.step
-    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
-        state.meter.restore(saved["meter"]["totals"])
-    else:
-        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    state.nan.restore(*saved["skipped"])
-    if saved["objective"] != list(state.objective):
-        log.info("the objective changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
-    elif (state.ema is None) != (saved["ema"] is None):
-        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
 
 
 def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
