@@ -60,6 +60,7 @@ from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
 from lockstep.hydra_errors import (
     as_config_error,
+    chosen_options,
     compose_typed,
     composed_keys,
     config_folders,
@@ -79,7 +80,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
-SWITCHES = {"true": "on", "false": "off"}
+SWITCHES = {"true": "on", "false": "off", "1": "on", "0": "off", "yes": "on", "no": "off"}
 OPTUNA = "optuna"
 HYDRA_FLAGS = "python src/train.py --hydra-help to see the flags"
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
@@ -544,7 +545,7 @@ def _check_flags(flags: list[str], overrides: list[str], script_folder: Path) ->
     for flag in unknown:  # such as a key with dashes
         key, equals, value = flag.lstrip("-").replace("-", "_").partition("=")
         typed = value if equals else next((word for word in overrides if "=" not in word), None)
-        instead = replacement(key, typed, composed_keys(overrides))
+        instead = replacement(key, typed, composed_keys(overrides), chosen_options(overrides))
         raise ConfigError(f"{flag} is no flag; type {instead or HYDRA_FLAGS}")
     first, *others = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(parsed, mode)] or [""]
     if others:
@@ -605,7 +606,7 @@ def _check_group_override(word: str) -> None:
     if group != key != "+logger" and option:
         instead = f"+logger={option}" if group == "logger" else f"{group}={option}"
         raise ConfigError(f"{group} is a config group, which {key} cannot add; type {instead}")
-    if plain == "null":
+    if plain in ("null", "none"):
         raise ConfigError(removed_key(group))
     several = re.fullmatch(r"\[(.*,.*)\]", option)
     if several and group != "logger":

@@ -38,6 +38,7 @@ from lockstep.config.schema import (
 from lockstep.config.suggest import (
     NOT_ON_CONFIG,
     OTHER_NAMES,
+    TASKS_OF_LOSSES,
     closest,
     removed_key,
     unknown_key,
@@ -128,6 +129,8 @@ def check_value(key: str, value: object, rule: Rule, default: object = None) -> 
 def wrong_value(key: str, value: object, rule: Rule, default: object = None) -> str:
     """The sentence for a value that `rule` does not accept."""
     shown = str(value) if isinstance(value, float) and float not in rule.kinds else show(value)  # 2.0, where 2 is right
+    if key == "task.loss" and str(value).lower() in TASKS_OF_LOSSES:
+        return f"{key}={shown} must be {rule.must_be}; type task={TASKS_OF_LOSSES[str(value).lower()]}"
     default = default_of(key) if default is None else default
     return f"{key}={shown} must be {rule.must_be}; type {rule.what_to_type(key, value, default)}"
 
