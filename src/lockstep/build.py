@@ -107,7 +107,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    trainer, samples = cfg.trainer, len(loader)
+    trainer = cfg.trainer
     with seeded(cfg.seed):
         task = instantiate_as(Task, cfg.task, "task")
     shares = strategy.data_parallel_size(strategy.world.size)
@@ -116,6 +116,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         module.to(strategy.world.device)
     settings = TrainSettings(
         epochs=trainer.epochs,
+        epoch_samples=len(loader),
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
@@ -137,8 +138,8 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
     facts = {
-        "steps_per_epoch": settings.steps_per_epoch(samples),
-        "total_steps": settings.total_steps(samples),
+        "steps_per_epoch": settings.steps_per_epoch,
+        "total_steps": settings.total_steps,
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
@@ -179,7 +180,6 @@ def snapshots(
         cfg.run_dir,
         fingerprint,
         agreed_on(record.shown),
-        epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,

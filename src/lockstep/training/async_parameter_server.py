@@ -87,15 +87,15 @@ class AsyncParameterServer(Strategy):
         self.staleness = []
         start, batch_size = state.progress.samples, state.settings.batch_size
         begin_epoch(state, watchers)
-        while steps := min(self.sync_every, state.steps_left(len(loader))):
+        while steps := min(self.sync_every, state.steps_left):
             if self.world.is_rank_zero:
-                self._serve(state, steps, is_last=steps == state.steps_left(len(loader)))
+                self._serve(state, steps, is_last=steps == state.steps_left)
             else:
                 self._work(state, loader, steps)
             self._broadcast_weights(state)
             end_steps(state, min(steps * batch_size, len(loader) - state.progress.samples), steps, timer, watchers)
         samples = state.progress.samples - start
-        state.end_epoch(len(loader))
+        state.end_epoch()
         return samples
 
     def _serve(self, state: TrainState, steps: int, is_last: bool) -> None:
