@@ -198,16 +198,18 @@ def weight_check(cfg: DictConfig, state: TrainState) -> WeightCheck:
     return WeightCheck(state, cfg.watch.every, cfg.watch.weights)
 
 
-def running_metrics(
-    cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList
-) -> tuple[RunningMetrics, StepTimer]:
+def running_metrics(cfg: DictConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
-    world, strategy = state.strategy.world, state.strategy
-    measures = timer(cfg, state, train_loader, loggers)
+    world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
+    if cfg.profiler.enabled:
+        from lockstep.training.step_records import StepProfiler
+
+        every, after, steps = cfg.profiler.every, cfg.profiler.trace_after, cfg.profiler.trace_steps
+        timer = StepProfiler(state, loggers, cfg.run_dir, every, after, steps)
     if cfg.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
-        return RunningMetrics(state, loggers), measures
+        return RunningMetrics(state, loggers), timer
     parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
+    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, timer)
     return RunningMetrics(state, loggers, stragglers), stragglers
 
 
@@ -218,23 +220,6 @@ def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: 
 
 def _wanted(cfg: DictConfig) -> Wanted:
     return wanted_by(cfg.get("logger", {}).values())  # logger=[] leaves no section
-
-
-def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList) -> StepTimer:
-    """The profiler with profiler.enabled=true, else a timer that does nothing."""
-    if not cfg.profiler.enabled:
-        return StepTimer()
-    from lockstep.training.step_records import StepProfiler
-
-    return StepProfiler(
-        state,
-        loggers,
-        cfg.run_dir,
-        whole_batches_per_epoch=len(train_loader) // state.settings.batch_size,
-        every=cfg.profiler.every,
-        trace_after=cfg.profiler.trace_after,
-        trace_steps=cfg.profiler.trace_steps,
-    )
 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:

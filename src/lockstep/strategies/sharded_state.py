@@ -43,7 +43,7 @@ def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = Tru
             return whole_block(tensor) if world.is_rank_zero else replace(whole_block(tensor), values=None)
         mesh, placements = tensor.device_mesh, tensor.placements
         copies = [mesh.get_local_rank(dim) for dim, placed in enumerate(placements) if isinstance(placed, Replicate)]
-        _, offsets = shape_and_offsets_of_part(tensor.shape, mesh, placements)
+        _, offsets = shape_and_offsets_of_part(tensor)
         values = tensor.to_local() if is_first_replica and not any(copies) else None
         return Block(values, tuple(offsets), tuple(tensor.shape), tensor.dtype)
 
@@ -64,7 +64,7 @@ def cut_like_parameters(named: dict[str, Any], model: nn.Module) -> dict[str, An
         if isinstance(tensor, Tensor):
             whole = tensor.contiguous().to(parameter.device)
             return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        shape, offsets = shape_and_offsets_of_part(parameter.shape, mesh, placements)
+        shape, offsets = shape_and_offsets_of_part(parameter)
         local = tensor.read(offsets, shape).to(parameter.device)
         stride = parameter.stride()
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)

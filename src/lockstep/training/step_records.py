@@ -32,7 +32,6 @@ class StepProfiler(StepTimer):
     A measured step is logged as {"profile/data_ms": ..., ..., "profile/step_ms": their sum}, in milliseconds.
 
     run_dir: a trace is run_dir/trace/rank<R>.<step>.pt.trace.json.
-    whole_batches_per_epoch: steps of an epoch that have batches of the full size.
     every: one of `every` steps is measured.
     trace_after: after this many steps, which warm up, `trace_steps` steps are traced, on every rank.
     """
@@ -42,7 +41,6 @@ class StepProfiler(StepTimer):
         state: TrainState,
         logger: Logger,
         run_dir: str | Path,
-        whole_batches_per_epoch: int,
         every: int,
         trace_after: int,
         trace_steps: int,
@@ -51,7 +49,8 @@ class StepProfiler(StepTimer):
         self.device = state.strategy.world.device
         self.every, self.trace_after, self.trace_steps = every, trace_after, trace_steps
         # The warm-up step and the traced steps. An epoch with fewer steps is traced to its end.
-        self._trace_length = min(1 + trace_steps, whole_batches_per_epoch - 1)
+        whole_batches = state.settings.epoch_samples // state.settings.batch_size
+        self._trace_length = min(1 + trace_steps, whole_batches - 1)
         self._traced = False
         self._steps = 0  # of this process
         self._steps_since_measured = 0
