@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision import tv_tensors
+from torchvision import transforms, tv_tensors
 from torchvision.transforms import v2
 
 from lockstep import build_data
@@ -27,6 +28,7 @@ from lockstep.data.text import TextWindows, training_text
 from lockstep.data.transforms import Augment
 from lockstep.errors import ConfigError
 from lockstep.modes.predict import files_of, table
+from lockstep.strategies.base import forward
 from support.configs import composed
 from support.small_data import write_small_data
 
@@ -133,6 +135,33 @@ def test_what_would_stay_behind_its_image_is_refused(target: Any, said: str) -> 
     with pytest.raises(ConfigError, match=said):
         Samples([(IMAGE, target)], transforms=[v2.RandomApply([FLIP])]).one()
     Samples([(IMAGE, target)], transforms=[v2.ToDtype(torch.float32)]).one()
+
+
+@pytest.mark.parametrize(
+    ("sample", "moved", "said"),
+    [
+        ((IMAGE, 1), True, ""),
+        ((IMAGE, MASK), True, "an image with a mask, boxes or another image"),
+        ((IMAGE, {"class": 1, "mask": MASK}), True, "an image with a mask"),
+        ((IMAGE, IMAGE + 1), True, "an image with a mask"),
+        ((Image.new("RGB", (2, 2)), Image.new("L", (2, 2))), True, "an image with a mask"),
+        ((Image.new("RGB", (2, 2)), Image.new("RGB", (2, 2))), True, "an image with a mask"),
+        ((IMAGE, {"boxes": BOXES}), True, "has boxes of the shape"),
+        ((IMAGE, MASK), False, ""),
+        ({"image": IMAGE, "target": 1}, False, "a sample is a dict"),
+    ],
+)
+def test_torchvisions_first_transforms_move_no_image_without_what_belongs_to_it(
+    sample: Any, moved: bool, said: str
+) -> None:
+    flip, blur = transforms.RandomHorizontalFlip(1.0), transforms.GaussianBlur(1)
+    for transform in [flip, transforms.Compose([blur, flip])] if moved else [blur, transforms.Compose([blur])]:
+        samples = Samples([sample], transforms=[transform])
+        if said:
+            with pytest.raises(ConfigError, match=f"{said}.*(v2|tv_tensors)"):
+                samples.read([(0, 0)])
+        else:
+            samples.read([(0, 0)])
 
 
 def test_boxes_of_torchvision_move_and_arrays_in_dicts_are_refused() -> None:
@@ -282,6 +311,16 @@ def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
     batch = without_samples((torch.zeros(3, 2), torch.tensor(5.0)))
     assert batch[0].shape == (0, 2)
     assert batch[1].item() == 5
+
+
+def test_a_model_takes_a_number_for_the_whole_batch_beside_its_samples() -> None:
+    class Scaled(nn.Module):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return inputs["image"].flatten(1) * inputs["scale"]
+
+    for count in (3, 0):
+        inputs = {"image": torch.ones(count, 1, 2, 2), "scale": torch.tensor(2.0)}
+        assert torch.equal(forward(Scaled(), inputs), torch.full((count, 4), 2.0))
 
 
 def test_predictions_of_a_folder_of_images_name_its_files(tmp_path: Path) -> None:

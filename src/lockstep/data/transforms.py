@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.compat import moves_pixels, standard_gamma
+from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
 from lockstep.data.dataset import TARGET_KEYS, map_tensors, parts_of, values_in, with_parts
 from lockstep.data.partition import generator, random_states_kept, seed_all
@@ -35,10 +35,17 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
     mode is a mask too. Raises ConfigError for what would stay behind: an image that is an array, boxes that are plain
     numbers, values (height, width, channels).
 
-    Any other one gets the inputs alone, or the whole sample if that has names.
+    Any other one gets the inputs alone, or the whole sample if that has names. Of torchvision's first generation, which
+    takes an image alone, those that move pixels are refused for a sample of which something would stay behind.
     """
     v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
     if v2 is None or not isinstance(transform, v2.Transform):
+        if is_of_torchvisions_first(transform):
+            if type(transform).__name__ == "Compose":
+                for inner in transform.transforms:  # type: ignore[attr-defined]
+                    sample = apply_transform(inner, sample)
+                return sample
+            _require_image_alone(transform, sample)
         if not isinstance(sample, tuple | list):
             return transform(sample)
         parts = parts_of(sample) or {}
@@ -65,6 +72,19 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
             f"dataset.transforms='[{{_target_:torchvision.transforms.v2.ToImage}}, ...]'"
         )
     return _as_before(sample, changed)
+
+
+def _require_image_alone(transform: Callable[..., Any], sample: Any) -> None:
+    """Raise ConfigError if a transform of torchvision's first generation cannot take `sample`, or parts it."""
+    has_names = parts_of(sample) is not None and not isinstance(sample, tuple | list)
+    stays = has_names or (moves_pixels(transform) and Belongings(sample, moves=True).has_others(sample))
+    if stays:
+        name = type(transform).__name__
+        raise ConfigError(
+            f"torchvision.transforms.{name} takes an image alone, and a sample is "
+            f"{'a ' + type(sample).__name__ if has_names else 'an image with a mask, boxes or another image'}; type "
+            f"torchvision.transforms.v2.{name}, which changes all that belongs together"
+        )
 
 
 def _as_before(sample: Any, changed: Any) -> Any:
@@ -109,6 +129,17 @@ class Belongings:
             for place, (key, part) in enumerate(parts.items())
         }
         return with_parts(value, marked) if isinstance(value, tuple | list) else marked
+
+    def has_others(self, sample: Any) -> bool:
+        """Whether a mask, boxes or another image belong to the image."""
+        from torchvision import tv_tensors
+
+        found = [
+            value
+            for value in values_in(self.marked(sample))
+            if hasattr(value, "getbands") or isinstance(value, tv_tensors.TVTensor)
+        ]
+        return self.image is not None and len(found) > 1
 
     def _marked_value(self, value: Any, name: str, is_target: bool) -> Any:
         from torchvision import tv_tensors

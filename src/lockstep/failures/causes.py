@@ -57,6 +57,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy.find_unused_parameters=true",
     ),
     (
+        r"Expected to mark a variable ready only once",
+        "a weight got its gradient twice in one backward pass, as from torch.utils.checkpoint with use_reentrant=True",
+        "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
+    ),
+    (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type dataset.workers=0 to see its error here",

@@ -69,6 +69,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     from lockstep.distributed import signals
     from lockstep.failures import reporter
+    from lockstep.training.evaluation import draws_of_samples
     from lockstep.training.setup import autocast
 
     state, parts = trained.state, list[Columns]()
@@ -83,8 +84,10 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
-        for inputs, targets in loader.eval_batches(settings.eval_batch_size):
-            strategy.eval_step(inputs, targets, keep, context)
+        batches = loader.eval_batches(settings.eval_batch_size)
+        for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+            with draws:
+                strategy.eval_step(inputs, targets, keep, context)
             reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
