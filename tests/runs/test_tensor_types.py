@@ -256,9 +256,12 @@ def train_with_another_default(cfg: Any) -> float:
     return train(cfg)
 
 
-def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target", ["nn.BCEWithLogitsLoss", "nn.functional.binary_cross_entropy_with_logits,_partial_:true"]
+)
+def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path, target: str) -> None:
     """They have the type of the run."""
-    loss = "task.loss={_target_:torch.nn.BCEWithLogitsLoss,pos_weight:[3]}"
+    loss = f"task.loss={{_target_:torch.{target},pos_weight:[3]}}"
     words = ["dataset=random", "model=linear", "task=regression", loss, "trainer.precision=fp64", "logger=[]"]
     sizes = ["dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
     sizes += ["scheduler=constant"]
