@@ -48,7 +48,11 @@ def model_and_data(
     reporter.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: prepare(cfg))
-    import_targets(cfg)  # a module that seeds torch when it is imported does so here
+    config = as_dict(cfg)
+    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+        for _, node in nodes_with_target(config.get(group)):
+            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
+                get_object(node["_target_"])  # a module that seeds torch when it is imported does so here
     reporter.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
@@ -91,15 +95,6 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
     if isinstance(model, WeightsFromData):
         inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted, epoch=0)
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
-
-
-def import_targets(cfg: DictConfig) -> None:
-    """Import what every rank instantiates later. What fails here fails there again, with a message."""
-    config = as_dict(cfg)
-    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        for _, node in nodes_with_target(config.get(group)):
-            with suppress(Exception):
-                get_object(node["_target_"])
 
 
 def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
