@@ -91,6 +91,7 @@ NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hy
 NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
 NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
 NORMALISATION = ("dataset.mean", "dataset.std")
+CLASS_NAMES = "dataset.class_names"
 VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
 # What a run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
@@ -459,20 +460,24 @@ def _values_of_run(folder: Path, words: list[str], typed: list[str]) -> Iterator
     Plain values alone: a class or an interpolation of a stranger's record may run anything. What stands beside a
     `_target_` that was typed may be of the class that it replaced.
     """
-    config: Any = {}
+    config, names = dict[str, Any](), list[str]()
     with suppress(OSError, yaml.YAMLError):
         config = yaml.safe_load((folder / RECORD / "config.yaml").read_text()) or {}
+    with suppress(ConfigError):
+        names = read_run(folder).get("classes", names)
     if config.get("init") is not None:  # the weights of the run are in its snapshots
         yield from ("init=null", "new_layers=[]")
     said = set(map(_key, [*words, *typed]))
     replaced = {key.removesuffix("._target_") for key in said if key.endswith("._target_")}
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         parent, _, name = key.rpartition(".")
+        value = value or names if key == CLASS_NAMES else value
         is_open = key not in said and parent not in replaced and not _belongs_to(key, NOT_TAKEN)
         if not is_open or name.startswith("_") or not re.fullmatch(r"[\w.]+", key) or not _is_plain(value):
             continue
-        if key in NORMALISATION or not _is_replaced(key, typed):  # the net expects values that are normalised so
-            yield f"++{key}={json.dumps(value)}"
+        # The net expects values that are normalised so, and its outputs are these classes.
+        if key in (*NORMALISATION, CLASS_NAMES) or not _is_replaced(key, typed):
+            yield f"++{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _is_plain(value: object) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
@@ -34,6 +34,7 @@ from lockstep.config.schema import (
     rules_of_readers,
     section_rules,
     show,
+    with_values,
 )
 from lockstep.config.suggest import (
     NOT_ON_CONFIG,
@@ -50,7 +51,8 @@ from lockstep.errors import ConfigError
 
 NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 ALL_SECTIONS = ("", "dataset", *SECTIONS)
-FOLDERS = ("data_dir", "resume", "init", "run_dir")
+FOLDERS: tuple[str, ...] = ("data_dir", "resume", "init", "run_dir")
+FOLDERS += ("dataset.root", "dataset.path", "dataset.csv_file", "dataset.test_csv_file", "dataset.cache_dir")
 # {an optimizer of torch: (what it needs that no training here gives it, what to type instead)}.
 UNFIT = {
     "torch.optim.LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
@@ -70,7 +72,7 @@ def with_whole_folders(cfg: DictConfig, hydra_cfg: HydraConf) -> DictConfig:
     if hydra_cfg.job.chdir:
         paths = {key: Path(hydra_cfg.runtime.cwd, path) for key, path in paths.items()}
     changed = {key: str(path) for key, path in paths.items() if hydra_cfg.job.chdir or typed[key].startswith("~")}
-    return cast(DictConfig, OmegaConf.merge(cfg, changed)) if changed else cfg
+    return with_values(cfg, changed) if changed else cfg
 
 
 def as_declared(config: Node) -> Node:

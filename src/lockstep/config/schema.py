@@ -566,7 +566,7 @@ DATASETS: dict[str, type] = {  # by the reader of dataset.train; a reader of the
     "lockstep.data.builtin.digits": TenClasses,
     "lockstep.data.builtin.cifar10": TenClasses,
     "lockstep.data.builtin.mnist": TenClasses,
-    "lockstep.data.images.image_folder": Images,
+    "lockstep.data.images.images": Images,
     "lockstep.data.text.training_text": Text,
     "lockstep.data.builtin.random_pairs": RandomPairs,
 }
@@ -638,7 +638,9 @@ def values_in_conf(group: str = "", option: str = "config") -> Node:
     for other in written.get("defaults", []):
         if isinstance(other, str) and other in GROUPS[group]:
             found |= values_in_conf(group, other)
-    return found | {name: value for name, value in written.items() if name != "defaults"}
+    own = {name: value for name, value in written.items() if name != "defaults"}
+    merged = OmegaConf.to_container(OmegaConf.merge(found, own), resolve=False)  # of nodes in both, the keys of both
+    return cast(Node, merged)
 
 
 @cache
@@ -689,9 +691,10 @@ def rules_of_readers(dataset: Node, readers: Mapping[str, Callable[..., Any]]) -
     """
     own: dict[str, Rule] = {}
     for half in ("prepare", "test", "train"):
-        if f"dataset.{half}" in readers and dataset[half]["_target_"].startswith("lockstep."):
-            own |= rules(readers[f"dataset.{half}"])
-    values = {name for name, value in dataset.items() if not isinstance(value, dict | list)}
+        for key, node in nodes_with_target(dataset.get(half), f"dataset.{half}"):
+            if key in readers and node["_target_"].startswith("lockstep."):
+                own |= rules(readers[key])
+    values = {name for name, value in dataset.items() if not isinstance(value, dict)}
     return {name: rule for name, rule in own.items() if name in values - set(rules(Dataset))}
 
 

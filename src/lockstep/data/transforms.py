@@ -8,7 +8,7 @@ on the device, targets included. To add one of these: a class derived from `Batc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,6 +21,11 @@ from lockstep.data.dataset import TARGET_KEYS, map_tensors, parts_of, values_in,
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
+PLACES = {  # words in the name of what stands for places in an image: the type in which torchvision moves it
+    ("box",): "BoundingBoxes(boxes, format=...",
+    ("keypoint", "landmark", "joint", "corner", "polygon"): "KeyPoints(points",
+}
+LEAST_SIDE = 5  # of a value that is taken for an image or a mask of another size: smaller ones may be matrices
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
 CHOICE = 1  # folded into seeds
 SEEDS = 2**53  # whole numbers that a float64 holds
@@ -116,6 +121,10 @@ class Belongings:
         Mappings and dataclasses become dicts. Raises ConfigError for what would be left behind.
         """
         parts = parts_of(value)
+        if self.moves and self.image is not None and not any(hasattr(part, "canvas_size") for part in values_in(value)):
+            for words, kind in PLACES.items():
+                if any(word in name.lower() for word in words) and any(map(_is_numbers, values_in(value))):
+                    self._refuse(name, f"torchvision.tv_tensors.{kind}, canvas_size=(H, W))")
         if parts is None:
             return self._marked_value(value, name, is_target)
         names_targets = is_top and not isinstance(value, tuple | list)
@@ -156,15 +165,23 @@ class Belongings:
         if value.shape[-2:] in _sizes(self.image):
             return tv_tensors.Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         last = value.ndim == 3 and tuple(value.shape[:2]) in _sizes(self.image)
-        boxes = value.ndim == 2 and value.shape[1] == 4 and "box" in name.lower()
-        if self.moves and self.image is not None and (last or boxes):
-            form = "torchvision.tv_tensors.BoundingBoxes(boxes, format=..., canvas_size=(H, W))"
-            raise ConfigError(
-                f"a sample has {name if name and not name.isdigit() else 'a target'} of the shape {list(value.shape)} "
-                f"beside its image, which a transform of torchvision moves without it; return "
-                f"{form if boxes else 'the shape (H, W) or (C, H, W)'} from __getitem__"
-            )
+        if self.moves and self.image is not None and (last or self._is_scaled(value)):
+            what = name if name and not name.isdigit() else "a target"
+            form = f"the shape {'(H, W) or (C, H, W)' if last else 'of the image'}"
+            self._refuse(f"{what} of the shape {list(value.shape)}", form)
         return value
+
+    def _refuse(self, what: str, form: str) -> NoReturn:
+        raise ConfigError(
+            f"a sample has {what} beside its image, which a transform of torchvision moves without it; return {form} "
+            f"from __getitem__, or move both there"
+        )
+
+    def _is_scaled(self, value: Any) -> bool:
+        """Whether a value is larger or smaller than the image, with its sides in the same ratio: a finer image, a
+        coarser mask."""
+        (height, width), (rows, columns) = _sizes(self.image)[0], value.shape[-2:]
+        return bool(min(rows, columns) >= LEAST_SIDE and rows * width == columns * height)
 
     def _is_twin(self, value: Any) -> bool:
         """Whether a value is a second image, of the first one's shape and type."""
@@ -172,6 +189,10 @@ class Belongings:
         if type(value) is not Tensor or not isinstance(image, Tensor) or image.ndim < 3:
             return False
         return value.shape == image.shape and value.dtype == image.dtype
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray | int | float)
 
 
 def _inputs_of(sample: Any) -> Any:
