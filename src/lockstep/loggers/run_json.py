@@ -194,7 +194,7 @@ def run_facts(
     """Plain values for run.json, before its first step. A collective.
 
     step: optimizer steps already done.
-    command: what was typed, and "config", {key: value}.
+    command: what was typed, "config", {key: value}, and "values", {key: digest} of those from environment variables.
     computed: the keys of the config that say what is computed.
     data: the number of samples and a fingerprint of the data.
     """
@@ -202,8 +202,9 @@ def run_facts(
     config_hash = hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:16]
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     device = world.device
+    values = {f"value of {key}": digest for key, digest in command["values"].items()}
     return {
-        **command,
+        **{key: value for key, value in command.items() if key != "values"},
         "config_hash": config_hash,
         "data": dict(data),
         "code": {},
@@ -212,6 +213,7 @@ def run_facts(
             "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **values,
         },
         "life": {
             "from_step": step,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat import set_last_lr
@@ -118,8 +119,8 @@ def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) ->
     """
     own, fitting = dict(model.named_buffers(remove_duplicate=False)), dict(weights)
     for name in names:
-        if name not in weights:
-            continue  # another rank's
+        if name not in weights or (name in own and is_lazy(own[name])):
+            continue  # another rank's, or torch gives it its shape when it is loaded
         if name not in own or own[name].shape != weights[name].shape:
             owner, _, last = name.rpartition(".")
             with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
@@ -264,7 +265,7 @@ def _like(weight: Tensor, values: Any, saved_type: torch.dtype) -> Any:
         return {key: value if key == "step" else _like(weight, value, saved_type) for key, value in values.items()}
 
     def convert(tensor: Tensor) -> Tensor:
-        if tensor.shape != weight.shape:
+        if tensor.shape != weight.shape or tensor.layout != weight.layout:  # such as the momentum of sparse gradients
             return tensor
         dtype = weight.dtype if tensor.dtype == saved_type else tensor.dtype
         return torch.empty_like(weight, dtype=dtype).copy_(tensor)

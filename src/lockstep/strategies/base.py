@@ -167,8 +167,8 @@ class Strategy:
     def freeze(self, what: str) -> None:
         """Parameters that were trained are no longer. Raises ConfigError, which begins with `what`, as `unfreeze`."""
 
-    def average_unfrozen(self) -> None:
-        """Average the gradients of those that `unfreeze` was given, after a step's last backward pass."""
+    def average_apart(self) -> None:
+        """Average the gradients that no backward pass has averaged, after a step's last one: see `unfreeze`."""
 
     def counts_samples(self) -> bool:
         """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""
