@@ -188,7 +188,7 @@ class FirstSteps(Watcher):
         times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
         self.facts.seconds = statistics.median(times) if times else None
         self.facts.batch = settings.batch_size
-        self.facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
+        self.facts.steps = settings.steps_per_epoch, settings.total_steps
         self.facts.peak = peak_memory(world.device)
         return self.facts
 
@@ -197,7 +197,7 @@ class FirstSteps(Watcher):
         saved = torch.load(self.folder / SAVED, weights_only=True)
         self.whole = torch.load(self.folder / SECOND, weights_only=True)
         try:
-            restore_state(self.state, saved, len(self.loader))
+            restore_state(self.state, saved)
         except (RuntimeError, ConfigError) as error:  # of load_state_dict
             self.facts.resume_failed = " ".join(str(error).split())
             return self.facts
