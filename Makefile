@@ -1,6 +1,7 @@
 # Lockstep. `make help` lists the targets. N is the number of ranks, ARGS any overrides or flags.
 N ?= 2
 FUZZ ?= 1000
+ZOO ?= 700
 ARGS ?=
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
@@ -13,7 +14,7 @@ BENCH := $(VENV)/.ready-bench
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs screenshots coverage clean
+.PHONY: help train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -100,6 +101,9 @@ promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every
 
 pairs: $(DEV) ## docs/option_pairs.md: every two options in one command; it trains a step or says why not
 	PYTHONPATH=src:tests $(PYTHON) tests/pairs_table.py
+
+zoo: $(DEV) ## what people bring in many combinations, each compared with plain torch (ZOO=700 drawn ones more)
+	PYTHONPATH=src:tests $(PYTHON) tests/zoo_table.py $(ZOO) $(ARGS)
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase

@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,10 +41,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def show_table(options: argparse.Namespace) -> int:
-    """Print the runs below some folders."""
+def answer(options: argparse.Namespace) -> Iterable[str]:
+    """The lines that the verb prints."""
+    from lockstep.runs.compare import again, why
+    from lockstep.runs.record import read_run
     from lockstep.runs.table import COLUMNS, filtered, read_runs, sorted_runs, table
 
+    if options.verb == "why":
+        return why(read_run(options.a), read_run(options.b))
+    if options.verb == "again":
+        return again(read_run(options.run))
     runs, problems = read_runs(options.folders)
     for problem in problems:
         print(f"lockstep: {problem}", file=sys.stderr)
@@ -54,40 +61,16 @@ def show_table(options: argparse.Namespace) -> int:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
     columns = options.columns.split(",") if options.columns else list(COLUMNS)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for line in table(sorted_runs(chosen, options.sort, options.reverse), columns, width):
-        print(line)
-    return EXIT_FINISHED
-
-
-def show_differences(options: argparse.Namespace) -> int:
-    """Print what two runs differ in."""
-    from lockstep.runs.compare import why
-    from lockstep.runs.record import read_run
-
-    for line in why(read_run(options.a), read_run(options.b)):
-        print(line)
-    return EXIT_FINISHED
-
-
-def show_commands(options: argparse.Namespace) -> int:
-    """Print what to type to train a run again."""
-    from lockstep.runs.compare import again
-    from lockstep.runs.record import read_run
-
-    print("\n".join(again(read_run(options.run))))
-    return EXIT_FINISHED
-
-
-VERBS = {"table": show_table, "why": show_differences, "again": show_commands}
+    return table(sorted_runs(chosen, options.sort, options.reverse), columns, width)
 
 
 def main(words: list[str]) -> int:
     """Returns the exit code."""
     try:
-        options = parser().parse_args(words)
-        code = VERBS[options.verb](options)
+        for line in answer(parser().parse_args(words)):
+            print(line)
         sys.stdout.flush()
-        return code
+        return EXIT_FINISHED
     except ConfigError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -15,7 +15,7 @@ from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
 from lockstep.data.loader import BatchLoader, Converter
-from lockstep.data.partition import seeded
+from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
@@ -85,7 +85,8 @@ def model_and_data(
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
     if has_lazy_layers(model):
-        inputs = BatchLoader(data, converter).raw_inputs(1, epoch=0)
+        with random_states_kept():  # reading a sample seeds what its weights are drawn from
+            inputs = BatchLoader(data, converter).raw_inputs(1, epoch=0)
         give_shapes(model, converter(converter.to_device(inputs), ())[0])
         model.to(memory_format=converter.memory_format)
     if isinstance(model, WeightsFromData):

@@ -1,5 +1,6 @@
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
+from collections.abc import Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.data.dataset import (
     require_samples,
     sample_shape,
 )
+from lockstep.data.image_files import ImageFiles
 from lockstep.data.loader import require_channels
 from lockstep.data.partition import fold_in, seeded
 from lockstep.data.samples import SampleError, Samples, require_stream
@@ -30,6 +32,7 @@ from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
+from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 
 MASKS = 8  # that are looked at before the training
@@ -45,12 +48,22 @@ def prepare(cfg: DictConfig) -> None:
 def datasets(cfg: DictConfig) -> tuple[Any, Any]:
     """The data sets for training and for tests.
 
-    Raises ConfigError if one has no samples, or if a class number stands for another class in each of them.
+    A mode that does not read the training data takes the tests' in its place, where it has no samples. Raises
+    ConfigError if one has no samples, or if a class number stands for another class in each of them.
     """
     with seeded(fold_in(cfg.seed, TRAINING)):
         train = instantiate(cfg.dataset.train)
     with seeded(fold_in(cfg.seed, TESTS)):
         test = instantiate(cfg.dataset.test)
+    mode = instantiate(cfg.mode)
+    for name, source in (("test", getattr(test, "source", None)), ("training", getattr(train, "source", None))):
+        missing = source.first_without_target() if isinstance(source, ImageFiles) else None
+        if mode.needs_labels and missing is not None:
+            raise ConfigError(
+                f"{missing} of the {name} data has no label; give it one, or type mode=predict, which needs none"
+            )
+    if not mode.reads_training_data and isinstance(train, Sized) and len(train) == 0:
+        train = test
     require_same_classes(
         class_names(train),
         class_names(test),
@@ -90,6 +103,14 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     is_plain = are_classes and kind.__module__.startswith("lockstep.")
     are_numbers = are_masks or issubclass(kind, LanguageModelling)
     ignored = None if is_plain else cfg.task.get("ignored_label", IGNORED)
+    source = getattr(dataset, "source", None)
+    if isinstance(source, ImageFiles):
+        if issubclass(kind, Regression) and kind.__module__.startswith("lockstep.") and source.classes:
+            raise ConfigError(
+                f"the labels of the {name} are classes, and this task is about numbers; type task=classification, or "
+                f"for a CSV file dataset.labels=numbers"
+            )
+        ignored = IGNORED if source.first_without_target() is not None else ignored  # `datasets` has allowed it
     allowed = partial(
         Labels,
         name,

@@ -56,7 +56,6 @@ from lockstep.sweeps.search import (
     interval,
     make_plan,
     to_run,
-    varied_keys,
     with_earlier_jobs,
 )
 from lockstep.sweeps.summary import say
@@ -305,7 +304,7 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     parser = OverridesParser.create(config_loader=context.config_loader)
     overrides = parser.parse_overrides(list(words))
     rows = read_table(Path(str(master.hydra.sweep.dir)))
-    varied = varied_keys(rows)  # also if this command has one value of a key
+    varied = {key for row in rows for key in row.values}  # also if this command has one value of a key
     plain = [override for override in overrides if not override.is_sweep_override()]
     fixed = [word for word in _product(plain)[0] if word.partition("=")[0] not in varied]
     jobs = HydraJobs(context, master, task, fixed)

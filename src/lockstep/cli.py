@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -60,6 +60,7 @@ from lockstep.failures.causes import LOST_RANK
 from lockstep.failures.record import is_communication_error
 from lockstep.hydra_errors import (
     as_config_error,
+    chosen_options,
     compose_typed,
     composed_keys,
     config_folders,
@@ -79,7 +80,7 @@ MULTIRUN_FLAGS = {"--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
-SWITCHES = {"true": "on", "false": "off"}
+SWITCHES = {"true": "on", "false": "off", "1": "on", "0": "off", "yes": "on", "no": "off"}
 OPTUNA = "optuna"
 HYDRA_FLAGS = "python src/train.py --hydra-help to see the flags"
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
@@ -90,6 +91,7 @@ NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hy
 NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
 NOT_TAKEN += ("trainer.digest", "watch.nan")  # they are refused with some strategies
 NORMALISATION = ("dataset.mean", "dataset.std")
+CLASS_NAMES = "dataset.class_names"
 VALUES_OF_RUN = ("dataset", "model", "task", "trainer")  # the parts of a config that say what a net computes
 # What a run may be trained on without: it ended the run, or changes no number.
 NOT_NEEDED: tuple[str, ...] = ("trainer.max_steps", "trainer.pause_after", "trainer.digest", "evaluation.patience")
@@ -107,7 +109,14 @@ def run_main(main: Callable[[], Any]) -> None:
     if sys.version_info >= (3, 14) and hydra.__version__.startswith("1.3."):  # its flags have a help text of no string
         print("lockstep: Python 3.14 needs Hydra 1.4; type pip install --pre 'hydra-core>=1.4.0rc3'", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
-    _replace_closed_streams()
+    # What is written to a stream that was closed at the start (`>&-`) is dropped, also in processes started here. Else
+    # the next file that is opened would get the stream's number, and with it what a library prints.
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
+            setattr(sys, name, stream)
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
     # Imports and configs create half a million objects that all stay. Searching them for garbage takes 0.2 s.
     gc.disable()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -127,8 +136,7 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
     try:
         return run() or EXIT_FINISHED, None
     except SystemExit as error:
-        show_error(error)
-        return exit_code(error), None
+        return _show_error(error), None
     except StoppedEarly as stopped:
         return stopped.code, None
     except KeyboardInterrupt:
@@ -137,45 +145,30 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
         if isinstance(error, BrokenPipeError) and asks_for_text(sys.argv):  # `--help | head`
             return EXIT_FINISHED, None
         shown = as_config_error(error, sys.argv[1:]) or error
-        show_error(shown)
-        return exit_code(shown), shown
+        return _show_error(shown), shown
 
 
-def exit_code(error: BaseException) -> int:
-    """The code of `lockstep.errors` for an error that ends the command."""
+def _show_error(error: BaseException) -> int:
+    """Print the error on stderr, a ConfigError as a sentence. Returns the exit code, see `lockstep.errors`."""
     if isinstance(error, SystemExit):
-        return EXIT_FAILED if isinstance(error.code, str) else error.code or EXIT_FINISHED
-    if isinstance(error, RankFailed):
-        return error.code
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG
-    return EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
-
-
-def show_error(error: BaseException) -> None:
-    """Print the error on stderr, a ConfigError as a sentence. If nobody reads stderr any more, the exit code tells."""
-    with suppress(OSError, ValueError):
-        _print_error(error)
-
-
-def _print_error(error: BaseException) -> None:
-    if isinstance(error, SystemExit):
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+        text, code = (error.code, EXIT_FAILED) if isinstance(error.code, str) else ("", error.code or EXIT_FINISHED)
+    elif isinstance(error, RankFailed):
+        text, code = str(error), error.code  # without a text if the monitor prints the report when all ranks have ended
     elif isinstance(error, ConfigError):
+        text, code = f"lockstep: {error}", EXIT_CONFIG
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
             time.sleep(1)
-        print(f"lockstep: {error}", file=sys.stderr)
-    elif isinstance(error, RankFailed):
-        if str(error):  # else the monitor prints the report when all ranks have ended
-            print(error, file=sys.stderr)
     elif isinstance(error, TrainingDiverged | RanksDiffer):
-        print(f"lockstep: {error}", file=sys.stderr)
+        text, code = f"lockstep: {error}", EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
     else:
-        traceback.print_exception(error)
+        text, code = "".join(traceback.format_exception(error)).rstrip("\n"), EXIT_FAILED
         if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            print(f"lockstep: {'; '.join(LOST_RANK)}", file=sys.stderr)
+            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
+    if text:
+        with suppress(OSError, ValueError):  # nobody reads stderr any more: the exit code tells
+            print(text, file=sys.stderr)
+    return code
 
 
 class _RunFailed(BaseException):
@@ -195,19 +188,6 @@ def errors_are_shown_once() -> Iterator[None]:
         if HydraConfig.get().mode == RunMode.RUN:
             raise _RunFailed(error) from error
         raise  # of a job of a sweep, which is for the sweeper to show
-
-
-def _replace_closed_streams() -> None:
-    """What is written to a stream that was closed at the start (`>&-`) is dropped, here and in processes started here.
-
-    Otherwise the next file that is opened would get the stream's number, and with it what a library prints.
-    """
-    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
-            setattr(sys, name, stream)
-            if stream.fileno() == number:
-                os.set_inheritable(number, True)
 
 
 def _run(main: Callable[[], Any]) -> int:
@@ -281,8 +261,10 @@ def register_resolvers() -> None:
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.rendezvous import run_started_at
 
+        seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
+        is_number = isinstance(seconds, int | float) and seconds > 0
+        timeout = timedelta(seconds=seconds) if is_number else STORE_TIMEOUT
         is_run = not asks_for_text(sys.argv)
-        timeout = _rendezvous_timeout(_root_)
         return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
 
     def as_typed(words: ListConfig) -> list[str]:
@@ -308,12 +290,6 @@ def _composing_rank(root: DictConfig) -> RankInfo:
     if isinstance(nnodes, int) and nnodes > 1:
         return node_rank_info(nnodes, launch.node_rank, launch.master_addr, launch.master_port)
     return read_rank_info()
-
-
-def _rendezvous_timeout(root: DictConfig) -> timedelta:
-    """`backend.timeout` of a config that is not checked yet."""
-    seconds = OmegaConf.select(root, "backend.timeout")
-    return timedelta(seconds=seconds) if isinstance(seconds, int | float) and seconds > 0 else STORE_TIMEOUT
 
 
 def help_text(overrides: list[str]) -> str:
@@ -366,8 +342,14 @@ def require_words_of_run(argv: list[str]) -> list[str]:
     The defaults would replace them. A folder without a snapshot is trained afresh, with any words.
     """
     typed = argv[1:]
+    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN):
+        return argv
     folder = Path(without_quotes(typed_value("hydra.run.dir", typed) or ""))
-    if MULTIRUN_FLAGS & set(typed) or typed_value("mode", typed) not in (None, TRAIN) or not _goes_on(folder):
+    try:
+        goes_on = any(folder.glob("snapshots/step_*.pt")) and state_of(read_run(folder)) != RUNNING
+    except ConfigError:  # no run.json
+        goes_on = False
+    if not goes_on:
         return argv
     left_out = _recorded_words(folder, typed)
     words = shlex.join(word for word in left_out if not _belongs_to(word, NOT_NEEDED))
@@ -377,13 +359,6 @@ def require_words_of_run(argv: list[str]) -> list[str]:
             f"hydra.run.dir=<a new folder> for another run"
         )
     return argv
-
-
-def _goes_on(folder: Path) -> bool:
-    """Whether a training in `folder` goes on from a snapshot of a run that has ended there."""
-    with suppress(ConfigError):
-        return any(folder.glob("snapshots/step_*.pt")) and state_of(read_run(folder)) != RUNNING
-    return False
 
 
 def with_trained_run(argv: list[str]) -> list[str]:
@@ -485,20 +460,24 @@ def _values_of_run(folder: Path, words: list[str], typed: list[str]) -> Iterator
     Plain values alone: a class or an interpolation of a stranger's record may run anything. What stands beside a
     `_target_` that was typed may be of the class that it replaced.
     """
-    config: Any = {}
+    config, names = dict[str, Any](), list[str]()
     with suppress(OSError, yaml.YAMLError):
         config = yaml.safe_load((folder / RECORD / "config.yaml").read_text()) or {}
+    with suppress(ConfigError):
+        names = read_run(folder).get("classes", names)
     if config.get("init") is not None:  # the weights of the run are in its snapshots
         yield from ("init=null", "new_layers=[]")
     said = set(map(_key, [*words, *typed]))
     replaced = {key.removesuffix("._target_") for key in said if key.endswith("._target_")}
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         parent, _, name = key.rpartition(".")
+        value = value or names if key == CLASS_NAMES else value
         is_open = key not in said and parent not in replaced and not _belongs_to(key, NOT_TAKEN)
         if not is_open or name.startswith("_") or not re.fullmatch(r"[\w.]+", key) or not _is_plain(value):
             continue
-        if key in NORMALISATION or not _is_replaced(key, typed):  # the net expects values that are normalised so
-            yield f"++{key}={json.dumps(value)}"
+        # The net expects values that are normalised so, and its outputs are these classes.
+        if key in (*NORMALISATION, CLASS_NAMES) or not _is_replaced(key, typed):
+            yield f"++{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _is_plain(value: object) -> bool:
@@ -523,16 +502,8 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
         )
     overrides, flags = _split(words)
-    parsed = _parse_flags(flags, overrides)
-    _check_package(parsed)
-    _check_config_folders(parsed, Path(argv[0]).parent)
-    for folder in search_path(overrides):
-        if "://" not in folder and "${" not in folder and not Path(folder).is_dir():  # Hydra would leave it out
-            raise ConfigError(f"{folder} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
-    _check_spaces(overrides)
-    _check_presets(overrides, words)
-    for word in overrides:
-        _check_group_override(word)
+    _check_flags(flags, overrides, Path(argv[0]).parent)
+    _check_overrides(overrides, words)
     return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
 
 
@@ -573,51 +544,43 @@ class _Flags(ArgumentParser):
         raise ConfigError(f"{message}; type {HYDRA_FLAGS}")
 
 
-def _parse_flags(flags: list[str], overrides: list[str]) -> Namespace:
-    """Hydra's flags. Raises ConfigError for any other, such as a key with dashes, and for flags that exclude others."""
+def _check_flags(flags: list[str], overrides: list[str], script_folder: Path) -> None:
+    """Raise ConfigError for flags that are not Hydra's, or exclude others, or would be ignored or find nothing."""
     parsed, unknown = _Flags().parse_known_args(flags)
-    for flag in unknown:
+    for flag in unknown:  # such as a key with dashes
         key, equals, value = flag.lstrip("-").replace("-", "_").partition("=")
         typed = value if equals else next((word for word in overrides if "=" not in word), None)
-        instead = replacement(key, typed, composed_keys(overrides))
+        instead = replacement(key, typed, composed_keys(overrides), chosen_options(overrides))
         raise ConfigError(f"{flag} is no flag; type {instead or HYDRA_FLAGS}")
     first, *others = [f"--{mode.replace('_', '-')}" for mode in MODES if getattr(parsed, mode)] or [""]
     if others:
         raise ConfigError(f"{first} and {' and '.join(others)} exclude each other; type the command with one of them")
-    return parsed
-
-
-def _check_config_folders(flags: Namespace, script_folder: Path) -> None:
-    """Raise ConfigError for a folder that does not exist, and as `refuse_foreign_record` does.
-
-    Hydra reads --config-path from the folder of src/train.py.
-    """
-    for name, base, typed in (("dir", Path(), flags.config_dir), ("path", script_folder, flags.config_path)):
+    package, cfg = parsed.package, parsed.cfg
+    if package is not None:
+        if not cfg:
+            raise ConfigError(f"--package={package} is a part of what --cfg prints; type --cfg job --package={package}")
+        if find_rule(package) is not None:
+            raise ConfigError(f"--package={package} is a value, and no section; type --cfg {cfg} to see it")
+        sections = {*SECTIONS, *GROUPS_OF_ONE, "logger", "hydra"}
+        section = package.partition(".")[0]
+        meant = None if section in sections else closest(section, sections)
+        if meant is not None:
+            raise ConfigError(f"--package={package} is no section; type --cfg {cfg} --package={meant}")
+    # Hydra reads --config-path from the folder of src/train.py.
+    for name, base, typed in (("dir", Path(), parsed.config_dir), ("path", script_folder, parsed.config_path)):
         if typed is not None and not typed.startswith("pkg://"):
             folder = base / typed.removeprefix("file://")
             if not folder.is_dir():
                 raise ConfigError(f"--config-{name}={typed} is no folder; type --config-{name}=<a folder of configs>")
-            refuse_foreign_record(folder, flags.config_name or "config")
+            refuse_foreign_record(folder, parsed.config_name or "config")
 
 
-def _check_package(flags: Namespace) -> None:
-    """Raise ConfigError for --package where Hydra would ignore it, or find nothing."""
-    package = flags.package
-    if package is None:
-        return
-    if not flags.cfg:
-        raise ConfigError(f"--package={package} is a part of what --cfg prints; type --cfg job --package={package}")
-    if find_rule(package) is not None:
-        raise ConfigError(f"--package={package} is a value, and no section; type --cfg {flags.cfg} to see it")
-    sections = {*SECTIONS, *GROUPS_OF_ONE, "logger", "hydra"}
-    first = package.partition(".")[0]
-    meant = None if first in sections else closest(first, sections)
-    if meant is not None:
-        raise ConfigError(f"--package={package} is no section; type --cfg {flags.cfg} --package={meant}")
-
-
-def _check_spaces(overrides: list[str]) -> None:
-    """Raise ConfigError for `key = value`, which a shell takes apart."""
+def _check_overrides(overrides: list[str], words: list[str]) -> None:
+    """Raise ConfigError for overrides that Hydra would leave out, take apart or misread. words: with the flags."""
+    for path in search_path(overrides):
+        if "://" not in path and "${" not in path and not Path(path).is_dir():  # Hydra would leave it out
+            raise ConfigError(f"{path} in hydra.searchpath is no folder; type --config-dir=<a folder of configs>")
+    # A shell takes `key = value` apart.
     for before, word, after in zip(["", *overrides], overrides, [*overrides[1:], ""], strict=False):
         if not word.partition("=")[0].strip("+~"):
             key, value = before.removesuffix("="), word.removeprefix("=") or after
@@ -625,10 +588,7 @@ def _check_spaces(overrides: list[str]) -> None:
             raise ConfigError(f"{word} has no key; type {instead}")
         if word.endswith("=") and after and not {"=", "~"} & set(after):
             raise ConfigError(f"{word} {after} has a space; type {word}{after}")
-
-
-def _check_presets(overrides: list[str], words: list[str]) -> None:
-    """Raise ConfigError for a preset, or the values of this machine, that would change nothing."""
+    # A preset, or a file with the values of this machine, changes nothing without its package.
     names = [name for word in overrides if _key(word) == "experiment" for name in word.partition("=")[2].split(",")]
     for folder in config_folders(words):
         for name in [*(f"experiment/{name}" for name in names), "local/default"]:
@@ -636,6 +596,8 @@ def _check_presets(overrides: list[str], words: list[str]) -> None:
             text = file.read_text(errors="replace") if file.is_file() else ""
             if re.search(r"^[^#\s]", text, re.MULTILINE) and "@package" not in text:
                 raise ConfigError(without_package(name.partition("/")[0]))
+    for word in overrides:
+        _check_group_override(word)
 
 
 def _check_group_override(word: str) -> None:
@@ -649,7 +611,7 @@ def _check_group_override(word: str) -> None:
     if group != key != "+logger" and option:
         instead = f"+logger={option}" if group == "logger" else f"{group}={option}"
         raise ConfigError(f"{group} is a config group, which {key} cannot add; type {instead}")
-    if plain == "null":
+    if plain in ("null", "none"):
         raise ConfigError(removed_key(group))
     several = re.fullmatch(r"\[(.*,.*)\]", option)
     if several and group != "logger":
@@ -695,18 +657,13 @@ def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
         )
     if sweeper != OPTUNA or typed_value("hydra.sweeper.direction", argv[1:]) is not None:
         return argv
-    direction = _direction(argv[1:])
-    return [argv[0], *direction, *argv[1:]]
-
-
-def _direction(arguments: list[str]) -> list[str]:
-    """`hydra.sweeper.direction=` of the objective. Empty if the config already asks for another than the default."""
-    cfg: Any = compose_typed(arguments)
+    cfg: Any = compose_typed(argv[1:])
     if cfg is None:
-        return []
+        return argv
     direction = cfg.hydra.sweeper.get("direction", "minimize")
-    if getattr(direction, "name", direction) != "minimize":  # Optuna's plugin has an Enum
-        return []
     mode = cfg.task.metrics.get(cfg.objective.removeprefix("test/"))
     names = {"min": "minimize", "max": "maximize"}
-    return [f"hydra.sweeper.direction={names[mode]}"] if mode in names else []
+    # A config that asks for another than the default stays. Optuna's plugin has an Enum.
+    if getattr(direction, "name", direction) != "minimize" or mode not in names:
+        return argv
+    return [argv[0], f"hydra.sweeper.direction={names[mode]}", *argv[1:]]

@@ -154,13 +154,23 @@ def standard_gamma(concentration: "Tensor", generator: "Generator") -> "Tensor":
     return torch._standard_gamma(concentration, generator=generator)
 
 
-def moves_pixels(transform: Any) -> bool:
-    """Whether a transform of torchvision's v2, or one inside of it, may move the pixels of an image.
+def is_of_torchvisions_first(transform: Any) -> bool:
+    """Whether a transform is one of `torchvision.transforms`, which take an image alone, and not of its v2."""
+    return type(transform).__module__ in ("torchvision.transforms.transforms", "torchvision.transforms.autoaugment")
 
-    The modules that hold such transforms are private (torchvision 0.29.1). Missing: False, and what would stay behind,
-    such as boxes that are plain numbers, is not refused.
+
+def moves_pixels(transform: Any) -> bool:
+    """Whether a transform of torchvision, or one inside of it, may move the pixels of an image.
+
+    The modules that hold such transforms of v2 are private (torchvision 0.29.1). Missing: False, and what would stay
+    behind, such as boxes that are plain numbers, is not refused.
     """
-    kinds = {kind.__module__.rpartition(".")[2] for kind in type(transform).__mro__}
+    kind = type(transform)
+    if is_of_torchvisions_first(transform):
+        from torchvision.transforms import v2
+
+        kind = getattr(v2, kind.__name__, kind)
+    kinds = {parent.__module__.rpartition(".")[2] for parent in kind.__mro__}
     inner = getattr(transform, "transforms", None) or ()
     return bool(kinds & {"_geometry", "_auto_augment"}) or any(map(moves_pixels, inner))
 

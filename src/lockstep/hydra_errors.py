@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import hydra
 import omegaconf
@@ -37,16 +38,24 @@ from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import NEEDED_GROUPS, wrong_value
-from lockstep.config.schema import CONF, GROUPS, SECTIONS, default_of, find_rule, flatten
-from lockstep.config.suggest import closest, no_option, removed_key, unknown_key, value_for_section
+from lockstep.config.schema import CONF, GROUPS, SECTIONS, Rule, flatten
+from lockstep.config.suggest import (
+    closest,
+    is_accepted,
+    no_option,
+    removed_key,
+    rule_and_default,
+    unknown_key,
+    value_for_section,
+)
 from lockstep.distributed.run_folder import unwritable
-from lockstep.errors import CannotStartNow, ConfigError, path_word, without_quotes
+from lockstep.errors import CannotStartNow, ConfigError, path_value, path_word, without_quotes
 from lockstep.launchers.slurm import config_flags
 
 HYDRA_HELP = "python src/train.py --hydra-help to see what Hydra accepts"
 PLUGINS = {"optuna": "hydra-optuna-sweeper", "ax": "hydra-ax-sweeper", "nevergrad": "hydra-nevergrad-sweeper"}
 PLUGINS |= {"ray": "hydra-ray-launcher"}
-QUOTES = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u00a0": " "})  # of a text that was copied
+COPIED = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "\u2212": "-"})  # of a text that was copied
 
 
 def as_config_error(error: BaseException, arguments: Sequence[str]) -> ConfigError | None:
@@ -97,7 +106,7 @@ def _sentence(error: BaseException, arguments: list[str]) -> str | None:
         return _missing_option(error, arguments)
     if isinstance(error, OverrideParseException):
         typed = str(error.override)
-        return _unreadable_override(error, typed) if "=" in typed else _without_value(typed, arguments)
+        return _unreadable_override(error, typed, arguments) if "=" in typed else _without_value(typed, arguments)
     if isinstance(error, UnicodeDecodeError):
         return _unreadable_text(error)
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -124,7 +133,8 @@ def _composition_error(error: BaseException, arguments: list[str]) -> str:
     for word in arguments:
         if "=" in word and not word.startswith("-") and _compose((word,)) is None:
             return (
-                _mistake_in_file(word, arguments)
+                _wrong_kind(word, arguments)
+                or _mistake_in_file(word, arguments)
                 or f"{word} cannot be composed ({reason}); type {word.partition('=')[0]}=<another value>"
             )
     return f"{reason.rstrip('.')}; type {HYDRA_HELP}"
@@ -146,15 +156,15 @@ def _about_one_key(error: BaseException, arguments: list[str]) -> str | None:
         value = typed_value(key, arguments)
         if (CONF / key).is_dir() and value is not None:
             return f"config.yaml chooses no option of {key}; type +{key}={value}"
-        return unknown_key(key, value, composed_keys(arguments), _chosen_options(arguments))
+        return unknown_key(key, value, composed_keys(arguments), chosen_options(arguments))
     if key in SECTIONS:
         return value_for_section(key, "<value>")
     item, _, _ = key.partition("[")
-    rule = find_rule(item)
+    rule, default = rule_and_default(item, chosen_options(arguments))
     if rule is None or not isinstance(cause, ValidationError):
         return None
     typed = typed_value(item, arguments)
-    return wrong_value(item, str(cause.value) if typed is None else typed, rule)
+    return wrong_value(item, str(cause.value) if typed is None else typed, rule, default)
 
 
 def _mistake(word: str, arguments: list[str]) -> str | None:
@@ -170,10 +180,19 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     if override.is_interval_sweep():
         without = "".join(f", and leave {other} out" for other in arguments if other.startswith("hydra/sweeper="))
         return f"{word} is for a search; type -m sweep.search=random sweep.trials=20{without}"
-    if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
-        return f"{word} is a sweep; type -m {word}"
-    chosen = _chosen_options(arguments)
+    chosen = chosen_options(arguments)
     has_it = key in keys or key in chosen or any(name.startswith(f"{key}.") for name in keys)
+    if override.is_sweep_override() and not {"-m", "--multirun"} & set(arguments):
+        if not has_it and override.type == OverrideType.CHANGE:
+            return unknown_key(key, value, keys, chosen)
+        rule, _ = rule_and_default(key, chosen)
+        is_list = key == "logger" or (
+            rule is not None and not all(is_accepted(rule, item) for item in value.split(","))
+        )
+        for meant in (f"[{value}]", value.replace(",", ".", 1)) if is_list else ():  # a comma for a point
+            if rule is None or is_accepted(rule, meant):
+                return f"{word} is a sweep, and {key} takes no item of it; type {shlex.quote(f'{key}={meant}')}"
+        return f"{word} is a sweep; type -m {shlex.quote(word)}"
     if override.type == OverrideType.DEL:
         return None if key.startswith("hydra.") else removed_key(key)  # Hydra may have it: its error says more
     if override.type == OverrideType.ADD and has_it:
@@ -187,15 +206,37 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
     return None
 
 
+def _wrong_kind(word: str, arguments: list[str]) -> str | None:
+    """The sentence for a dict where a list belongs, and the like, which OmegaConf does not merge."""
+    key, _, text = word.lstrip("+").partition("=")
+    rule, default = rule_and_default(key, chosen_options(arguments))
+    if rule is None or is_accepted(rule, text):
+        return None
+    return wrong_value(key, OverridesParser.create().parse_override(word).value(), rule, default)
+
+
 def _without_value(typed: str, arguments: list[str]) -> str:
     """The sentence for a word without `=`, which is a key or none."""
     keys = composed_keys(arguments)
     plain = typed.lstrip("+")
-    following = arguments[arguments.index(typed) + 1 :] if typed in arguments else []
+    place = arguments.index(typed) if typed in arguments else 0
+    before, following = arguments[place - 1] if place else "", arguments[place + 1 :]
+    rule, _ = rule_and_default(before.partition("=")[0], {})
+    if (
+        rule is not None and typed[0].isalpha() and _readable(before + typed, rule) is not None
+    ):  # snapshot.every=100 steps
+        return f"{before} {typed} has a space; type {before}{typed}"
     value = following[0] if following and not {"=", "~", "-"} & set(following[0]) else None
+    joined = f"{plain}.{following[0]}" if following else ""
+    if joined.partition("=")[0] in keys:  # trainer epochs=3
+        return f"{typed} has no value; type {joined}"
+    if ":" in typed and typed.partition(":")[0] in keys:  # trainer.epochs:3
+        return f"{typed} has no value; type {typed.replace(':', '=', 1)}"
+    if plain in SECTIONS and plain not in GROUPS:
+        return value_for_section(plain, "<value>")
     if plain != typed or plain in (*GROUPS, "experiment") or any(f"{key}.".startswith(f"{plain}.") for key in keys):
         return f"{typed} has no value; type {typed}={'<value>' if value is None else value}"
-    return unknown_key(typed, value, keys, _chosen_options(arguments))
+    return unknown_key(typed, value, keys, chosen_options(arguments))
 
 
 def _mistake_in_file(word: str, arguments: list[str]) -> str | None:
@@ -212,7 +253,7 @@ def _mistake_in_file(word: str, arguments: list[str]) -> str | None:
         if not name.startswith("/"):
             return unknown_key(f"{group}/{name}", None, [], {})
         if not known and not name.startswith("/hydra/"):
-            return unknown_key(name.lstrip("/"), None, composed_keys(arguments), _chosen_options(arguments))
+            return unknown_key(name.lstrip("/"), None, composed_keys(arguments), chosen_options(arguments))
     misplaced = [key for key in values if key in SECTIONS and not isinstance(values[key], dict)]
     return value_for_section(misplaced[0], str(values[misplaced[0]])) if misplaced else None
 
@@ -235,7 +276,7 @@ def _flags(arguments: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in (flag.partition("=") for flag in config_flags(list(arguments)))}
 
 
-def _unreadable_override(error: OverrideParseException, typed: str) -> str:
+def _unreadable_override(error: OverrideParseException, typed: str, arguments: list[str]) -> str:
     """The sentence for `key=value` that is not in Hydra's grammar: the reason, and a word near to it that is."""
     key, _, value = typed.partition("=")
     reason = _first_line(error.__cause__ or error.__context__ or error).partition(" expecting ")[0]
@@ -243,32 +284,42 @@ def _unreadable_override(error: OverrideParseException, typed: str) -> str:
     if isinstance(place, int) and place < len(typed):  # of an error of the lexer
         reason = f"{typed[place]} must be in quotes"
     sentence = f"{typed} cannot be read ({reason})"
-    rule = find_rule(key.lstrip("+"))
-    key, _, plain = typed.translate(QUOTES).strip(" \"'").partition("=")
-    key, plain = re.sub(r"[^\w/@+~]+", ".", key).strip("."), without_quotes(plain.strip())
-    if f"{key}={plain}" != typed and (readable := _readable(f"{key}={plain}")) is not None:
-        return f"{sentence}; type {readable}"
+    chosen, keys = chosen_options(arguments), composed_keys(arguments)
+    rule, default = rule_and_default(key.lstrip("+"), chosen)
+    key, _, plain = normalize("NFKC", typed).translate(COPIED).strip(" \"'").partition("=")
+    key, plain = re.sub(r"[^\w/@+~]+", ".", key).strip("."), without_quotes(plain.strip(" =,;"))
+    if re.fullmatch(r"[a-z]\w*", key) and key not in {*keys, *GROUPS, *SECTIONS, "experiment"}:
+        return unknown_key(key, os.path.expanduser(plain), keys, chosen)
+    drawn = re.fullmatch(r"(log)?uniform\((.+)\)", plain)
+    if drawn is not None:
+        interval = f"tag(log,interval({drawn[2]}))" if drawn[1] else f"interval({drawn[2]})"
+        return f"{sentence}; type -m sweep.search=random sweep.trials=20 {shlex.quote(f'{key}={interval}')}"
+    in_brackets = re.sub(r"^\((.*)\)$", r"[\1]", plain)
+    for meant in (plain, in_brackets, f"[{path_value(plain)}]" if rule is not None and rule.is_list else plain):
+        if f"{key}={meant}" != typed and (readable := _readable(f"{key}={meant}", rule)) is not None:
+            return f"{sentence}; type {readable}"
     pairs = (("(", ")"), ("[", "]"), ("{", "}"))
     if any(value.count(begin) != value.count(end) for begin, end in pairs) or value.count('"') % 2 == 1:
         return f"{sentence}; type {key}=<value>, with every bracket and quote closed"
     if rule is not None and str not in rule.kinds and "${" not in value:  # quotes would make it text
-        return f"{sentence}; type {rule.what_to_type(key, default=default_of(key))}"
+        return f"{sentence}; type {rule.what_to_type(key, default=default)}"
     return f"{sentence}; type {path_word(key, os.path.expanduser(value))}"  # quotes would keep a ~ as it is
 
 
-def _readable(word: str) -> str | None:
+def _readable(word: str, rule: Rule | None) -> str | None:
     """The word, quoted for a shell, if Hydra can read it and its key accepts the value."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
         return None
-    rule = find_rule(override.key_or_group)
-    return shlex.quote(word) if rule is None or rule.accepts(override.value()) else None
+    return shlex.quote(word) if rule is None or rule.accepts(rule.as_declared(override.value())) else None
 
 
 def _missing_option(error: MissingConfigException, arguments: list[str]) -> str:
     """The sentence for an option that its group does not have, or for the config that a run would begin with."""
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if "//" in str(error.missing_cfg_file):  # dataset=/data/images
+        group, _, option = str(error.missing_cfg_file).partition("/")
     for plugin, package in PLUGINS.items():
         if group.startswith("hydra/") and option.startswith(plugin):
             instead = ", or sweep.search=tpe sweep.trials=20 without it" if plugin == "optuna" else ""
@@ -362,7 +413,7 @@ def composed_keys(arguments: Sequence[str]) -> list[str]:
     return list(flatten({key: value for key, value in container.items() if key != "hydra"}))
 
 
-def _chosen_options(arguments: Sequence[str]) -> dict[str, str]:
+def chosen_options(arguments: Sequence[str]) -> dict[str, str]:
     """{group: option} of that config. A group whose class was typed has the name of the class."""
     cfg: Any = compose_typed(arguments)
     chosen = {} if cfg is None else dict(cfg.hydra.runtime.choices)

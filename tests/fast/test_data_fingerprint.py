@@ -9,7 +9,8 @@ import torch
 from torchvision.io import write_jpeg
 
 from lockstep.data.dataset import InMemoryDataset
-from lockstep.data.images import ImageFolder
+from lockstep.data.image_files import class_folders
+from lockstep.data.images import UndecodedImages
 from lockstep.snapshots import data_fingerprint as module
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 
@@ -56,8 +57,8 @@ def test_windows_that_overlap_count_once_and_whole(monkeypatch: pytest.MonkeyPat
 
 
 def test_names_sizes_and_classes_of_a_folder_of_images_count_and_times_apart(tmp_path: Path) -> None:
-    def folder(root: Path) -> ImageFolder:
-        return ImageFolder(str(root), "train", 8, 2)
+    def folder(root: Path) -> UndecodedImages:
+        return UndecodedImages(class_folders(str(root), True, "test", 2, None), 8)
 
     for root in (tmp_path / "one", tmp_path / "two"):
         for number, name in enumerate(("cat", "dog")):

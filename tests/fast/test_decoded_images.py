@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.data.images import DecodedImages, ImageFolder
+from lockstep.data.images import DecodedImages, UndecodedImages
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
 from support.commands import wait_for
@@ -130,7 +130,7 @@ def test_a_killed_decoder_leaves_nothing_that_is_taken_for_whole(root: Path) -> 
     wait_for(lambda: list((root / "decoded").glob("*.tmp")), "begun file")
     killed.kill()
     killed.join()
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     assert len(list((root / "decoded").glob("*.tmp"))) == 1
     pipe.unlink()
     decode(root)

@@ -19,11 +19,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
-    FailureReport,
     MonitorOptions,
+    Report,
     read_report,
     remove_report,
     resume_command,
+    screen,
     will_fail_again,
     write_report,
 )
@@ -82,21 +83,21 @@ def make_rank() -> Iterator[Any]:
         yield make
 
 
-def report_of(*ranks: WatchedRank, folder: Path | None = None) -> FailureReport:
+def report_of(*ranks: WatchedRank, folder: Path | None = None) -> Report:
     found = write_report(ranks, None if folder is None else str(folder), MonitorOptions(), None)
     assert found is not None
     return found
 
 
 def first_rank(*ranks: WatchedRank) -> tuple[int, str]:
-    first = report_of(*ranks).contents["first"]
+    first = report_of(*ranks)["first"]
     return first["rank"], first["kind"]
 
 
 def test_a_model_for_colour_images_that_gets_grey_ones_is_told_so(make_rank):
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Conv2d(3, 8, 3)(torch.zeros(2, 1, 8, 8))
-    first = report_of(make_rank(0, caught.value, 1.0)).contents["first"]
+    first = report_of(make_rank(0, caught.value, 1.0))["first"]
     assert first["meaning"] == "the images have another number of channels than the model was made for"
     assert "in dataset.transforms" in first["advice"]
 
@@ -170,7 +171,7 @@ def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
     for name in ("step_00000010", "step_00000010_copy"):
         for suffix in (".pt", ".json"):
             (tmp_path / "snapshots" / name).with_suffix(suffix).touch()
-    run = report_of(make_rank(0, at=1.0, exit_code=-9), folder=tmp_path).contents["run"]
+    run = report_of(make_rank(0, at=1.0, exit_code=-9), folder=tmp_path)["run"]
     assert run["newest_snapshot"].endswith("step_00000010.pt")
     assert run["steps_lost"] == 7
 
@@ -178,12 +179,12 @@ def test_a_copy_of_a_snapshot_is_not_the_newest(make_rank, tmp_path):
 def test_a_snapshot_of_another_folder_counts_until_this_folder_has_one(make_rank, tmp_path):
     rank = make_rank(0, at=1.0, exit_code=-9)  # after step 17
     rank.note({"resumed": ["/runs/first/snapshots/step_00000014.pt", 14]})
-    run = report_of(rank, folder=tmp_path).contents["run"]
+    run = report_of(rank, folder=tmp_path)["run"]
     assert (run["newest_snapshot"], run["steps_lost"]) == ("/runs/first/snapshots/step_00000014.pt", 3)
     (tmp_path / "snapshots").mkdir()
     for suffix in (".pt", ".json"):
         (tmp_path / f"snapshots/step_00000016{suffix}").touch()
-    run = report_of(rank, folder=tmp_path).contents["run"]
+    run = report_of(rank, folder=tmp_path)["run"]
     assert (Path(run["newest_snapshot"]).name, run["steps_lost"]) == ("step_00000016.pt", 1)
 
 
@@ -191,7 +192,7 @@ def test_a_report_about_a_lost_rank_gives_way_to_that_of_the_other_machine(make_
     own, there = make_rank(0, lost(), 1.0), make_rank(1, ValueError("the cause"), 1.5)
     report_of(there, folder=tmp_path)
     assert first_rank(own) == (0, "exception")
-    assert report_of(own, folder=tmp_path).contents["first"]["message"] == "the cause"
+    assert report_of(own, folder=tmp_path)["first"]["message"] == "the cause"
     assert json.loads((tmp_path / "failure.json").read_text())["first"]["message"] == "the cause"
 
 
@@ -206,12 +207,12 @@ def test_the_phase_is_the_one_in_which_the_rank_failed(make_rank):
     rank = make_rank(0, ZeroDivisionError(), 1.0)
     rank.failure["phase"] = "train"
     rank.page.enter("disk")  # it closes its files
-    assert report_of(rank).contents["first"]["phase"] == "train"
+    assert report_of(rank)["first"]["phase"] == "train"
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, None])  # None: Slurm has asked for the exit code before the monitor
 def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code):
-    first = report_of(make_rank(0, at=1.0, exit_code=code, out_of_memory=True)).contents["first"]
+    first = report_of(make_rank(0, at=1.0, exit_code=code, out_of_memory=True))["first"]
     assert (first["kind"], first["signal"]) == ("killed", "SIGKILL")
     assert "no memory left" in first["meaning"]
 
@@ -226,13 +227,12 @@ def test_a_mistake_is_the_users_only_where_the_line_is(make_rank, file):
     error = raised(KeyError("x"), file)
     assert error.__traceback__ is not None
     own = error.with_traceback(error.__traceback__.tb_next)  # without the line of this file
-    first = report_of(make_rank(0, own, 1.0)).contents["first"]
+    first = report_of(make_rank(0, own, 1.0))["first"]
     assert (first["meaning"] == "the code at this line has a mistake") == (file == Path(__file__))
 
 
 def test_the_file_has_these_keys(make_rank, tmp_path):
-    report = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
-    contents = report.contents
+    contents = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
     position = {"rank", "host", "pid", "epoch", "step", "phase", "log", "log_lines"}
     assert position | {"kind", "type", "message", "is_communication"} <= set(contents["first"])
@@ -251,11 +251,11 @@ def test_the_screen_has_at_most_40_lines(make_rank):
     assert failing.failure is not None
     failing.failure["log_lines"] = [f"log {number} {'x' * 500}" for number in range(20)]
     failing.log = "rank0.log"
-    lines = report_of(failing, *many).screen().splitlines()
+    lines = screen(report_of(failing, *many)).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 160
     failing.failure |= {"kind": "diverged", "message": "\n".join(f"line {number}" for number in range(200))}
-    lines = report_of(failing, *many).screen().splitlines()
+    lines = screen(report_of(failing, *many)).splitlines()
     assert len(lines) <= 40
     assert lines[-2].startswith("run folder: ")
 
@@ -308,7 +308,7 @@ def test_the_command_that_resumes_names_the_folder():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
 def test_a_signal_has_a_name_and_a_meaning(make_rank, number):
-    first = report_of(make_rank(0, at=1.0, exit_code=-number)).contents["first"]
+    first = report_of(make_rank(0, at=1.0, exit_code=-number))["first"]
     assert first["signal"] == number.name
     assert first["meaning"]
     assert first["advice"]
@@ -321,7 +321,7 @@ def test_an_abort_is_told_by_the_thread_that_called_it(make_rank, thread, meanin
     text = f'Fatal Python error: Aborted\n\n{thread} 0x01 (most recent call first):\n  File "/net.py", line 7 in f\n'
     os.write(rank.stacks, text.encode())
     rank.hello["main_thread"] = "0x01"
-    first = report_of(rank).contents["first"]
+    first = report_of(rank)["first"]
     assert meaning in first["meaning"]
     assert ("gloo" in first["meaning"]) == (thread == "Thread")
     assert 'File "/net.py", line 7 in f' in first["stack"]

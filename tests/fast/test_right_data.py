@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision import tv_tensors
+from torchvision import transforms, tv_tensors
 from torchvision.transforms import v2
 
 from lockstep import build_data
 from lockstep.data.dataset import Labels, copied, require_same_classes, without_samples
-from lockstep.data.images import ImageFolder
+from lockstep.data.image_files import class_folders
+from lockstep.data.images import UndecodedImages
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts, seed_all, seeded
 from lockstep.data.samples import EVALUATION, Samples
@@ -27,6 +29,7 @@ from lockstep.data.text import TextWindows, training_text
 from lockstep.data.transforms import Augment
 from lockstep.errors import ConfigError
 from lockstep.modes.predict import files_of, table
+from lockstep.strategies.base import forward
 from support.configs import composed
 from support.small_data import write_small_data
 
@@ -124,7 +127,10 @@ BOXES = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ({"boxes": BOXES}, r"has boxes of the shape \[1, 4\] .* return torchvision.tv_tensors.BoundingBoxes"),
+        ({"boxes": BOXES}, r"has boxes beside its image, .* return torchvision.tv_tensors.BoundingBoxes"),
+        ({"bbox": BOXES[0]}, r"has bbox beside its image, .* return torchvision.tv_tensors.BoundingBoxes"),
+        ({"boxes": [[0, 0, 1, 1]], "label": 1}, "has boxes beside its image"),
+        ({"pose": {"keypoints": np.zeros((3, 2))}}, r"has keypoints .* return torchvision.tv_tensors.KeyPoints"),
         (torch.zeros(2, 2, 1), r"has a target of the shape \[2, 2, 1\] .* return the shape \(H, W\)"),
         (np.zeros((2, 2, 1)), r"has a target of the shape \[2, 2, 1\]"),
     ],
@@ -133,6 +139,42 @@ def test_what_would_stay_behind_its_image_is_refused(target: Any, said: str) -> 
     with pytest.raises(ConfigError, match=said):
         Samples([(IMAGE, target)], transforms=[v2.RandomApply([FLIP])]).one()
     Samples([(IMAGE, target)], transforms=[v2.ToDtype(torch.float32)]).one()
+
+
+@pytest.mark.parametrize(
+    ("sample", "moved", "said"),
+    [
+        ((IMAGE, 1), True, ""),
+        ((IMAGE, MASK), True, "an image with a mask, boxes or another image"),
+        ((IMAGE, {"class": 1, "mask": MASK}), True, "an image with a mask"),
+        ((IMAGE, IMAGE + 1), True, "an image with a mask"),
+        ((Image.new("RGB", (2, 2)), Image.new("L", (2, 2))), True, "an image with a mask"),
+        ((Image.new("RGB", (2, 2)), Image.new("RGB", (2, 2))), True, "an image with a mask"),
+        ((IMAGE, {"boxes": BOXES}), True, "has boxes beside its image"),
+        ((IMAGE, MASK), False, ""),
+        ({"image": IMAGE, "target": 1}, False, "a sample is a dict"),
+    ],
+)
+def test_torchvisions_first_transforms_move_no_image_without_what_belongs_to_it(
+    sample: Any, moved: bool, said: str
+) -> None:
+    flip, blur = transforms.RandomHorizontalFlip(1.0), transforms.GaussianBlur(1)
+    for transform in [flip, transforms.Compose([blur, flip])] if moved else [blur, transforms.Compose([blur])]:
+        samples = Samples([sample], transforms=[transform])
+        if said:
+            with pytest.raises(ConfigError, match=f"{said}.*(v2|tv_tensors)"):
+                samples.read([(0, 0)])
+        else:
+            samples.read([(0, 0)])
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (8, 8)])
+def test_a_finer_image_or_a_coarser_mask_is_not_left_behind(shape: tuple[int, ...]) -> None:
+    samples = [(torch.zeros(3, 16, 16), torch.zeros(shape))]
+    with pytest.raises(ConfigError, match="a target of the shape .* beside its image.*the shape of the image"):
+        Samples(samples, transforms=[FLIP]).one()
+    Samples(samples, transforms=[v2.ToDtype(torch.float32)]).one()
+    Samples([(torch.zeros(3, 16, 16), {"pose": torch.eye(4)})], transforms=[FLIP]).one()
 
 
 def test_boxes_of_torchvision_move_and_arrays_in_dicts_are_refused() -> None:
@@ -284,9 +326,21 @@ def test_a_number_for_the_whole_batch_stays_in_a_batch_of_no_samples() -> None:
     assert batch[1].item() == 5
 
 
+def test_a_model_takes_a_number_for_the_whole_batch_beside_its_samples() -> None:
+    class Scaled(nn.Module):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return inputs["image"].flatten(1) * inputs["scale"]
+
+    for count in (3, 0):
+        inputs = {"image": torch.ones(count, 1, 2, 2), "scale": torch.tensor(2.0)}
+        assert torch.equal(forward(Scaled(), inputs), torch.full((count, 4), 2.0))
+
+
 def test_predictions_of_a_folder_of_images_name_its_files(tmp_path: Path) -> None:
     folder = write_small_data(tmp_path)
-    loader = BatchLoader(ImageFolder(str(folder), "test", 8, None), Converter(torch.device("cpu")))
+    loader = BatchLoader(
+        UndecodedImages(class_folders(str(folder), False, "test", None, None), 8), Converter(torch.device("cpu"))
+    )
     rows = list(table({"prediction": torch.zeros(8, dtype=torch.int64)}, ["cat", "dog"], files_of(loader)))
     assert rows[:2] == ["index,file,prediction\n", "0,cat/0.jpg,cat\n"]
     assert rows[8] == "7,dog/3.jpg,cat\n"

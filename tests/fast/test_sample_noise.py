@@ -90,6 +90,24 @@ def test_each_sample_draws_the_same_however_the_batch_is_cut(what: str) -> None:
         torch.testing.assert_close(their_gradients, gradients, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("what", ["rand_like", "bernoulli", "attention with heads", "uniform_", "distributions"])
+def test_each_sample_of_an_evaluation_draws_the_same_on_any_ranks_and_in_any_batches(what: str) -> None:
+    inputs = torch.rand(50, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for ranks, batch in [(1, 50), (1, 7), (2, 16), (3, 5)]:
+        outputs = torch.empty(50, 30, dtype=torch.float64)
+        for first in range(0, 50, ranks * batch):
+            for rank in range(ranks):
+                numbers = range(50)[first : first + ranks * batch][rank::ranks]
+                set_seed(7)
+                with SampleNoise().of_evaluation(numbers):
+                    outputs[numbers] = DRAWS[what](inputs[numbers]).reshape(len(numbers), -1)
+        found.append(outputs)
+    for outputs in found[1:]:
+        torch.testing.assert_close(outputs, found[0], rtol=0, atol=1e-12)
+    assert found[0].sub(inputs.flatten(1))[:20].unique(dim=0).shape[0] == 20  # samples do not share their draws
+
+
 def test_large_batches_are_cut_as_well() -> None:
     """Several blocks of rows are drawn, of which a part may need some."""
     inputs = torch.ones(50, 4000)

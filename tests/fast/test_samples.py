@@ -136,6 +136,8 @@ def test_lists_of_numbers_become_tensors() -> None:
             "Pictures",
             r"sample 0 .* has an object of Image, .*; type dataset.transforms='\[{_target_:.*.ToImage}\]'$",
         ),
+        ("Mirrored", "sample 0 .* cannot be put into a batch: ValueError: At least one stride .*; return .*contiguous"),
+        ("BigEndian", "sample 0 .* cannot be put into a batch: ValueError: given numpy array has byte order"),
         ("Gone", "sample 5 of the training data is None; return .* from __getitem__, or type dataset.on_error=skip"),
     ],
 )

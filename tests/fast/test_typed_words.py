@@ -45,7 +45,7 @@ def test_a_value_in_quotes_passes_the_shell_and_hydra_as_it_is(value: str) -> No
         ("resume=日本", """resume=日本 cannot be read (日 must be in quotes); type 'resume="日本"'"""),
         ("data_dir=~/data", """data_dir=~/data cannot be read (~ must be in quotes); type data_dir=/home/me/data"""),
         ("seed=${oc.decode:${oc.env:S}}", """'}'); type 'seed="${oc.decode:${oc.env:S}}"'"""),
-        ("trainer.epochs==3", "(extraneous input '='); type trainer.epochs=5"),
+        ("trainer.epochs==3", "(extraneous input '='); type trainer.epochs=3"),
         ("resume=runs(1)/a", "); type 'resume=\"runs(1)/a\"'"),
         ("model={_target_:a.B", "); type model=<value>, with every bracket and quote closed"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.images import DecodedImages, ImageFolder, ImageReader
+from lockstep.data.images import DecodedImages, ImageReader, UndecodedImages
 from lockstep.errors import ConfigError
 from support.decoding import SIZE, assert_current, decode, decoded, images, write_pictures
 
@@ -23,7 +23,7 @@ def root(tmp_path: Path) -> Path:
 def test_a_cut_file_of_pixels_is_not_used(root: Path) -> None:
     decode(root)
     os.truncate(decoded(root), 1000)
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     decode(root)
     assert_current(root)
 
@@ -39,7 +39,7 @@ def test_a_damaged_image_is_named_or_the_images_are_read_one_by_one(root: Path, 
     with caplog.at_level(logging.INFO):
         decode(root, on_error="skip")
     assert "train are decoded each time they are read: 1 of them cannot be read" in caplog.text
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     damaged.unlink()
     decode(root)
     assert_current(root)
@@ -52,7 +52,7 @@ def test_a_file_that_may_be_read_again_is_decoded(root: Path) -> None:
     forbidden.chmod(0)
     os.utime(forbidden, ns=(status.st_atime_ns, status.st_mtime_ns))
     decode(root, on_error="skip")
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     forbidden.chmod(status.st_mode)
     forbidden.write_bytes(content)
     os.utime(forbidden, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -81,7 +81,7 @@ def test_pixels_above_the_limit_are_not_kept(root: Path, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
         decode(root, limit=24 * 3 * SIZE**2 * 1e-9 - 1e-12)
     assert "they would take 4.61e-06 GB, and dataset.cache_limit is" in caplog.text
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     assert isinstance(images(root, split="test"), DecodedImages)
 
 
@@ -94,7 +94,7 @@ def test_on_a_full_disk_images_are_read_from_their_files(root: Path, caplog: Any
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "decoded cannot hold them (File too large)" in caplog.text
-    assert isinstance(images(root), ImageFolder)
+    assert isinstance(images(root), UndecodedImages)
     assert not list((root / "decoded").glob("train-*"))
 
 

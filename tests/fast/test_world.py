@@ -127,6 +127,13 @@ def _state_of(rank: int) -> dict[str, Any]:
         "layer.half": torch.tensor(1.5 + rank, dtype=torch.bfloat16),
         "layer.empty": torch.zeros(0, 3),
         "step": [rank, (None, 0.5)],
+        "others": {
+            "seen": {rank, -1},
+            "fixed": frozenset({"a"}),
+            "text": b"\x00\xff",
+            "more": bytearray(b"1"),
+            "z": 1 + 2j,
+        },
     }
 
 

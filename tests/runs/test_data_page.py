@@ -24,6 +24,13 @@ def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[[str], Comman
             path = tmp_path / "pictures" / split / ("dark", "light")[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("L", (20, 18), 40 + 150 * (number % 2)).save(path)
+    (tmp_path / "pets" / "photos").mkdir(parents=True)
+    lines = ["file,breed,age,split"]
+    for number in range(12):
+        name, split = f"photos/{number}.png", ("train", "test")[number // 8]
+        lines.append(f"{name},{('beagle', 'poodle')[number % 2]},{number},{split}")
+        Image.new("L", (20, 18), 40 + 150 * (number % 2)).save(tmp_path / "pets" / name)
+    (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
 
     def run_section(heading: str) -> Command:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -50,6 +57,7 @@ def test_the_least_data_set(run: Callable[[str], Command]) -> None:
         ("Other forms of samples", "600 training and 100 test samples"),
         ("A class for each pixel", "400 training and 100 test samples"),
         ("Folders of images", "8 training and 8 test samples"),
+        ("Images that a CSV file lists", "8 training and 4 test samples"),
     ],
 )
 def test_the_commands_of_a_section_train(run: Callable[[str], Command], heading: str, samples: str) -> None:

@@ -146,6 +146,27 @@ class Counts(Classification):
         return loss, {"loss": loss, "accuracy": 2 * (outputs.argmax(1) == targets).sum() + len(targets)}
 
 
+class Weighted(Counts):
+    """Only the class-weighted mean."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = super().__call__(outputs, targets)
+        return loss, sums | {"accuracy": (outputs.argmax(1) == targets).sum()}
+
+
+class FromZero(nn.Module):
+    """Gives every sample the same outputs in the first step, so that any mean of their losses is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(images.flatten(1)) * 1.0
+        return out - out.mean(1, keepdim=True) + self.head.bias.detach()
+
+
 def words(model: type, *more: str) -> Any:
     plain = ["trainer.precision=fp64", f"trainer.batch_size={UNEQUAL}", "trainer.max_grad_norm=null"]
     target = [f"model._target_={__name__}.{model.__name__}", "~model.shape", "~model.classes"]
@@ -211,6 +232,7 @@ REFUSED = [
 TAKEN = [
     (OwnCentred, []),
     (Centred, ["trainer.buffers=own"]),
+    (Bank, ["trainer.buffers=own"]),
     (Freezing, ["strategy.find_unused_parameters=true"]),
 ]
 
@@ -227,12 +249,14 @@ def test_what_ranks_cannot_agree_on_is_refused_in_one_sentence() -> None:
 def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     counts = [f"task._target_={__name__}.Counts"]
     more = words(Normed, *counts, "trainer.batch_size=32")
-    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11")])[0]
-    listed, counted, absent = (logged for _, _, logged in found)
+    later = words(FromZero, f"task._target_={__name__}.Weighted")
+    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11"), later])[0]
+    listed, counted, absent, counted_later = (logged for _, _, logged in found)
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed
     assert "in layers: they are never trained" in listed
     assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed
     assert "loss of test_early_steps.Counts does not add up over the samples of a batch" in counted
+    assert counted_later.count("loss of test_early_steps.Weighted does not add up over the samples of a batch") == 1
     assert "accuracy is" in counted
     assert "none of the first" in absent
     assert "of class 10, of 11 classes" in absent

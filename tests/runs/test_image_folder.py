@@ -63,3 +63,42 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
     run = train(*options, "launch=fork", "launch.nproc_per_node=2")
     assert "24 training and 8 test samples" in run.output
     assert run.epochs[-1].endswith("accuracy 1.0000")
+
+
+def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_no_label(
+    train: Any, pictures: Path, tmp_path: Path
+) -> None:
+    lines = ["file,label,split"]
+    lines += [
+        f"{path.relative_to(pictures)},{path.parent.name},{path.parts[-3]}"
+        for path in sorted(pictures.glob("*/*/*.jpg"), key=lambda path: (path.parts[-3:-1], path))
+    ]
+    (pictures / "labels.csv").write_text("\n".join(lines))
+    options = [f"dataset.root={pictures}", "dataset.size=16", "dataset.workers=0", "trainer.epochs=1"]
+    options += ["trainer.batch_size=9", "dataset.cache_dir=decoded"]
+    folder = train("dataset=image_folder", *options, "hydra.run.dir=folder")
+    listed = train("dataset=image_csv", *options, "hydra.run.dir=listed", "launch=fork", "launch.nproc_per_node=2")
+    assert listed.epochs == folder.epochs
+
+    (pictures / "train").rename(pictures / "train_later")
+    evaluated = train("mode=evaluate", "resume=folder")
+    assert folder.epochs[0].partition("test ")[2].partition("   ")[0].split()[1] in evaluated.output
+    gone = train("mode=evaluate", "mode.split=train", "resume=folder", code=2)
+    assert "the training data has no samples" in gone.output
+    new = f"dataset.test_split={pictures / 'test' / 'dark'}"
+    assert (
+        "0.jpg of the test data has no label; give it one, or type mode=predict"
+        in train("mode=evaluate", "resume=folder", new, code=2).output
+    )
+    train("mode=predict", "resume=folder", new)
+    header, first, *_ = (tmp_path / "folder" / "predictions.csv").read_text().splitlines()
+    assert header == "index,file,prediction,probability_dark,probability_light,truth"
+    assert first.startswith("0,0.jpg,")
+    assert first.endswith(",")
+
+    (pictures / "labels.csv").unlink()
+    (pictures / "new.csv").write_text("file\ntest/dark/0.jpg\n")
+    train("mode=predict", "resume=listed", f"dataset.test_csv_file={pictures / 'new.csv'}")
+    assert ",test/dark/0.jpg," in (tmp_path / "listed" / "predictions.csv").read_text()
+    refused = train("mode=evaluate", "resume=folder", "task=regression", f"dataset.root={pictures}", code=2)
+    assert "the labels of the training data are classes, and this task is about numbers" in refused.output

@@ -24,6 +24,7 @@ from support.refusals import accepted, answer
 from support.worlds import in_world, train, train_all, weights
 
 OWN_MODULE = """
+import torch
 from torch import nn
 
 class Net(nn.Sequential):
@@ -50,6 +51,13 @@ class ByName(nn.Module):
 
     def forward(self, left, right):
         return self.layer(left + right)
+
+class MaskInADict:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        return torch.rand(1, 8, 8), {"mask": torch.zeros(8, 8, dtype=torch.int64)}
 
 NUMBER = 3
 """
@@ -186,8 +194,11 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
     OmegaConf.update(by_name, "model", {"_target_": "own_nets.ByName"}, merge=False)
     for half in ("train", "test"):
         OmegaConf.update(by_name, f"dataset.{half}", {"_target_": "support.own_data.Dicts"}, merge=False)
+    masks = composed("logger=[]", "task=segmentation", f"run_dir={tmp_path}")
+    for half in ("train", "test"):
+        OmegaConf.update(masks, f"dataset.{half}", {"_target_": "own_nets.MaskInADict"}, merge=False)
     logits = "the model returns an object of Output, and Classification needs its logits alone; type model._target_="
-    for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name]):
+    for found in in_world(2, sentences, [of_transformers, of_transformers_in_parts, pair, by_name, masks]):
         assert found[0].startswith(logits)
         assert found[1].startswith(logits)
         assert (
@@ -195,6 +206,7 @@ def test_a_net_whose_inputs_or_outputs_do_not_fit_is_refused_in_the_first_step(t
             in found[2]
         )
         assert found[3].startswith("own_nets.ByName takes left, right by name, and a model gets all inputs as one")
+        assert found[4].startswith("a target is a dict of mask, and Segmentation needs one tensor; return (inputs, one")
 
 
 def test_a_task_that_returns_means_is_refused_in_the_first_step(tmp_path: Path) -> None:

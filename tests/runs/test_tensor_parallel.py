@@ -89,6 +89,45 @@ def test_a_whole_weight_between_cut_layers_gets_its_whole_gradient(tmp_path: Pat
         assert distance(weights(tmp_path / "one"), weights(tmp_path / name)) < 1e-12
 
 
+class UsedTwice(nn.Module):
+    """One PReLU between two layers and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.relu = nn.Linear(4, 8), nn.Linear(8, 4), nn.PReLU()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.relu(self.narrow(self.relu(self.wide(inputs))))
+        return out
+
+
+def test_a_whole_weight_that_is_used_inside_and_outside_is_refused() -> None:
+    for found in in_world(2, sentences_of_used_twice):
+        assert found[0].startswith("relu.weight is used between layers that strategy=tensor_parallel cuts and outside")
+        assert found[1:] == [""]
+
+
+def sentences_of_used_twice() -> list[str]:
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.gradient_sync import GradientSync
+
+    found = []
+    with init_distributed("gloo", 60, None) as world:
+        blocks = [layer for _ in range(2) for layer in (nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 4), nn.PReLU())]
+        plans = [["wide", "narrow"], ["0", "2", "4", "6"]]
+        for model, names in zip((UsedTwice(), nn.Sequential(*blocks)), plans, strict=True):
+            styles = zip(names, ["colwise", "rowwise"] * 2, strict=False)
+            strategy = TensorParallel(1, [{name: style} for name, style in styles])
+            strategy.setup(model, world, GradientSync())
+            inputs, targets = torch.rand(3, 4), torch.rand(3, 4)
+            try:
+                strategy.forward_backward(inputs, targets, nn.functional.mse_loss, nullcontext(), is_last=True)
+                found.append("")
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
 def test_heads_and_stages_draw_masks_of_their_own() -> None:
     (inside, outside, numbers), (inside_too, outside_too, numbers_too) = in_world(2, masks)
     assert inside != inside_too

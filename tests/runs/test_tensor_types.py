@@ -83,7 +83,7 @@ def test_each_type_and_layout_is_trained_averaged_saved_and_resumed(tmp_path: Pa
 def test_rank_zeros_buffers_of_each_type_and_layout_reach_the_others() -> None:
     first, second = in_world(2, buffers_after_a_broadcast)
     assert first == second
-    assert len(first) == len(list(as_made().buffers()))
+    assert len(first) == len(list(as_made().buffers())) + 2
 
 
 def buffers_after_a_broadcast() -> list[list[int]]:
@@ -95,6 +95,8 @@ def buffers_after_a_broadcast() -> list[list[int]]:
         model, strategy = as_made(), Strategy()
         cast(model, "fp32")
         model(torch.rand(3, 1, 8, 8) + world.rank)
+        model.register_buffer("bank", torch.rand(world.rank + 3, 2))  # one that grows with the samples of a rank
+        model.layer.register_buffer("number", torch.tensor([7] * (4 - world.rank)))
         strategy.setup(model, world, AllReduce())
         strategy.sync_buffers()
         return [to_bytes([buffer]).tolist() for buffer in model.buffers()]
@@ -254,9 +256,12 @@ def train_with_another_default(cfg: Any) -> float:
     return train(cfg)
 
 
-def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "target", ["nn.BCEWithLogitsLoss", "nn.functional.binary_cross_entropy_with_logits,_partial_:true"]
+)
+def test_factors_of_a_loss_are_written_as_a_list(tmp_path: Path, target: str) -> None:
     """They have the type of the run."""
-    loss = "task.loss={_target_:torch.nn.BCEWithLogitsLoss,pos_weight:[3]}"
+    loss = f"task.loss={{_target_:torch.{target},pos_weight:[3]}}"
     words = ["dataset=random", "model=linear", "task=regression", loss, "trainer.precision=fp64", "logger=[]"]
     sizes = ["dataset.samples=61", "trainer.batch_size=16", "trainer.epochs=2", "optimizer.momentum=0"]
     sizes += ["scheduler=constant"]

@@ -45,7 +45,12 @@ def test_one_two_and_four_ranks_end_in_identical_bits(tmp_path: Path) -> None:
 def test_without_batch_norm_and_dropout_virtual_ranks_are_plain_training(tmp_path: Path) -> None:
     plain = ["model=mlp", "trainer.precision=fp64", "trainer.max_steps=5", "trainer.batch_size=61", "logger=[]"]
     runs = {"plain": [], "three": ["strategy=virtual_ranks", "strategy.count=3"]}
-    in_world(1, train_all, [composed(f"run_dir={tmp_path / name}", *plain, *more) for name, more in runs.items()])
+    parts = composed(f"run_dir={tmp_path / 'parts'}", *SHORT, *MODELS["constants"], "strategy.count=3")
+    configs = [composed(f"run_dir={tmp_path / name}", *plain, *more) for name, more in runs.items()]
+    in_world(1, train_all, [*configs, parts])
+    assert (
+        torch.load(tmp_path / "parts" / "model.pt", weights_only=True)["seen"] == 5 * 20
+    )  # 61 samples in parts of 21, 20 and 20
     assert 0 < distance(weights(tmp_path / "plain"), weights(tmp_path / "three")) < 1e-12
 
 

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from PIL import Image
 
-from lockstep.data.images import DecodedImages, ImageFolder, decode_images, image_folder
+from lockstep.data.image_files import ImageFiles, class_folders
+from lockstep.data.images import DecodedImages, UndecodedImages, decode_images
+from lockstep.data.images import images as make_images
 
 SIZE = 8
 
@@ -33,12 +35,17 @@ def write_pictures(folder: Path) -> Path:
     return folder
 
 
+def files(root: Path, split: str) -> ImageFiles:
+    return class_folders(str(root), split == "train", split, None, None)
+
+
 def decode(root: Path, cache: str = "auto", limit: float = 1, on_error: str = "fail", size: int | None = SIZE) -> None:
-    decode_images(str(root), "test", size, size, None, cache, str(root / "decoded"), limit, on_error)
+    halves = files(root, "train"), files(root, "test")
+    decode_images(*halves, size, size, cache, str(root / "decoded"), limit, on_error)
 
 
 def images(root: Path, cache: str = "auto", split: str = "train", size: int | None = SIZE) -> Any:
-    return image_folder(str(root), split, size, None, cache, str(root / "decoded"))
+    return make_images(files(root, split), size, cache, str(root / "decoded"))
 
 
 def decoded(root: Path) -> Path:
@@ -50,7 +57,7 @@ def decoded(root: Path) -> Path:
 def assert_current(root: Path) -> None:
     """The decoded images are what is read from the files now."""
     read, found = images(root, "off"), images(root, "on")
-    assert isinstance(read, ImageFolder)
+    assert isinstance(read, UndecodedImages)
     assert isinstance(found, DecodedImages)
     assert len(found) == len(read)
     for index in range(len(read)):

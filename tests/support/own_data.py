@@ -211,6 +211,22 @@ class Pictures(Points):
         return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
 
 
+class Mirrored(Points):
+    """Arrays that numpy has mirrored, which torch does not take."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return np.asarray(point)[::-1], label
+
+
+class BigEndian(Points):
+    """Arrays in the byte order of another machine."""
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return np.asarray(point).astype(">f4"), label
+
+
 class OfTokenizer(Points):
     """Lists of numbers, as a tokenizer of Hugging Face gives them."""
 

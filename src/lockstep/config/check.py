@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
@@ -34,10 +34,12 @@ from lockstep.config.schema import (
     rules_of_readers,
     section_rules,
     show,
+    with_values,
 )
 from lockstep.config.suggest import (
     NOT_ON_CONFIG,
     OTHER_NAMES,
+    TASKS_OF_LOSSES,
     closest,
     removed_key,
     unknown_key,
@@ -49,7 +51,14 @@ from lockstep.errors import ConfigError
 
 NEEDED_GROUPS = ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode")
 ALL_SECTIONS = ("", "dataset", *SECTIONS)
-FOLDERS = ("data_dir", "resume", "init", "run_dir")
+FOLDERS: tuple[str, ...] = ("data_dir", "resume", "init", "run_dir")
+FOLDERS += ("dataset.root", "dataset.path", "dataset.csv_file", "dataset.test_csv_file", "dataset.cache_dir")
+# {an optimizer of torch: (what it needs that no training here gives it, what to type instead)}.
+UNFIT = {
+    "torch.optim.LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
+    "torch.optim.SparseAdam": ("needs sparse gradients", "optimizer=adamw"),
+    "torch.optim.Muon": ("is for matrices only", "optimizer=muon, which leaves the other parameters to AdamW"),
+}
 
 
 # ---- Sections, without an import of what the config names
@@ -63,7 +72,7 @@ def with_whole_folders(cfg: DictConfig, hydra_cfg: HydraConf) -> DictConfig:
     if hydra_cfg.job.chdir:
         paths = {key: Path(hydra_cfg.runtime.cwd, path) for key, path in paths.items()}
     changed = {key: str(path) for key, path in paths.items() if hydra_cfg.job.chdir or typed[key].startswith("~")}
-    return cast(DictConfig, OmegaConf.merge(cfg, changed)) if changed else cfg
+    return with_values(cfg, changed) if changed else cfg
 
 
 def as_declared(config: Node) -> Node:
@@ -91,8 +100,18 @@ def check_config(cfg: DictConfig | Node) -> None:
             check_value(join(section, name), node[name], rule)
     _check_dataset(config["dataset"])
     _check_tokens(config)
-    _check_classes_of_torch(config)
-    _check_loggers(config)
+    optimizer, schedules = config["optimizer"]["_target_"], nodes_with_target(config["scheduler"])
+    if optimizer in UNFIT:
+        problem, advice = UNFIT[optimizer]
+        raise ConfigError(f"optimizer._target_={optimizer} {problem}; type {advice}")
+    if any(node["_target_"].endswith("lr_scheduler.ReduceLROnPlateau") for _, node in schedules):
+        raise ConfigError("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
+    loggers = config.get("logger", {})  # logger=[] leaves no section
+    for key, node in loggers.items() if isinstance(loggers, dict) else [("", loggers)]:
+        if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
+            raise ConfigError(
+                f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
+            )
 
 
 def check_value(key: str, value: object, rule: Rule, default: object = None) -> None:
@@ -112,6 +131,8 @@ def check_value(key: str, value: object, rule: Rule, default: object = None) -> 
 def wrong_value(key: str, value: object, rule: Rule, default: object = None) -> str:
     """The sentence for a value that `rule` does not accept."""
     shown = str(value) if isinstance(value, float) and float not in rule.kinds else show(value)  # 2.0, where 2 is right
+    if key == "task.loss" and str(value).lower() in TASKS_OF_LOSSES:
+        return f"{key}={shown} must be {rule.must_be}; type task={TASKS_OF_LOSSES[str(value).lower()]}"
     default = default_of(key) if default is None else default
     return f"{key}={shown} must be {rule.must_be}; type {rule.what_to_type(key, value, default)}"
 
@@ -185,34 +206,6 @@ def _check_tokens(config: Node) -> None:
     if data is Text:
         raise ConfigError("dataset=text has token numbers, which this model does not read; type model=gpt")
     raise ConfigError("model=gpt reads token numbers, which this data set does not have; type dataset=text")
-
-
-# What these optimizers of torch need, and no training here gives them.
-UNFIT = {
-    "torch.optim.LBFGS": ("computes the loss again and again in a step", "optimizer=adamw"),
-    "torch.optim.SparseAdam": ("needs sparse gradients", "optimizer=adamw"),
-    "torch.optim.Muon": ("is for matrices only", "optimizer=muon, which leaves the other parameters to AdamW"),
-}
-
-
-def _check_classes_of_torch(config: Node) -> None:
-    """Optimizers and schedules of torch that no training here can step are refused."""
-    target = config["optimizer"]["_target_"]
-    if target in UNFIT:
-        problem, advice = UNFIT[target]
-        raise ConfigError(f"optimizer._target_={target} {problem}; type {advice}")
-    for _, node in nodes_with_target(config["scheduler"]):
-        if node["_target_"].endswith("lr_scheduler.ReduceLROnPlateau"):
-            raise ConfigError("ReduceLROnPlateau is stepped with the result of an evaluation; type scheduler=plateau")
-
-
-def _check_loggers(config: Node) -> None:
-    loggers = config.get("logger", {})  # logger=[] leaves no section
-    for key, node in loggers.items() if isinstance(loggers, dict) else [("", loggers)]:
-        if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-            raise ConfigError(
-                f"{join('logger', key)}={show(node)} is no logger; type logger=[] or logger=[console,csv]"
-            )
 
 
 def _is_own(node: Node) -> bool:
@@ -365,16 +358,13 @@ def check_unread_overrides(cfg: DictConfig, values: Node, hydra_cfg: HydraConf) 
     names = {key.rpartition(".")[2] for key in keys if key.partition(".")[0] in GROUPS_AND_SECTIONS}
     for key, value in _unread(cfg, hydra_cfg).items():
         top, dot, _ = key.partition(".")
+        same_letters = any(sorted(top) == sorted(other) for other in GROUPS_AND_SECTIONS)
+        # A label such as task_id or data is not close enough.
+        is_misspelled = same_letters or closest(top, GROUPS_AND_SECTIONS, similarity=0.88) is not None
         is_name = key in names and key != "name"  # which is a label of the run, and no backend.name
-        if _is_misspelled(top) or (not dot and (is_name or key in OTHER_NAMES)):
+        if is_misspelled or (not dot and (is_name or key in OTHER_NAMES)):
             others = [other for other in keys if other != key]
             raise ConfigError(unknown_key(key, value, others, {}))
-
-
-def _is_misspelled(name: str) -> bool:
-    """Of a group or a section. A label such as task_id or data is none."""
-    same_letters = any(sorted(name) == sorted(other) for other in GROUPS_AND_SECTIONS)
-    return same_letters or closest(name, GROUPS_AND_SECTIONS, similarity=0.88) is not None
 
 
 def notice_of_unread_overrides(cfg: DictConfig, hydra_cfg: HydraConf) -> str:
@@ -416,11 +406,21 @@ def values_as_written(cfg: DictConfig) -> dict[str, str]:
         asked.append(arguments[0])
         return oc.env(*arguments)
 
+    decided = {}
     register_resolver(RESOLVER, read)
     try:
-        return {key: str(text) for key, text in written.items() if "${" in str(text) and _asks(cfg, key, asked)}
+        for key, text in written.items():
+            if "${" in str(text):
+                before = len(asked)
+                with suppress(OmegaConfBaseException):  # `resolve` says what is wrong with it
+                    found = OmegaConf.select(cfg, key)
+                    if OmegaConf.is_config(found):
+                        OmegaConf.to_container(found, resolve=True)
+                if len(asked) > before:
+                    decided[key] = str(text)
     finally:
         register_resolver(RESOLVER, oc.env)
+    return decided
 
 
 def as_written(flat: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, Any]:
@@ -431,16 +431,6 @@ def as_written(flat: Mapping[str, Any], written: Mapping[str, str]) -> dict[str,
             if key == prefix or key.startswith(f"{prefix}."):
                 shown[key] = text
     return shown
-
-
-def _asks(cfg: DictConfig, key: str, asked: list[Any]) -> bool:
-    """Whether the value of `key` needs an environment variable. `asked` grows whenever one is read."""
-    before = len(asked)
-    with suppress(OmegaConfBaseException):  # `resolve` says what is wrong with it
-        found = OmegaConf.select(cfg, key)
-        if OmegaConf.is_config(found):
-            OmegaConf.to_container(found, resolve=True)
-    return len(asked) > before
 
 
 # Where a run is, and how it was started: not what it computes.

@@ -1,5 +1,6 @@
 """A run's config as it is compared and written. Made once, before ranks start: OmegaConf reads all keys in 5 ms."""
 
+import hashlib
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ from typing import Any, cast
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lockstep.config.check import as_written, notice_of_unread_overrides, values_as_written
+from lockstep.config.check import LEFT_OUT, as_written, notice_of_unread_overrides, values_as_written
 from lockstep.config.schema import CONF, as_dict, flatten
 
 
@@ -70,16 +71,30 @@ def record_config(
     options = {
         str(group): _option_or_class(str(group), name, flat) for group, name in hydra_cfg.runtime.choices.items()
     }
+    script, *words = argv
+    if not script.endswith("train.py"):  # another program than the shell has started this: what gives the same run
+        script, words = "src/train.py", [*overrides, *flags]
+    config, folder = dict(shown), shown["run_dir"]
+    for key, value in shown.items():  # loggers name a place in the run folder; equal configs shall have the same hash
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            config[key] = value.replace(folder, "${run_dir}", 1)
+    hidden = [key for key, value in flat.items() if shown[key] != value and key not in LEFT_OUT]
     run_json = {
-        "command": _command(argv, overrides, flags),
+        "values": {key: _short_digest(flat[key]) for key in hidden},
+        "command": shlex.join(["python", script, *words]),
         "flags": list(flags),
         "overrides": overrides,
         "cwd": os.getcwd(),
         "seed": shown["seed"],
         "options": {group: option for group, option in options.items() if not group.startswith("hydra/")},
-        "config": {key: _without_folder(value, shown["run_dir"]) for key, value in shown.items()},
+        "config": config,
     }
     return ConfigRecord(flat, shown, hydra_files, options, run_json, notice_of_unread_overrides(composed, hydra_cfg))
+
+
+def _short_digest(value: object) -> str:
+    """16 bits of a hash: two values are told apart, and nobody can find a secret again by trying words."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
 
 
 def _option_or_class(group: str, option: str | None, flat: Mapping[str, Any]) -> str | None:
@@ -101,17 +116,3 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, dict):
         return plain_values(value)
     return value if type(value) in (bool, int, float, str, type(None)) else str(value)
-
-
-def _command(argv: Sequence[str], overrides: Sequence[str], flags: Sequence[str]) -> str:
-    """What was typed, or what gives the same run if this process was started by another program than the shell."""
-    script, *words = argv
-    if not script.endswith("train.py"):
-        script, words = "src/train.py", [*overrides, *flags]
-    return shlex.join(["python", script, *words])
-
-
-def _without_folder(value: Any, folder: str) -> Any:
-    """Loggers have keys that name a place in the run folder. Two runs with the same config shall have the same hash."""
-    is_inside = isinstance(value, str) and (value == folder or value.startswith(f"{folder}/"))
-    return value.replace(folder, "${run_dir}", 1) if is_inside else value

@@ -12,6 +12,7 @@ A type, `Literal` words and `Limits` in `Annotated` are the rule of a parameter;
 """
 
 import inspect
+import math
 import re
 import sys
 import types
@@ -32,7 +33,10 @@ CONF = Path(__file__).parents[3] / "conf"  # the folder of configs
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 FROM_DATA = ("shape", "classes")  # null in a config: the training data tells
 LARGEST_NUMBER: dict[type, float] = {int: 2**63 - 1, float: sys.float_info.max}
-SPELLED_TRUTHS = ("yes", "on", "1", "no", "off", "0")
+SPELLED_TRUTHS = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
+SPELLED_NULLS = ("", "none", "nil", "nan", "false", "off", "no", "never", "0", "-1")
+NUMBER_AND_UNIT = re.compile(r"([-+]?[\d.]+)\s*(%|s|sec|seconds?|epochs?|steps?|[a-z]*)", re.IGNORECASE)
+IN_NUMBER = ("s", "sec", "second", "seconds", "epoch", "epochs", "step", "steps")  # units that an option's help names
 YAML_BOOLEANS = {"False": "off", "True": "on"}  # what YAML makes of off and on without quotes
 
 
@@ -44,6 +48,7 @@ class Limits:
     length: of a list.
     pattern: a regular expression for the whole of a text.
     must_be: replaces the description of the accepted values.
+    units: of a text that is a number with a unit.
     example: what to type where the value in conf/ does not help, because it is null or left out.
     advice: replaces `key=example` as what to type.
     """
@@ -55,6 +60,7 @@ class Limits:
     length: int | None = None
     pattern: str | None = None
     must_be: str | None = None
+    units: tuple[str, ...] | None = None
     example: object = None
     advice: str | None = None
 
@@ -66,7 +72,9 @@ Seed = Annotated[int, Limits(min=0, max=LARGEST_SEED)]
 Positive = Annotated[float, Limits(above=0)]
 NotNegative = Annotated[float, Limits(min=0)]
 Fraction = Annotated[float, Limits(min=0, below=1)]
-Names = Annotated[list[str | int], Limits(must_be="a list of names")]  # the name of a layer may be a whole number
+Names = Annotated[  # the name of a layer may be a whole number
+    list[str | int], Limits(must_be="a list of names", example=["<name>"])
+]
 Ranks = Annotated[Count | Literal["auto", "gpu", "cpu"], Limits(example=2)]
 StartMethod = Literal["spawn", "fork", "forkserver"]
 Shape = Annotated[Sequence[int], "Shape of a sample; null: from the data.", Limits(min=1)]
@@ -132,7 +140,9 @@ class Rule:
             return self.limits.example
         if default is not None and "${" not in str(default) and self.accepts(default):
             return default
-        if self.nullable and not self.words:
+        if dict in self.kinds and not self.is_list:
+            return {"_target_": "<module>.<class>"}
+        if self.nullable and not self.words and str not in self.kinds:
             return None
         low = self.limits.min if self.limits.min is not None else (self.limits.above or 0) + 1
         item = self.words[0] if self.words else low if self.is_number else bool in self.kinds or "<text>"
@@ -142,31 +152,64 @@ class Rule:
         """`key=value` with a value near to `typed` that is accepted, or else with an example; or this rule's advice."""
         if self.limits.advice:
             return self.limits.advice
-        near = [f"{key}={show(value)}" for value in self._near(typed)]
+        near = [f"{key}={show(value)}" for value in self._near(typed) if self.accepts(value)]
+        if isinstance(typed, list) and len(typed) > 1 and not self.is_list and all(map(self.accepts, typed)):
+            return f"-m {key}={','.join(map(show, typed))}"
+        if not near and typed is not None and self.words and not (self.is_number or self.is_list or str in self.kinds):
+            return f"{key}=<one of them>"  # a word that was not meant may be accepted, and do something else
         return " or ".join(near) or f"{key}={show(self.example(default))}"
 
-    def _near(self, typed: Any) -> list[object]:
-        if str(typed).lower() in ("none", "nil", "nan") and self.nullable:
+    def _near(self, typed: Any) -> Sequence[object]:
+        """Values that were probably meant by `typed`; which of them are accepted is for the caller to see."""
+        text = str(typed).lower()
+        if text in SPELLED_TRUTHS and (bool in self.kinds or True in self.words):
+            return [SPELLED_TRUTHS[text]]
+        if dict in self.kinds and isinstance(typed, str) and "." in typed:
+            return [{"_target_": typed}]
+        if self.nullable and text in SPELLED_NULLS:
             return [None]
-        if self.is_list and typed is not None and self.accepts([typed]):
-            return [[typed]]
-        if bool in self.kinds:
-            return [str(typed).lower() in ("yes", "on", "1")] if str(typed).lower() in SPELLED_TRUTHS else []
+        if self.is_list:
+            return [[typed]] if typed is not None else []
+        if isinstance(typed, list) and len(typed) == 1:
+            return typed
+        if self.is_number and not isinstance(typed, bool):
+            return self._near_numbers(typed)
+        if self.limits.units and (parts := NUMBER_AND_UNIT.fullmatch(text)) is not None:
+            count, unit = parts.groups()
+            return [
+                f"{count}{known}" for known in self.limits.units if known.startswith(unit) or unit.startswith(known)
+            ]
+        if self.kinds == (bool,) and not self.words:
+            return [True, False]
+        letters = [part for part in re.findall(r"[a-z]+|\d+", text) if len(part) > 1]  # 16-mixed, float32
+        counts = {word: sum(part in show(word) for part in letters) for word in self.words}
+        meant = [word for word, count in counts.items() if count == max(counts.values()) > 0]
+        return meant or (self.words if len(self.words) == 2 and not self.kinds else [])
+
+    def _near_numbers(self, typed: Any) -> Sequence[float]:
+        """The number of a text such as 10%, 60s or 1/10; for 2.5, where a whole one belongs, those beside it."""
         number = typed if type(typed) in (int, float) else as_number(typed)
-        if number is not None and not self.is_list and self.is_number:
-            whole = int(number) if abs(number) < LARGEST_SEED and number == int(number) else number
-            return [whole] if self.accepts(whole) else []
-        parts = [part for part in re.findall(r"[a-z]+|\d+", str(typed).lower()) if len(part) > 1]  # 16-mixed, float32
-        counts = {word: sum(part in show(word) for part in parts) for word in self.words}
-        return [word for word, count in counts.items() if count == max(counts.values()) > 0]
+        if number is None and isinstance(typed, str):
+            above, slash, below = typed.partition("/")
+            dividend, divisor = as_number(above), as_number(below)
+            parts = NUMBER_AND_UNIT.fullmatch(typed)
+            if slash and dividend is not None and divisor:
+                number = dividend / divisor
+            elif parts is not None and parts[2] == "%":
+                number = float(parts[1]) / 100
+            elif parts is not None and parts[2] in IN_NUMBER:
+                number = as_number(parts[1])
+        if number is None or not abs(number) < LARGEST_SEED:
+            return []
+        if number == int(number):
+            return [int(number)]
+        return [number] if float in self.kinds else [math.floor(number), math.ceil(number)]
 
     def _describe_item(self) -> str:
-        described = [show(word) for word in self.words]
-        if self.is_number:
-            described.insert(0, self._describe_number())
-        elif not described:
-            names = {bool: "true or false", str: "text", dict: "keys with values"}
-            described = [names[kind] for kind in self.kinds]
+        names = {bool: ["true", "false"], str: ["text"], dict: ["keys with values"]}
+        described = [self._describe_number()] if self.is_number else []
+        described += [show(word) for word in self.words]
+        described += [name for kind in self.kinds for name in names.get(kind, ())]
         return enumerate_words(described, "or")
 
     def _describe_number(self) -> str:
@@ -220,7 +263,11 @@ def rules(described: Callable[..., Any]) -> dict[str, Rule]:
             rule = _rule(parameter.annotation)
             if rule is not None and name not in found and parameter.kind is not parameter.VAR_KEYWORD:
                 found[name] = rule
-    return {name: _with_help(rule, help.get(name, "")) for name, rule in found.items()}
+    for name in found.keys() & help.keys():
+        line = help[name]
+        is_word = line.partition(":")[0] in found[name].words  # spawn: a fresh interpreter
+        found[name] = replace(found[name], help=line if is_word else line[:1].upper() + line[1:])
+    return found
 
 
 def _constructors(described: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], str]]:
@@ -242,12 +289,6 @@ def _lines(text: str) -> dict[str, str]:
     """{name: text} of the lines `name: text` in a docstring. A line goes on where the next one is indented."""
     found = re.findall(r"^(\w+): (.+(?:\n[ \t]+\S.*)*)", text, flags=re.MULTILINE)
     return {name: " ".join(line.split()) for name, line in found}
-
-
-def _with_help(rule: Rule, line: str) -> Rule:
-    is_word = line.partition(":")[0] in rule.words  # spawn: a fresh interpreter
-    help = line if is_word else line[:1].upper() + line[1:] or rule.help
-    return replace(rule, help=help)
 
 
 def _rule(annotation: Any) -> Rule | None:
@@ -292,8 +333,14 @@ class Run:
 
     seed: Annotated[Seed, "Seed of the weights, the order of the samples and the augmentations."]
     data_dir: Annotated[str, "Folder of the data sets.", Limits(example="data")]
-    resume: Annotated[str | None, "A run folder or a snapshot to start from, or to evaluate."]
-    init: Annotated[str | None, "File of weights, snapshot or run folder whose weights a run begins with."]
+    resume: Annotated[
+        str | None, "A run folder or a snapshot to start from, or to evaluate.", Limits(example="<a run folder>")
+    ]
+    init: Annotated[
+        str | None,
+        "File of weights, snapshot or run folder whose weights a run begins with.",
+        Limits(example="<a file of weights>"),
+    ]
     new_layers: Annotated[Names, "With init: parameters that keep their random weights."]
     freeze: Annotated[Names, "Parameters that are not trained."]
     objective: Annotated[
@@ -356,6 +403,7 @@ class Snapshot:
         Limits(
             pattern=r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?",
             must_be="epochs, steps or minutes, such as 1epochs, 50steps or 10min",
+            units=("epochs", "steps", "min"),
         ),
     ]
     keep_last: Annotated[Count, "Newest snapshots that stay; best.pt stays too."]
@@ -518,7 +566,7 @@ DATASETS: dict[str, type] = {  # by the reader of dataset.train; a reader of the
     "lockstep.data.builtin.digits": TenClasses,
     "lockstep.data.builtin.cifar10": TenClasses,
     "lockstep.data.builtin.mnist": TenClasses,
-    "lockstep.data.images.image_folder": Images,
+    "lockstep.data.images.images": Images,
     "lockstep.data.text.training_text": Text,
     "lockstep.data.builtin.random_pairs": RandomPairs,
 }
@@ -590,7 +638,9 @@ def values_in_conf(group: str = "", option: str = "config") -> Node:
     for other in written.get("defaults", []):
         if isinstance(other, str) and other in GROUPS[group]:
             found |= values_in_conf(group, other)
-    return found | {name: value for name, value in written.items() if name != "defaults"}
+    own = {name: value for name, value in written.items() if name != "defaults"}
+    merged = OmegaConf.to_container(OmegaConf.merge(found, own), resolve=False)  # of nodes in both, the keys of both
+    return cast(Node, merged)
 
 
 @cache
@@ -641,9 +691,10 @@ def rules_of_readers(dataset: Node, readers: Mapping[str, Callable[..., Any]]) -
     """
     own: dict[str, Rule] = {}
     for half in ("prepare", "test", "train"):
-        if f"dataset.{half}" in readers and dataset[half]["_target_"].startswith("lockstep."):
-            own |= rules(readers[f"dataset.{half}"])
-    values = {name for name, value in dataset.items() if not isinstance(value, dict | list)}
+        for key, node in nodes_with_target(dataset.get(half), f"dataset.{half}"):
+            if key in readers and node["_target_"].startswith("lockstep."):
+                own |= rules(readers[key])
+    values = {name for name, value in dataset.items() if not isinstance(value, dict)}
     return {name: rule for name, rule in own.items() if name in values - set(rules(Dataset))}
 
 

@@ -5,30 +5,58 @@ sentence names the command that shows all keys. No torch here, but for the rules
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.config.schema import (
     GROUPS,
     SECTIONS,
+    OptimizerKeys,
     Rule,
     default_of,
     enumerate_words,
     find_rule,
+    rules,
     rules_in_conf,
     values_in_conf,
 )
 
 RANKS = "launch.nproc_per_node"
-# {what other programs call a key: the key}, in whatever section it is typed.
-OTHER_NAMES = {"lr": "optimizer.lr", "learning_rate": "optimizer.lr", "nproc_per_node": RANKS, "world_size": RANKS}
-OTHER_NAMES |= dict.fromkeys(("ranks", "num_ranks", "procs", "nproc", "nprocs", "num_procs"), RANKS)
-OTHER_NAMES |= dict.fromkeys(("processes", "num_processes", "devices", "num_devices"), RANKS)
-OTHER_NAMES |= dict.fromkeys(("gpus", "n_gpus", "num_gpus"), RANKS)
+# {key: what other programs call it, in whatever section they have it}
+NAMES_ELSEWHERE = {
+    RANKS: "nproc_per_node world_size ranks num_ranks procs nproc nprocs num_procs processes num_processes devices "
+    "num_devices gpus n_gpus num_gpus gpus_per_node",
+    "optimizer.lr": "lr learning_rate",
+    "optimizer.weight_decay": "wd l2",
+    "trainer.batch_size": "batch_size bs train_batch_size",
+    "trainer.batch_size_per_rank": "per_device_train_batch_size per_device_batch_size micro_batch_size",
+    "trainer.gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps grad_accum",
+    "trainer.max_grad_norm": "gradient_clip_val clip_grad_norm grad_clip clip",
+    "trainer.ema": "ema_decay",
+    "trainer.max_steps": "max_iters limit_train_batches",
+    "evaluation.batch_size": "eval_batch_size val_batch_size test_batch_size per_device_eval_batch_size",
+    "evaluation.every": "check_val_every_n_epoch eval_every",
+    "evaluation.patience": "early_stopping early_stopping_patience",
+    "logging.every": "log_every_n_steps log_every log_interval logging_steps",
+    "snapshot.every": "save_every checkpoint_every",
+    "snapshot.keep_last": "save_top_k save_total_limit",
+    "resume": "ckpt_path resume_from_checkpoint checkpoint",
+    "hydra.run.dir": "output_dir out_dir save_dir log_dir logdir default_root_dir",
+}
+OTHER_NAMES = {name: key for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+# num_workers, max_epochs, image_size
+ADD_NOTHING = {"max", "num", "n", "nb", "no", "number", "of", "total", "train", "training", "random", "image", "param"}
+# {what other programs call a loss: the task that has it}
+TASKS_OF_LOSSES = dict.fromkeys(("mse", "mse_loss", "mseloss", "l2"), "regression")
+TASKS_OF_LOSSES |= dict.fromkeys(("cross_entropy", "crossentropy", "crossentropyloss", "ce", "nll"), "classification")
+TASKS_OF_LOSSES |= dict.fromkeys(("bce", "bcewithlogitsloss", "binary_cross_entropy"), "multi_label")
 # Groups in which a class of the user's own, or an option of theirs, may take any key.
 OWN_CLASSES = frozenset({"model", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "launch", "mode"})
-DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo"}
+DEVICE_BACKENDS = {"cuda": "nccl", "gpu": "nccl", "cpu": "gloo", "mps": "auto"}
+HOW_NOT_WHAT = frozenset({"launch", "strategy", "gradient_sync", "sweep", "logger", "mode"})  # workers of a launcher
 ALL_KEYS = "python src/train.py --cfg job to see all keys"
 ALL_HYDRA_KEYS = "python src/train.py --cfg hydra to see Hydra's keys"
 # Nodes of Hydra that take any key.
@@ -43,6 +71,8 @@ def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | N
     """The one of `words` that is spelled most like `word`, None if none is. similarity: from 0 to 1."""
     names = list(words)
     small = {name.lower(): name for name in names}  # for dataset=MNIST
+    if word not in names and word.lower() in small:
+        return small[word.lower()]
     match = difflib.get_close_matches(word, names, 1, similarity)
     match = match or [small[name] for name in difflib.get_close_matches(word.lower(), list(small), 1, similarity)]
     return match[0] if match else None
@@ -50,9 +80,27 @@ def closest(word: str, words: Iterable[str], similarity: float = 0.7) -> str | N
 
 def no_option(group: str, option: str, options: Iterable[str]) -> str:
     """The sentence for an option that its group does not have. options: those that it has."""
-    meant = closest(option, options)
-    instead = f"{group}={meant}" if meant else f"one of {' '.join(f'{group}={name}' for name in options)}"
+    names = list(options)
+    if group == "dataset" and "/" in option:
+        return f"{group}={option} is no option; type dataset=image_folder dataset.root={option}"
+    meant = _meant_option(group, option, names)
+    instead = f"{group}={meant}" if meant else f"one of {' '.join(f'{group}={name}' for name in names)}"
+    if meant is None and group in OWN_CLASSES and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", option):
+        instead = f"{group}._target_={option}"  # model=torchvision.models.resnet50
     return f"{group}={option} is no option; type {instead}"
+
+
+def _meant_option(group: str, option: str, names: Sequence[str]) -> str | None:
+    """The option that was probably meant: spelled alike, or the only one that is in the word, or begins with it."""
+    word = option.lower()
+    if group == "backend" and word in DEVICE_BACKENDS:
+        return DEVICE_BACKENDS[word]
+    if group == "task" and word in TASKS_OF_LOSSES:
+        return TASKS_OF_LOSSES[word]
+    parts = [name for name in names if len(word) > 2 and name.startswith(word) or len(name) > 2 and name in word]
+    meant = closest(option, names) or (parts[0] if len(parts) == 1 else None)
+    numbers = [set(re.findall(r"\d+", text)) for text in (word, meant or "")]
+    return None if all(numbers) and numbers[0] != numbers[1] else meant  # no cifar10 for cifar100
 
 
 def without_package(group: str) -> str:
@@ -67,6 +115,8 @@ def value_for_section(key: str, value: str) -> str:
     """The sentence for a value in the place of a whole section. value: as typed."""
     if key == "dataset.augment":
         typed = "dataset.augment.pad=0 dataset.augment.flip=false"
+    elif key == "profiler" and value in ("true", "false"):
+        typed = f"profiler.enabled={value}"
     elif key in GROUPS:
         typed = f"`override /{key}: {value}` in the defaults list of its YAML file"
     else:
@@ -91,39 +141,84 @@ def unknown_key(key: str, value: str | None, keys: Sequence[str], chosen: dict[s
     is_option = name in ("name", "type", "option") and value in GROUPS.get(group, ())
     owner = None if is_option or OTHER_NAMES.get(name, key) != key else _owner(key, chosen)
     if owner is None:
-        return f"{key} is no key of this config; type {replacement(key, value, keys) or _all_keys(key)}"
+        instead = replacement(key, value, keys, chosen) or _all_keys(key)
+        return f"{key} is no key of this config; type {instead}"
     choose, listed, rule, default = owner
-    if value is not None and rule is not None and not _is_accepted(rule, value):
+    option = chosen.get(group)
+    if group != "logger" and option not in (None, _default_option(group)):  # it was typed
+        see = f"python src/train.py {group}={option} --cfg job"
+        return f"{key} is a key of {listed}, and {group}={option} has none; type {see} to see all keys"
+    if value is not None and rule is not None and not is_accepted(rule, value):
         return f"{key} is a key of {listed} and must be {rule.must_be}; type {choose} " + rule.what_to_type(
             key, value, default
         )
     return f"{key} is a key of {listed}; type {choose} {key}={typed}"
 
 
-def replacement(key: str, value: str | None, keys: Sequence[str]) -> str | None:
-    """The words that were probably meant by a key and its value, None if nobody can tell. keys: of the config."""
+def replacement(
+    key: str, value: str | None, keys: Sequence[str], chosen: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
+    """The words that were probably meant by a key and its value, None if nobody can tell. keys: of the config.
+
+    chosen: {group: option}.
+    """
     typed = "<value>" if value is None else value
-    section, _, last = key.rpartition(".")
-    if last == "_target_" or key.startswith(OPEN_HYDRA_KEYS):
+    section, _, last = re.sub(r"[/-]", lambda sign: "." if sign[0] == "/" else "_", key).rpartition(".")
+    if key.startswith(OPEN_HYDRA_KEYS):
         return f"+{key}={typed}"
-    if last == "device":
+    if last == "_target_":
+        node = find_rule(section)
+        is_node = section in OWN_CLASSES or (node is not None and dict in node.kinds)
+        return f"+{key}={typed}" if is_node else f"dataset.train._target_={typed}" if section == "dataset" else None
+    if key in ("data", "dataset", "data_path") and "/" in typed:
+        return f"dataset=image_folder dataset.root={typed}"
+    if last in ("device", "accelerator"):
         return f"backend={DEVICE_BACKENDS.get(typed.partition(':')[0], 'auto')}"
+    if last == "loss" and typed.lower() in TASKS_OF_LOSSES:
+        return f"task={TASKS_OF_LOSSES[typed.lower()]}"
     meant = OTHER_NAMES.get(last)
-    if meant is not None:
+    can_have = meant != RANKS or RANKS in keys or chosen.get("launch") in (None, _default_option("launch"))
+    if meant is not None and can_have and _key_accepts(meant, value, chosen):
         launcher = "launch=torchrun " if meant == RANKS and RANKS not in keys else ""
         return f"{launcher}{meant}={typed}"
     option = closest(typed, GROUPS.get(section, ())) if last in ("name", "type", "option") else None
     if option is not None:  # optimizer.name=adam
         return f"{section}={option}"
-    meant = None if section else _closest_group(key, value)
+    meant = last if last in GROUPS else None  # trainer.strategy=ddp
+    if not section:  # a config group: one with this option, or of the same letters, or spelled alike
+        with_option = [group for group, options in GROUPS.items() if value in options]
+        same_letters = [group for group in GROUPS if sorted(group) == sorted(last)]
+        meant = closest(last, with_option) or closest(last, same_letters) or closest(last, GROUPS)
     if meant is not None:
-        return f"{meant}={closest(typed, GROUPS[meant]) or '<value>'}"
-    first, dot, rest = key.partition(".")
-    known = {*GROUPS, *SECTIONS}
-    if dot and first not in known:  # trainr.epoch
-        key = f"{closest(first, known, similarity=0.8)}.{rest}"
-    meant = _closest_key(key, value, keys)
+        option = _meant_option(meant, typed, GROUPS[meant])
+        if option is not None or not section:
+            return f"{meant}={option or '<value>'}"
+    first, dot, rest = section.partition(".")
+    known = [*GROUPS, *SECTIONS]
+    if section and first not in known:  # trainr.epoch, eval.every
+        longer = [name for name in known if len(first) > 2 and name.startswith(first.lower())]
+        section = f"{longer[0] if len(longer) == 1 else closest(first, known) or first}{dot}{rest}"
+    as_word = _word_as_key(section, last, keys) if value in ("true", "True", None) else None
+    if as_word is not None:
+        return as_word
+    meant = _closest_key(f"{section}.{last}" if section else last, value, keys, chosen)
     return None if meant is None else f"{meant}={typed}"
+
+
+def rule_and_default(key: str, chosen: Mapping[str, str]) -> tuple[Rule | None, object]:
+    """The rule of a key of a section or of an option, and its value in conf/. chosen: {group: option}."""
+    group, _, name = key.partition(".")
+    option = chosen.get(group) or _default_option(group)
+    if find_rule(key) is not None or option is None or option not in GROUPS.get(group, ()):
+        return find_rule(key), default_of(key)
+    known = rules_in_conf(group, option) | (rules(OptimizerKeys) if group == "optimizer" else {})
+    return known.get(name), values_in_conf(group, option).get(name)
+
+
+def _default_option(group: str) -> str | None:
+    """The option of a group in conf/config.yaml."""
+    choices = [item for item in values_in_conf()["defaults"] if isinstance(item, dict)]
+    return next((str(item[group]) for item in choices if isinstance(item.get(group), str)), None)
 
 
 def removed_key(key: str) -> str:
@@ -148,38 +243,48 @@ def _all_keys(key: str) -> str:
     return ALL_HYDRA_KEYS if key.startswith("hydra.") else ALL_KEYS
 
 
-def _closest_group(name: str, option: str | None) -> str | None:
-    """The config group that was probably meant: one with this option, or of the same letters, or spelled alike."""
-    with_option = [group for group, options in GROUPS.items() if option in options]
-    same_letters = [group for group in GROUPS if sorted(group) == sorted(name)]
-    return closest(name, with_option) or closest(name, same_letters) or closest(name, GROUPS)
-
-
-def _closest_key(key: str, value: str | None, keys: Sequence[str]) -> str | None:
+def _closest_key(key: str, value: str | None, keys: Sequence[str], chosen: Mapping[str, str]) -> str | None:
     """The key of the section that was typed which is spelled like `key`. Without a section: of any, by its last part.
 
-    value: as typed; a key that does not accept it is none that was meant. None if unknown.
+    A key of exactly the same last part is taken from any section, if it is the only one. value: as typed; a key that
+    does not accept it is none that was meant. None if unknown.
     """
     section, dot, last = key.rpartition(".")
-    names: dict[str, str] = {}
-    for candidate in keys:
-        parent, _, name = candidate.rpartition(".")
-        rule = find_rule(candidate)
-        is_near = parent == section if dot else "." not in parent
-        if is_near and (rule is None or value is None or _is_accepted(rule, value)):
-            names.setdefault(name, candidate)
+    same = [candidate for candidate in keys if candidate.rpartition(".")[2] == last and last != "name"]
+    same = [last] if last in same else [] if section.partition(".")[0] in HOW_NOT_WHAT else same
+    own = [candidate for candidate in keys if candidate.rpartition(".")[0] == section]
+    near = own if dot else [candidate for candidate in keys if candidate.count(".") < 2]
+    names = {candidate.rpartition(".")[2]: candidate for candidate in reversed(near)}
+    words = last.split("_")
     longer = [name for name in names if last.endswith(f"_{name}")]  # trainer.max_epochs for trainer.epochs
-    parts = last.split("_")  # each is alike: no warmup_epochs for warmup_steps
-    alike = [
+    longer = [name for name in longer if {*last.removesuffix(f"_{name}").split("_")} <= ADD_NOTHING]
+    alike = [  # each word is: no warmup_epochs for warmup_steps
         name
         for name in names
-        if all(closest(*pair) for pair in zip(parts, ([p] for p in name.split("_")), strict=False))
+        if all(closest(*pair) for pair in zip(words, ([word] for word in name.split("_")), strict=False))
     ]
     meant = longer[0] if len(longer) == 1 else closest(last, alike, similarity=0.8)
-    return None if meant is None else names[meant]
+    found = names[meant] if meant else same[0] if len(same) == 1 else None
+    return found if found is None or _key_accepts(found, value, chosen) else None
 
 
-def _is_accepted(rule: Rule, value: str) -> bool:
+def _word_as_key(section: str, word: str, keys: Sequence[str]) -> str | None:
+    """trainer.precision=fp16 for trainer.fp16=true, and mode=evaluate for evaluate=true."""
+    near = [key for key in keys if key.rpartition(".")[0] == section or not section]
+    found = [key for key in near if (rule := find_rule(key)) is not None and word in rule.words]
+    found = found or [
+        group for group, options in GROUPS.items() if not section and word in options and group != "logger"
+    ]
+    return f"{found[0]}={word}" if len(found) == 1 else None
+
+
+def _key_accepts(key: str, value: str | None, chosen: Mapping[str, str]) -> bool:
+    """Whether `key` accepts a value as typed, as far as its rule tells. value: None if unknown."""
+    rule, _ = rule_and_default(key, chosen)
+    return rule is None or value is None or is_accepted(rule, value)
+
+
+def is_accepted(rule: Rule, value: str) -> bool:
     """Whether a rule accepts a value as typed. What Hydra cannot read is explained when it is read."""
     try:
         parsed = OverridesParser.create().parse_override(f"key={value}").value()

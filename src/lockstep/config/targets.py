@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -136,19 +136,17 @@ def _what_runs(text: str) -> list[str]:
 
 
 def _named_in(folders: Sequence[Path], name: str) -> bool:
+    """Whether a file of these folders has `name` as a `_target_`. An interpolation there stands for any name."""
     if name.partition(".")[0] in sys.stdlib_module_names:
         return False
-    return any(
-        re.fullmatch(pattern, name) for folder in folders if not _is_record(folder) for pattern in _names(folder)
-    )
-
-
-def _names(folder: Path) -> Iterator[str]:
-    """A pattern for every `_target_` in the files of `folder`. An interpolation stands for any name."""
-    for path in folder.rglob("*.yaml"):
-        if RECORD not in path.relative_to(folder).parts:
-            for written in re.findall(TARGET, path.read_text(errors="replace")):
-                yield r"\w+(\.\w+)*".join(map(re.escape, re.split(r"\$\{[^}]*\}", written)))
+    for folder in folders:
+        for path in () if _is_record(folder) else folder.rglob("*.yaml"):
+            if RECORD not in path.relative_to(folder).parts:
+                for written in re.findall(TARGET, path.read_text(errors="replace")):
+                    pattern = r"\w+(\.\w+)*".join(map(re.escape, re.split(r"\$\{[^}]*\}", written)))
+                    if re.fullmatch(pattern, name):
+                        return True
+    return False
 
 
 def _is_record(folder: Path) -> bool:
@@ -283,20 +281,16 @@ def _import(path: str) -> Any:
     for count, name in enumerate(parts[1:], start=2):
         place = ".".join(parts[:count])
         if not hasattr(found, name) and inspect.ismodule(found):
-            _import_submodule(found.__name__, name, place)
+            try:
+                importlib.import_module(place)
+            except ModuleNotFoundError as error:
+                if error.name != place:
+                    raise
+                message = f"module {found.__name__!r} has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=found) from None
         found = getattr(found, name)
         require_own_name(path, place, found)
     return found
-
-
-def _import_submodule(parent: str, name: str, path: str) -> None:
-    try:
-        importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name != path:
-            raise
-        message = f"module {parent!r} has no attribute {name!r}"
-        raise AttributeError(message, name=name, obj=sys.modules[parent]) from None
 
 
 def check_signature(key: str, node: Node, target: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Images in one folder per class: the files, what reads one, and their pixels, decoded once into a file.
+"""Images as data sets: what reads one, and the pixels of all, decoded once into a file.
 
 The file of pixels lies in a folder of its own, not beside the images: those are often read-only, or nobody wants files
 among them. All ranks and runs map it into memory.
@@ -26,6 +26,7 @@ from torch import Tensor
 from lockstep.config.schema import Count, Positive
 from lockstep.data.builtin import one_at_a_time, say
 from lockstep.data.dataset import InMemoryDataset
+from lockstep.data.image_files import ImageFiles
 from lockstep.data.samples import EVALUATION, Key
 from lockstep.data.workers import DatasetReader
 from lockstep.distributed.host import cpu_count
@@ -33,7 +34,6 @@ from lockstep.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 JPEG = (".jpg", ".jpeg")
 UNCHANGED = 0  # torchvision.io.ImageReadMode: as many channels as are stored
 FORMAT = 3  # one more when the same files give other pixels
@@ -42,75 +42,6 @@ BYTES_AT_ONCE = 2**20  # of pixels that a worker writes
 IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
 REPORT_EVERY = 10.0  # seconds
 UNFINISHED = ".pixels.tmp"  # the end of a file's name while it is written: others in its folder are not ours
-
-
-class ImageFiles:
-    """`root`/<split>/<class>/**/*.jpg, or of any other type in IMAGES.
-
-    The classes are the folders of `root`/train in alphabetical order, in every split; hidden folders are none. classes:
-    how many there are; None: as many as there are folders. Raises ConfigError for a folder that is missing, and for a
-    class that only another split has.
-    """
-
-    def __init__(self, root: str, split: str, classes: int | None) -> None:
-        self.folder = folder = Path(root) / split
-        self.classes = _class_names(Path(root) / "train")
-        if classes not in (None, len(self.classes)):
-            raise ConfigError(
-                f"dataset.classes={classes} but {Path(root) / 'train'} has {len(self.classes)} class folders; "
-                f"type dataset.classes={len(self.classes)}"
-            )
-        unknown = sorted(set(_class_names(folder)) - set(self.classes))
-        if unknown:
-            raise ConfigError(
-                f"{folder} has a class folder {unknown[0]} and {Path(root) / 'train'} has none; "
-                f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
-            )
-        self.files = [(path, number) for number, name in enumerate(self.classes) for path in _images(folder / name)]
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    @property
-    def targets(self) -> list[int]:
-        """The class of each image."""
-        return [number for _, number in self.files]
-
-    def name_empty_classes(self) -> None:
-        """A line in the log for classes without images."""
-        empty = sorted(set(range(len(self.classes))) - set(self.targets))
-        if empty:
-            log.warning("%s has no image of %s", self.folder, ", ".join(self.classes[number] for number in empty))
-
-
-def _class_names(folder: Path) -> list[str]:
-    """The folders in `folder`, but for hidden ones such as .ipynb_checkpoints. Raises ConfigError if there are none."""
-    if not folder.is_dir():
-        beside = [path.name for path in folder.parent.glob("*") if path.is_dir() and path.name in ("val", "valid")]
-        advice = f"dataset.test_split={beside[0]}" if beside else "dataset.root=<folder with train/ and test/ inside>"
-        raise ConfigError(f"dataset=image_folder found no folder {folder.absolute()}; type {advice}")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not names:
-        raise ConfigError(
-            f"dataset=image_folder found no class folder in {folder.absolute()}; "
-            f"type dataset.root=<folder with train/<class>/ and test/<class>/ inside>"
-        )
-    return names
-
-
-def _images(folder: Path) -> list[Path]:
-    """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
-    images: list[Path] = []
-    for place, folders, names in os.walk(folder, followlinks=True):
-        here = os.path.realpath(place)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
-        images += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
-    return sorted(images)
-
-
-def _holds(folder: Path, place: str) -> bool:
-    """Whether `folder` is a link to a folder that `place` lies in: its files would be found again and again."""
-    return folder.is_symlink() and Path(place).is_relative_to(os.path.realpath(folder))
 
 
 class ImageReader:
@@ -171,29 +102,38 @@ def _with_8_bits(file: Any) -> Any:
     return Image.fromarray((np.asarray(file) // 256).clip(0, 255).astype(np.uint8))
 
 
-class ImageFolder(ImageFiles, torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """These files, decoded each time they are read.
+class UndecodedImages(torch.utils.data.Dataset[tuple[Tensor, float | Tensor]]):
+    """The images of `source`, decoded each time they are read.
 
-    root: folder that holds <split>/<class>/*.jpg.
-    split: folder in root.
-    size: pixels of the square that each image is resized and cropped to; null: images keep their size.
-    classes: folders in train/; null: as many as there are.
+    size: pixels of the square that each image is resized and cropped to; None: images keep their size.
     """
 
-    def __init__(self, root: str, split: str, size: Count | None, classes: Count | None) -> None:
-        super().__init__(root, split, classes)
+    def __init__(self, source: ImageFiles, size: int | None) -> None:
+        self.source, self.targets = source, source.targets
         self.read = ImageReader(size)
-        self.name_empty_classes()
+        source.name_empty_classes()
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """(pixels, class). Raises OSError, with the file's name, for a file that is gone or damaged."""
-        path, number = self.files[index]
-        return self.read(path), number
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float | Tensor]:
+        """(pixels, target). Raises OSError, with the file's name, for a file that is gone or damaged."""
+        return self.read(self.source.files[index][0]), _target(self.targets[index])
+
+
+def _target(target: Tensor) -> float | Tensor:
+    """One number as Python's: a transform takes a tensor for a second image, or a mask."""
+    return target if target.dim() else target.item()
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedImages(InMemoryDataset):
-    """What `ImageFolder` reads of `source`, as two tensors: (N, 3, size, size) uint8 and (N,) int64."""
+    """What `UndecodedImages` reads of `source`, as two tensors: (N, 3, size, size) uint8, and targets."""
 
     source: ImageFiles
 
@@ -202,9 +142,9 @@ class DecodedImages(InMemoryDataset):
         """The names of the classes."""
         return self.source.classes
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:  # type: ignore[override]  # as ImageFolder
+    def __getitem__(self, index: int) -> tuple[Tensor, float | Tensor]:  # type: ignore[override]  # as UndecodedImages
         """A copy: what reads this data set may change its input in place."""
-        return self.samples[index].clone(), int(self.targets[index])
+        return self.samples[index].clone(), _target(self.targets[index])
 
     def to(self, device: torch.device) -> "DecodedImages":
         """This data set, on `device` if there is room for it."""
@@ -216,54 +156,46 @@ class DecodedImages(InMemoryDataset):
 Cache = Literal["auto", "on", "off"]
 
 
-def image_folder(
-    root: str, split: str, size: Count | None, classes: Count | None, cache: Cache, cache_dir: str
-) -> DecodedImages | ImageFolder:
-    """The images of `root`/`split`, decoded if `decode_images` has done that.
+def images(files: ImageFiles, size: Count | None, cache: Cache, cache_dir: str) -> DecodedImages | UndecodedImages:
+    """These images, decoded if `decode_images` has done that. Raises ConfigError with cache=on if they are not decoded.
 
-    Raises ConfigError as ImageFiles does, and with cache=on if they are not decoded.
-
-    root: folder that holds train/<class>/*.jpg and test/<class>/*.jpg.
-    split: folder in root.
+    files: a node of a function that lists them, such as `class_folders`.
     size: pixels of the square that each image is resized and cropped to; null: images keep their size, for transforms.
-    classes: folders in train/; null: as many as there are.
     cache: keep the decoded pixels in a file; auto: where that can be done.
     cache_dir: folder of the decoded pixels.
     """
     if cache != "off" and size is not None:
-        decoded = PixelFile(ImageFiles(root, split, classes), size, cache_dir).open()
+        decoded = PixelFile(files, size, cache_dir).open()
         if decoded is not None:
-            decoded.source.name_empty_classes()
+            files.name_empty_classes()
             return decoded
     if cache == "on":
         raise ConfigError(
-            f"dataset.cache=on, and the images of {Path(root) / split} are not in {cache_dir}; "
+            f"dataset.cache=on, and the images of {files.listed_in} are not in {cache_dir}; "
             f"keep dataset.prepare as it is, or type dataset.cache=auto"
         )
-    return ImageFolder(root, split, size, classes)
+    return UndecodedImages(files, size)
 
 
 def decode_images(
-    root: str,
-    test_split: str,
+    train: ImageFiles,
+    test: ImageFiles,
     train_size: Count | None,
     test_size: Count | None,
-    classes: Count | None,
     cache: Cache,
     cache_dir: str,
     cache_limit: Positive,
     on_error: Literal["fail", "skip"],
 ) -> None:
-    """`dataset.prepare` of an image folder: decode the training and the test images, unless that is done.
+    """`dataset.prepare` of images: decode those for training and for tests, unless that is done.
 
     With cache=auto a half that cannot be decoded is read from its files, and the log says why; with cache=on that
     raises ConfigError. So does a file that cannot be read, unless on_error is skip.
 
-    root: folder that holds train/<class>/*.jpg and test/<class>/*.jpg.
-    test_split: folder in root of the test images.
+    train: as dataset.train.files.
+    test: as dataset.test.files.
     train_size: as dataset.train.size.
     test_size: as dataset.test.size.
-    classes: as dataset.classes.
     cache: keep the decoded pixels in a file; auto: where that can be done.
     cache_dir: folder of the decoded pixels.
     cache_limit: GB of decoded pixels of each half; more are not kept.
@@ -271,20 +203,19 @@ def decode_images(
     """
     if cache == "off":
         return
-    for split, size in (("train", train_size), (test_split, test_size)):
-        if size is None and cache == "auto":
+    for files, size in ((train, train_size), (test, test_size)):
+        if not len(files) or (size is None and cache == "auto"):
             continue  # the user wants each image in its own size
-        files = ImageFiles(root, split, classes)
         reason: str | None = "they keep their size"
         if size is not None:
             reason = PixelFile(files, size, cache_dir).decode_once(cache_limit, on_error)
         if reason is not None and cache == "on":
             raise ConfigError(
-                f"dataset.cache=on, but the images of {files.folder} cannot be decoded once: {reason}; "
+                f"dataset.cache=on, but the images of {files.listed_in} cannot be decoded once: {reason}; "
                 f"type dataset.cache=auto"
             )
         if reason is not None:
-            log.info("the images of %s are decoded each time they are read: %s", files.folder, reason)
+            log.info("the images of %s are decoded each time they are read: %s", files.listed_in, reason)
 
 
 class PixelFile:
@@ -298,12 +229,11 @@ class PixelFile:
         self.files, self.size, self.cache_dir = files, size, cache_dir
         self.shape = len(files), 3, size, size
         self.nbytes = math.prod(self.shape)
-        folder = files.folder.absolute()
-        place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        place = hashlib.sha256(os.fsencode(files.listed_in.absolute()) + os.fsencode(files.name)).hexdigest()[:8]
         state = hashlib.sha256(f"{FORMAT} {version('pillow')} {version('torchvision')}".encode())
         for path, _ in files.files:
             state.update(os.fsencode(f"{str(path)[len(str(files.folder)) :]}\0{_state(path)}\n"))
-        self.path = Path(cache_dir) / f"{folder.name[:40]}-{place}-{size}-{state.hexdigest()[:16]}.pixels"
+        self.path = Path(cache_dir) / f"{Path(files.name).name[:40]}-{place}-{size}-{state.hexdigest()[:16]}.pixels"
         self.unreadable = self.path.with_suffix(".unreadable")  # a line for each image that cannot be read
 
     def is_whole(self) -> bool:
@@ -324,7 +254,7 @@ class PixelFile:
                 pixels = np.memmap(file, np.uint8, "c", shape=self.shape)
         except OSError:  # removed in between, or there is too little memory to map it
             return None
-        return DecodedImages(torch.from_numpy(pixels), torch.tensor(self.files.targets), self.files)
+        return DecodedImages(torch.from_numpy(pixels), self.files.targets, self.files)
 
     def decode_once(self, limit: float, on_error: str) -> str | None:
         """Decode the images unless that is done. Returns why they are not decoded, None if they are."""
@@ -345,7 +275,7 @@ class PixelFile:
             return str(error).partition("\n")[0]
         if unreadable and on_error == "fail":
             raise ConfigError(
-                f"{len(unreadable)} of the images of {self.files.folder} cannot be read, the first is "
+                f"{len(unreadable)} of the images of {self.files.listed_in} cannot be read, the first is "
                 f"{unreadable[0]}; remove it, or type dataset.on_error=skip"
             )
         return f"{len(unreadable)} of them cannot be read, the first is {unreadable[0]}" if unreadable else None
@@ -364,7 +294,7 @@ class PixelFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         read = ImageReader(self.size)  # imports torchvision
         say(
-            f"decoding the {len(self.files)} images of {self.files.folder} once: {self.nbytes / 1e6:.0f} MB in "
+            f"decoding the {len(self.files)} images of {self.files.listed_in} once: {self.nbytes / 1e6:.0f} MB in "
             f"{self.path}"
         )
         begun, temporary = time.monotonic(), self.path.with_suffix(UNFINISHED)

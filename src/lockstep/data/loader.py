@@ -196,9 +196,13 @@ class BatchLoader:
 
     def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
+        return map(self._indices, self.eval_numbers(batch_size))
+
+    def eval_numbers(self, batch_size: int) -> Iterator[range]:
+        """As `eval_shares`, as ranges."""
         together, numbers = self.size * batch_size, self.evaluated
         for first in range(0, len(numbers), together):
-            yield self._indices(numbers[first : first + together][self.rank :: self.size])
+            yield numbers[first : first + together][self.rank :: self.size]
 
     def first_sample(self) -> tuple[Any, Any]:
         """(inputs, targets) of sample 0 as a batch of one, as the model and the task would take them."""

@@ -174,6 +174,7 @@ class Samples:
             except Exception:
                 if self.collate_fn is collate_samples:
                     require_one_form(read.numbers, read.samples, self.name)
+                    require_batches_of_one(read.numbers, read.samples, self.name)
                 raise
             inputs, targets = split_batch(batch, self.name)
             if next(tensors_in(targets), None) is None:
@@ -289,6 +290,22 @@ def require_one_form(numbers: Sequence[int], samples: Sequence[Any], name: str) 
             f"sample {numbers[0]} of the {name} has{place} an object of {type(value).__name__}, and a tensor, an array "
             f"or a number is wanted; {advice}"
         )
+
+
+def require_batches_of_one(numbers: Sequence[int], samples: Sequence[Any], name: str) -> None:
+    """Raise ConfigError for a sample that is no batch by itself, such as an array that torch cannot take.
+
+    numbers, name: as for `require_one_form`.
+    """
+    for number, sample in zip(numbers, samples, strict=True):
+        try:
+            collate_samples([sample])
+        except Exception as error:
+            reason = str(error).partition(". ")[0].partition("\n")[0]
+            raise ConfigError(
+                f"sample {number} of the {name} cannot be put into a batch: {type(error).__name__}: {reason}; return "
+                f"tensors, or numpy.ascontiguousarray(x, dtype=numpy.float32) of arrays, from __getitem__"
+            ) from error
 
 
 def _form(value: Any) -> str:

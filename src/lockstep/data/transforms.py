@@ -8,19 +8,24 @@ on the device, targets included. To add one of these: a class derived from `Batc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.compat import moves_pixels, standard_gamma
+from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
 from lockstep.data.dataset import TARGET_KEYS, map_tensors, parts_of, values_in, with_parts
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
+PLACES = {  # words in the name of what stands for places in an image: the type in which torchvision moves it
+    ("box",): "BoundingBoxes(boxes, format=...",
+    ("keypoint", "landmark", "joint", "corner", "polygon"): "KeyPoints(points",
+}
+LEAST_SIDE = 5  # of a value that is taken for an image or a mask of another size: smaller ones may be matrices
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
 CHOICE = 1  # folded into seeds
 SEEDS = 2**53  # whole numbers that a float64 holds
@@ -35,10 +40,17 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
     mode is a mask too. Raises ConfigError for what would stay behind: an image that is an array, boxes that are plain
     numbers, values (height, width, channels).
 
-    Any other one gets the inputs alone, or the whole sample if that has names.
+    Any other one gets the inputs alone, or the whole sample if that has names. Of torchvision's first generation, which
+    takes an image alone, those that move pixels are refused for a sample of which something would stay behind.
     """
     v2 = sys.modules.get("torchvision.transforms.v2")  # who uses it has imported it
     if v2 is None or not isinstance(transform, v2.Transform):
+        if is_of_torchvisions_first(transform):
+            if type(transform).__name__ == "Compose":
+                for inner in transform.transforms:  # type: ignore[attr-defined]
+                    sample = apply_transform(inner, sample)
+                return sample
+            _require_image_alone(transform, sample)
         if not isinstance(sample, tuple | list):
             return transform(sample)
         parts = parts_of(sample) or {}
@@ -65,6 +77,19 @@ def apply_transform(transform: Callable[..., Any], sample: Any) -> Any:
             f"dataset.transforms='[{{_target_:torchvision.transforms.v2.ToImage}}, ...]'"
         )
     return _as_before(sample, changed)
+
+
+def _require_image_alone(transform: Callable[..., Any], sample: Any) -> None:
+    """Raise ConfigError if a transform of torchvision's first generation cannot take `sample`, or parts it."""
+    has_names = parts_of(sample) is not None and not isinstance(sample, tuple | list)
+    stays = has_names or (moves_pixels(transform) and Belongings(sample, moves=True).has_others(sample))
+    if stays:
+        name = type(transform).__name__
+        raise ConfigError(
+            f"torchvision.transforms.{name} takes an image alone, and a sample is "
+            f"{'a ' + type(sample).__name__ if has_names else 'an image with a mask, boxes or another image'}; type "
+            f"torchvision.transforms.v2.{name}, which changes all that belongs together"
+        )
 
 
 def _as_before(sample: Any, changed: Any) -> Any:
@@ -96,6 +121,10 @@ class Belongings:
         Mappings and dataclasses become dicts. Raises ConfigError for what would be left behind.
         """
         parts = parts_of(value)
+        if self.moves and self.image is not None and not any(hasattr(part, "canvas_size") for part in values_in(value)):
+            for words, kind in PLACES.items():
+                if any(word in name.lower() for word in words) and any(map(_is_numbers, values_in(value))):
+                    self._refuse(name, f"torchvision.tv_tensors.{kind}, canvas_size=(H, W))")
         if parts is None:
             return self._marked_value(value, name, is_target)
         names_targets = is_top and not isinstance(value, tuple | list)
@@ -109,6 +138,17 @@ class Belongings:
             for place, (key, part) in enumerate(parts.items())
         }
         return with_parts(value, marked) if isinstance(value, tuple | list) else marked
+
+    def has_others(self, sample: Any) -> bool:
+        """Whether a mask, boxes or another image belong to the image."""
+        from torchvision import tv_tensors
+
+        found = [
+            value
+            for value in values_in(self.marked(sample))
+            if hasattr(value, "getbands") or isinstance(value, tv_tensors.TVTensor)
+        ]
+        return self.image is not None and len(found) > 1
 
     def _marked_value(self, value: Any, name: str, is_target: bool) -> Any:
         from torchvision import tv_tensors
@@ -125,15 +165,23 @@ class Belongings:
         if value.shape[-2:] in _sizes(self.image):
             return tv_tensors.Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         last = value.ndim == 3 and tuple(value.shape[:2]) in _sizes(self.image)
-        boxes = value.ndim == 2 and value.shape[1] == 4 and "box" in name.lower()
-        if self.moves and self.image is not None and (last or boxes):
-            form = "torchvision.tv_tensors.BoundingBoxes(boxes, format=..., canvas_size=(H, W))"
-            raise ConfigError(
-                f"a sample has {name if name and not name.isdigit() else 'a target'} of the shape {list(value.shape)} "
-                f"beside its image, which a transform of torchvision moves without it; return "
-                f"{form if boxes else 'the shape (H, W) or (C, H, W)'} from __getitem__"
-            )
+        if self.moves and self.image is not None and (last or self._is_scaled(value)):
+            what = name if name and not name.isdigit() else "a target"
+            form = f"the shape {'(H, W) or (C, H, W)' if last else 'of the image'}"
+            self._refuse(f"{what} of the shape {list(value.shape)}", form)
         return value
+
+    def _refuse(self, what: str, form: str) -> NoReturn:
+        raise ConfigError(
+            f"a sample has {what} beside its image, which a transform of torchvision moves without it; return {form} "
+            f"from __getitem__, or move both there"
+        )
+
+    def _is_scaled(self, value: Any) -> bool:
+        """Whether a value is larger or smaller than the image, with its sides in the same ratio: a finer image, a
+        coarser mask."""
+        (height, width), (rows, columns) = _sizes(self.image)[0], value.shape[-2:]
+        return bool(min(rows, columns) >= LEAST_SIDE and rows * width == columns * height)
 
     def _is_twin(self, value: Any) -> bool:
         """Whether a value is a second image, of the first one's shape and type."""
@@ -141,6 +189,10 @@ class Belongings:
         if type(value) is not Tensor or not isinstance(image, Tensor) or image.ndim < 3:
             return False
         return value.shape == image.shape and value.dtype == image.dtype
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray | int | float)
 
 
 def _inputs_of(sample: Any) -> Any:

@@ -121,7 +121,12 @@ def _from_torchrun(env: Environment) -> RankInfo:
             f"{present[0]} is set in the environment but {missing} is not, so this rank cannot know its world; "
             f"type `unset {present[0]}` to train alone, or start with torchrun"
         )
-    _check_one_torchrun_per_node(env)
+    agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))) if "TORCHELASTIC_RUN_ID" in env else 1
+    if agents > 1:
+        raise ConfigError(
+            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
+            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
+        )
     rank, world_size = given["RANK"], given["WORLD_SIZE"]
     if not 0 <= rank < world_size:
         raise ConfigError(
@@ -139,17 +144,6 @@ def _from_torchrun(env: Environment) -> RankInfo:
         master_port=numbers.get("MASTER_PORT", 29500),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-
-
-def _check_one_torchrun_per_node(env: Environment) -> None:
-    if "TORCHELASTIC_RUN_ID" not in env:
-        return
-    agents = max(tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")))
-    if agents > 1:
-        raise ConfigError(
-            f"srun started {agents} torchruns on each node, and each starts ranks of its own; "
-            f"type srun --ntasks-per-node=1 torchrun ..., or srun python src/train.py without torchrun"
-        )
 
 
 def _from_slurm(env: Environment) -> RankInfo:

@@ -15,6 +15,7 @@ import torch
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
+from lockstep.failures.channel import SUM_VALUES
 
 PIECE = 2**20  # values summed at once: enough that waiting costs little, few enough to stay in a cache
 
@@ -63,7 +64,7 @@ class SharedMemorySum:
 
         Raises TimeoutError for a rank that does not come, and ConnectionError for one that has exited.
         """
-        self.page.sum_starts(len(vector))
+        self.page.set(SUM_VALUES, len(vector))
         for piece in torch.split(vector, self.slots.shape[1]):
             slots, total = self.slots[:size, : len(piece)], self.slots[size, : len(piece)]
             slots[rank].copy_(piece)
@@ -71,7 +72,7 @@ class SharedMemorySum:
             total.tensor_split(size)[rank].copy_(tree_sum(list(slots.tensor_split(size, dim=1)[rank])))
             self._wait_for_all()
             piece.copy_(total)
-        self.page.sum_ends()
+        self.page.set(SUM_VALUES, 0)
 
     @contextmanager
     def _common_folder(self, size: int) -> Iterator[Path]:

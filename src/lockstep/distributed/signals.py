@@ -108,11 +108,6 @@ def stop_requested() -> bool:
     return _process.requested_at is not None
 
 
-def first_request() -> tuple[int, float] | None:
-    """The number of the first signal and when it came, by the monotonic clock; None if there was none."""
-    return None if _process.requested_at is None else (_process.requested_by, _process.requested_at)
-
-
 @contextmanager
 def blocked() -> Iterator[None]:
     """Inside the block no signal arrives. Processes that start there get it when they listen: Python's own handler
@@ -247,9 +242,8 @@ class Relay:
     def __enter__(self) -> Self:
         self.before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         handle_signals(self._pass_on)
-        request = first_request()
-        if request is not None:  # SIGUSR1, which Slurm sends, ends no process before the training
-            self.first, self.first_at = request
+        if _process.requested_at is not None:  # by SIGUSR1, which Slurm sends, and which ends no process so early
+            self.first, self.first_at = _process.requested_by, _process.requested_at
         return self
 
     def __exit__(self, *exception: object) -> None:

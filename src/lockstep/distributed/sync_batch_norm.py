@@ -106,7 +106,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
         counted = input if self.counts_inputs else input[:0]
         mean, var, count = _world_moments(counted, self.sum_in_place)
         if self.training and counted.numel() <= counted.shape[1] and count <= 1:  # the device is waited for only then
-            raise ValueError("expected more than 1 value per channel when training, as one process does")
+            raise ValueError("Expected more than 1 value per channel when training, as one process does")
         if self.training and self.track_running_stats:
             self._track(mean, var, count)
         output: Tensor = _Normalise.apply(

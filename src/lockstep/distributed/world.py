@@ -116,27 +116,24 @@ class World:
         return _decoded(text)
 
     def gather_state(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's `state` of dicts, lists, tuples, CPU tensors and plain values, on rank 0. Empty elsewhere.
+        """Every rank's `state` of CPU tensors and plain values, in dicts, lists, tuples and sets, on rank 0. Empty
+        elsewhere.
 
         Numbers of other libraries become Python's, and other objects None.
         """
         tensors: list[Tensor] = []
         descriptions = self.all_gather_json(_describe(state, tensors))
-        if self.is_rank_zero:
-            return [state, *(self._receive(descriptions[rank], rank) for rank in range(1, self.size))]
-        for tensor in tensors:
-            if tensor.numel():
+        if not self.is_rank_zero:
+            for tensor in filter(Tensor.numel, tensors):
                 dist.send(_as_bytes(tensor.contiguous()), dst=0, group=self.control)
-        return []
-
-    def _receive(self, description: dict[str, Any], source: int) -> Any:
-        """What rank `source` has described and sends."""
-        tensors: list[Tensor] = []
-        state = _rebuild(description, tensors)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.recv(_as_bytes(tensor), src=source, group=self.control)
-        return state
+            return []
+        states = [state]
+        for rank, description in enumerate(descriptions[1:], start=1):
+            received: list[Tensor] = []
+            states.append(_rebuild(description, received))
+            for tensor in filter(Tensor.numel, received):
+                dist.recv(_as_bytes(tensor), src=rank, group=self.control)
+        return states
 
     def for_thread(self, timeout: timedelta) -> "World":
         """This world with a control group of its own, for collectives of another thread. A collective."""
@@ -317,8 +314,12 @@ def _describe(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
         return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, dict):
         return {"dict": [[key, _describe(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         return {type(value).__name__: [_describe(item, tensors) for item in value]}
+    if isinstance(value, bytes | bytearray):
+        return {type(value).__name__: value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
     if type(value) in PLAIN:
         return {"value": value}
     return {"value": value.item() if hasattr(value, "item") else None}
@@ -336,6 +337,16 @@ def _rebuild(description: dict[str, Any], tensors: list[Tensor]) -> Any:
             return [_rebuild(item, tensors) for item in items]
         case {"tuple": items}:
             return tuple(_rebuild(item, tensors) for item in items)
+        case {"set": items}:
+            return {_rebuild(item, tensors) for item in items}
+        case {"frozenset": items}:
+            return frozenset(_rebuild(item, tensors) for item in items)
+        case {"bytes": text}:
+            return bytes.fromhex(text)
+        case {"bytearray": text}:
+            return bytearray.fromhex(text)
+        case {"complex": numbers}:
+            return complex(*numbers)
     return description["value"]
 
 

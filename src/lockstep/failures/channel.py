@@ -122,7 +122,7 @@ PHASES = (
 # Offsets in the page, in bytes. All times are those of time.monotonic(), one clock for all processes of a machine.
 EPOCH, STEP, STEPS_ENDED, STEP_ENDED_AT = 0, 8, 16, 24
 PHASE, PHASE_SINCE = 32, 40
-SUM_VALUES = 48
+SUM_VALUES = 48  # of a sum through shared memory that has not ended: torch's flight recorder does not see it
 HEARTBEAT_AT = 56
 
 
@@ -182,10 +182,3 @@ class ProgressPage:
     def last_progress(self) -> float:
         """When the rank last ended a step or another piece of work, or entered a phase."""
         return max(self.get_time(field) for field in (STEP_ENDED_AT, PHASE_SINCE, HEARTBEAT_AT))
-
-    def sum_starts(self, values: int) -> None:
-        """The rank is in a sum through shared memory, which torch's flight recorder does not see."""
-        self.set(SUM_VALUES, values)
-
-    def sum_ends(self) -> None:
-        self.set(SUM_VALUES, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.failures.channel import Message, ProgressPage, Reader, peer, send
-from lockstep.failures.report import FailureReport, MonitorOptions, read_report, remove_report, write_report
+from lockstep.failures.report import MonitorOptions, Report, read_report, remove_report, screen, write_report
 from lockstep.failures.watchdog import Watchdog
 from lockstep.failures.watched_rank import WatchedRank, open_pid_file
 
@@ -37,9 +37,9 @@ class Monitor:
         self.launcher_lost_at: float | None = None
         self.requests: list[Message] = []  # of the launcher, not answered yet
         self.run_dir: str | None = None
-        self.before: dict[str, Any] | None = None  # the report of an earlier start or attempt
+        self.before: Report | None = None  # the report of an earlier start or attempt
         self.started = time.monotonic()
-        self.report: FailureReport | None = None
+        self.report: Report | None = None
         self.watchdog: Watchdog | None = None
         self.is_over = False
         listener.setblocking(False)
@@ -61,10 +61,8 @@ class Monitor:
                 self._obey(request)
             self.requests = []
             self._check()
-        if (
-            self.run_dir is not None and self.before is not None and self.report is None
-        ):  # it tells of a start that was not the last
-            remove_report(Path(self.run_dir))
+        if self.run_dir is not None and self.before is not None and self.report is None:
+            remove_report(Path(self.run_dir))  # it tells of a start that was not the last
 
     def _watch(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
@@ -88,15 +86,14 @@ class Monitor:
             self.launcher = connection
             self._watch(connection, lambda: self._read_launcher(reader))
             self.requests += messages[1:]
-        elif messages and "hello" in messages[0] and is_of_process(connection, messages[0]["hello"]["pid"]):
-            rank = self._add_rank(messages[0]["hello"], connection, reader)
-            for message in messages[1:]:
-                self._note(rank, message)
-        else:
+            return
+        hello = messages[0].get("hello") if messages else None
+        credentials = peer(connection)
+        # A process that has another number here is in a container of its own, and cannot be watched.
+        if hello is None or (credentials is not None and credentials[0] != hello["pid"]):
             connection.close()
             self.is_over = self.options.is_foreign and not self.ranks
-
-    def _add_rank(self, hello: Message, connection: socket.socket, reader: Reader) -> WatchedRank:
+            return
         page, stacks, *asks = reader.descriptors
         rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, asks[0] if asks else None)
         os.close(page)
@@ -104,14 +101,17 @@ class Monitor:
         self._watch(connection, lambda: self._read_rank(rank))
         if rank.pid_file is not None:
             self._watch(rank.pid_file, lambda: self._rank_ended(rank))
-        return rank
+        for message in messages[1:]:
+            self._note(rank, message)
 
     def _read_rank(self, rank: WatchedRank) -> None:
         for message in rank.reader.read():
             self._note(rank, message)
-        if not rank.reader.is_open:
+        if not rank.reader.is_open:  # it has left the monitor, or has ended
             self.selector.unregister(rank.connection)
-            rank.note_end_of_connection()
+            rank.connected = False
+            if rank.pid_file is None:
+                rank.note_death()
 
     def _note(self, rank: WatchedRank, message: Message) -> None:
         rank.note(message)
@@ -139,7 +139,7 @@ class Monitor:
             for rank in self.ranks:
                 rank.note_death(request["ranks_ended"].get(str(rank.pid)))
             self.report = write_report(self.ranks, self.run_dir, self.options, self.before)
-            report = self.report and {"contents": self.report.contents, "screen": self.report.screen()}
+            report = self.report and {"contents": self.report, "screen": screen(self.report)}
             assert self.launcher is not None
             with suppress(OSError):  # the launcher does not wait any more
                 send(self.launcher, {"report": report})
@@ -149,8 +149,7 @@ class Monitor:
                     with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
                         self.selector.unregister(file or -1)
                 rank.close()
-            self.before = None if self.report is None else self.report.contents
-            self.ranks, self.report, self.watchdog = [], None, None
+            self.ranks, self.before, self.report, self.watchdog = [], self.report, None, None
         elif "over" in request:
             self.is_over = True
 
@@ -159,8 +158,13 @@ class Monitor:
     def _check(self) -> None:
         """Kill ranks that do not end, look for hangs, report where no launcher asks, end this process."""
         failed_at = [rank.failed_at for rank in self.ranks if rank.has_failed]
-        if failed_at or self.launcher_lost_at is not None:
-            self._end_the_others(min(failed_at, default=self.launcher_lost_at or 0.0))
+        if failed_at or self.launcher_lost_at is not None:  # the others must end, too
+            first_failure = min(failed_at, default=self.launcher_lost_at or 0.0)
+            is_hang = any(rank.is_cause_of_hang for rank in self.ranks)
+            for rank in self.ranks:
+                grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
+                if rank.is_alive and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
+                    rank.kill()
         elif self.watchdog is not None:
             self.watchdog.look(self.ranks, self.run_dir)
         is_anyone_alive = any(rank.is_alive for rank in self.ranks)
@@ -177,16 +181,12 @@ class Monitor:
             if not is_anyone_alive:
                 self.is_over = True
                 if self.options.agent is not None:
-                    self._wait_for_agent()
+                    pid_file = open_pid_file(self.options.agent)
+                    if pid_file is not None:  # torchrun's traceback comes before the report
+                        with selectors.DefaultSelector() as waiter:
+                            waiter.register(pid_file, selectors.EVENT_READ)
+                            waiter.select(AGENT_SECONDS)
                     self._print()
-
-    def _end_the_others(self, first_failure: float) -> None:
-        """Kill ranks that do not end by themselves after another rank, or the launcher, has failed."""
-        is_hang = any(rank.is_cause_of_hang for rank in self.ranks)
-        for rank in self.ranks:
-            grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
-            if rank.is_alive and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
-                rank.kill()
 
     def _report_of_foreign_ranks(self) -> None:
         """Those that fail wait for the answer: the exit code, and whether they are the first."""
@@ -195,36 +195,20 @@ class Monitor:
             return
         if self.options.agent is None:  # srun ends this process when the last rank has ended
             self._print()
-        contents = self.report.contents
-        screen = self.report.screen() if self.options.is_printed_by_rank else None
+        answer = {"exit_code": self.report["exit_code"]}
+        answer["screen"] = screen(self.report) if self.options.is_printed_by_rank else None
         for rank in self.ranks:
-            is_first = rank.rank == contents["first"]["rank"]
             if rank.connected:
                 with suppress(OSError):
-                    answer = {"exit_code": contents["exit_code"], "is_first": is_first, "screen": screen}
-                    send(rank.connection, answer)
-
-    def _wait_for_agent(self) -> None:
-        """torchrun's traceback comes before the report."""
-        pid_file = open_pid_file(self.options.agent or 0)
-        if pid_file is not None:
-            with selectors.DefaultSelector() as waiter:
-                waiter.register(pid_file, selectors.EVENT_READ)
-                waiter.select(AGENT_SECONDS)
+                    send(rank.connection, answer | {"is_first": rank.rank == self.report["first"]["rank"]})
 
     def _print(self) -> None:
         """Show the report, unless a rank that was started alone does it itself."""
         first = self.ranks[0]
         by_rank = self.options.is_printed_by_rank and first.failure is not None and not first.is_cause_of_hang
-        if self.report is not None and self.report.kind != "config" and not by_rank:
+        if self.report is not None and self.report["first"]["kind"] != "config" and not by_rank:
             with suppress(OSError):  # nobody reads stderr any more
-                print(self.report.screen(), file=sys.stderr, flush=True)
-
-
-def is_of_process(connection: socket.socket, pid: int) -> bool:
-    """False for a rank in a container of its own: its process has another number here, and cannot be watched."""
-    credentials = peer(connection)
-    return credentials is None or credentials[0] == pid
+                print(screen(self.report), file=sys.stderr, flush=True)
 
 
 def main() -> None:

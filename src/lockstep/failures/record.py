@@ -30,7 +30,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": message_of(error),
         "is_communication": is_communication_error(error),
-        **(_place_in_text(_text(error)) or _place(_traceback_of_user(error))),
+        **_place(error),
     }
 
 
@@ -60,24 +60,20 @@ def _is_from_communication(error: BaseException) -> bool:
         return True
     if type(error) is not RuntimeError and not isinstance(error, ConnectionError | TimeoutError):
         return False
-    entries = _entries(error.__traceback__)
-    while entries and _is_between(_file(entries[-1])):
-        entries.pop()
+    # Of code such as Python's socket.py it matters who has called it.
+    entries = [entry for entry in _entries(error.__traceback__) if not _file(entry).endswith(CALLED_OPERATOR)]
+    entries = [entry for entry in entries if "/torch/" in _file(entry) or not is_library(_file(entry))]
     if not entries:
         return False
-    file, function = _file(entries[-1]), entries[-1].tb_frame.f_code.co_name
+    file = _file(entries[-1])
     if GENERATED in file:
         return True
     if is_library(file):
-        return function == BACKWARD or "/torch/distributed/" in file or "/torch/nn/parallel/" in file
+        is_backward = entries[-1].tb_frame.f_code.co_name == BACKWARD
+        return is_backward or "/torch/distributed/" in file or "/torch/nn/parallel/" in file
     if is_project(file):
         return not file.startswith(COMPUTING)
     return _operation(entries[-1]).endswith(".wait()")
-
-
-def _is_between(file: str) -> bool:
-    """Whether it matters who has called this code, such as Python's socket.py."""
-    return file.endswith(CALLED_OPERATOR) or (is_library(file) and "/torch/" not in file)
 
 
 def message_of(error: BaseException) -> str:
@@ -111,15 +107,6 @@ def _file(entry: TracebackType) -> str:
     return entry.tb_frame.f_code.co_filename
 
 
-def _traceback_of_user(error: BaseException) -> TracebackType | None:
-    """That of `error`. That of its cause if the user's code raised this one, or called sys.exit()."""
-    cause = error.__cause__
-    if cause is None or _runs_users_code(error.__traceback__):
-        return error.__traceback__
-    is_theirs = isinstance(cause, SystemExit) or _runs_users_code(cause.__traceback__)
-    return cause.__traceback__ if is_theirs else error.__traceback__
-
-
 def _runs_users_code(trace: TracebackType | None) -> bool:
     return any(is_users(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(trace))
 
@@ -129,8 +116,15 @@ def _owner(file: str) -> int:
     return 2 if is_users(file) else int(is_project(file))
 
 
-def _place(trace: TracebackType | None) -> dict[str, Any]:
+def _place(error: BaseException) -> dict[str, Any]:
     """The innermost line of the user's code; of this project's if there is none; else the innermost of all."""
+    text, trace, cause = _text(error), error.__traceback__, error.__cause__
+    if _OF_WORKER in text and (frames := _FRAME_IN_TEXT.findall(text)):  # torch keeps its traceback as text only
+        file, line, function, code = max(enumerate(frames), key=lambda item: (_owner(item[1][0]), item[0]))[1]
+        return {"file": file, "line": int(line), "function": function, "code": code, "operation": code, "operands": {}}
+    is_users_cause = isinstance(cause, SystemExit) or (cause is not None and _runs_users_code(cause.__traceback__))
+    if cause is not None and is_users_cause and not _runs_users_code(trace):
+        trace = cause.__traceback__
     entries = _entries(trace)
     if not entries:
         return {}
@@ -144,15 +138,6 @@ def _place(trace: TracebackType | None) -> dict[str, Any]:
         "operation": operation,
         "operands": _operands(operation, frame),
     }
-
-
-def _place_in_text(message: str) -> dict[str, Any] | None:
-    """The place that a DataLoader worker's exception has in the text that torch makes of it."""
-    frames = _FRAME_IN_TEXT.findall(message) if _OF_WORKER in message else []
-    if not frames:
-        return None
-    file, line, function, code = max(enumerate(frames), key=lambda item: (_owner(item[1][0]), item[0]))[1]
-    return {"file": file, "line": int(line), "function": function, "code": code, "operation": code, "operands": {}}
 
 
 def _operation(entry: TracebackType) -> str:
@@ -183,7 +168,7 @@ def _operands(operation: str, frame: FrameType) -> dict[str, str]:
     return operands
 
 
-def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:
+def last_lines(path: str | None) -> list[str]:
     """The last lines of a log file, none if it cannot be read."""
     if path is None:
         return []
@@ -191,6 +176,6 @@ def last_lines(path: str | None, count: int = LOG_LINES) -> list[str]:
         with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 2**15))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     except OSError:
         return []

@@ -47,25 +47,13 @@ class MonitorOptions:
     temporary_folder: str | None = None
 
 
-@dataclass(frozen=True)
-class FailureReport:
-    """contents: see `docs/failures.md` for each key."""
-
-    contents: dict[str, Any]
-
-    @property
-    def kind(self) -> str:
-        """config, diverged, different, exception, killed, left or hang."""
-        return str(self.contents["first"]["kind"])
-
-    def screen(self) -> str:
-        """At most 40 lines: what failed, what it means, what to type; what followed; the log; where the run is."""
-        return _screen(self.contents)
+Report = dict[str, Any]
+"""What failure.json holds, see `docs/failures.md` for each key."""
 
 
 def write_report(
-    ranks: Sequence[WatchedRank], run_dir: str | None, options: MonitorOptions, before: dict[str, Any] | None
-) -> FailureReport | None:
+    ranks: Sequence[WatchedRank], run_dir: str | None, options: MonitorOptions, before: Report | None
+) -> Report | None:
     """The report of ranks that have reported how they end, or have ended, also as files in the run folder.
 
     Where it may only tell that a rank of another machine is lost, it is the report of that machine, if that comes soon.
@@ -74,19 +62,18 @@ def write_report(
     first = first_failure(ranks)
     if first is None:
         return None
-    contents: dict[str, Any] = {
+    report: Report = {
         "schema": SCHEMA,
         "first": _first(first),
         "consequences": [_consequence(rank, first) for rank in ranks if rank is not first and rank.has_failed],
         "world_size": first.hello["world_size"],
         "run": resume_hint(None if run_dir is None else Path(run_dir), first, options.command),
     }
-    contents["will_fail_again"] = will_fail_again(before, contents)
-    contents["exit_code"] = EXIT_CODES[contents["first"]["kind"]]
-    report = FailureReport(contents)
-    if run_dir is None or report.kind == "config":
+    report["will_fail_again"] = will_fail_again(before, report)
+    report["exit_code"] = EXIT_CODES[report["first"]["kind"]]
+    if run_dir is None or report["first"]["kind"] == "config":
         return report
-    if is_consequence(contents["first"]) and len(ranks) < first.hello["world_size"]:
+    if is_consequence(report["first"]) and len(ranks) < first.hello["world_size"]:
         deadline = time.monotonic() + OTHER_MACHINE_SECONDS
         earlier = None if before is None else before["run"]["time"]
         while (others := read_report(Path(run_dir))) is None or others["run"]["time"] == earlier:
@@ -95,10 +82,10 @@ def write_report(
                 break
             time.sleep(0.02)
         if others is not None:
-            others["run"]["resume"] = contents["run"]["resume"]  # this machine's own command
-            return FailureReport(others)
+            others["run"]["resume"] = report["run"]["resume"]  # this machine's own command
+            return others
     with suppress(OSError):  # a folder that cannot be written to costs the files only
-        for name, text in (("failure.json", json.dumps(contents, indent=1)), ("failure.txt", report.screen())):
+        for name, text in (("failure.json", json.dumps(report, indent=1)), ("failure.txt", screen(report))):
             # A path may hold any bytes.
             write_whole(Path(run_dir, name), f"{text}\n".encode(errors="backslashreplace"), sync=False)
     return report
@@ -135,7 +122,7 @@ def _consequence(rank: WatchedRank, first: WatchedRank) -> dict[str, Any]:
     return _identity(rank) | {"seconds_later": round(max(0.0, rank.failed_at - first.failed_at), 3), "what": what}
 
 
-def read_report(folder: Path) -> dict[str, Any] | None:
+def read_report(folder: Path) -> Report | None:
     """What failure.json in the run folder holds."""
     try:
         contents = json.loads((folder / "failure.json").read_text())
@@ -151,7 +138,7 @@ def remove_report(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def will_fail_again(before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+def will_fail_again(before: Report | None, now: Report) -> bool:
     """Whether the start before ended with the same failure, at the same place and step, and a restart cannot pass."""
     if before is None:
         return False
@@ -170,8 +157,9 @@ def resume_hint(folder: Path | None, first: WatchedRank, words: list[str]) -> di
 
     first: the rank that failed first. words: the typed command.
     """
-    own = None if folder is None else newest_snapshot(folder)
-    newest, saved_step = (first.resumed_from, first.resumed_step) if own is None else (str(own), _step_of(own))
+    newest, saved_step = first.resumed_from, first.resumed_step
+    if folder is not None and (own := newest_snapshot(folder)) is not None:
+        newest, saved_step = str(own), int(own.stem.removeprefix("step_"))
     return {
         "folder": None if folder is None else str(folder),
         "newest_snapshot": newest,
@@ -185,10 +173,6 @@ def newest_snapshot(run_dir: Path) -> Path | None:
     """The newest numbered snapshot that is written whole: its companion exists."""
     numbered = [path for path in run_dir.glob("snapshots/step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
     return max((path for path in numbered if path.with_suffix(".json").exists()), default=None)
-
-
-def _step_of(snapshot: Path) -> int:
-    return int(snapshot.stem.removeprefix("step_"))
 
 
 def resume_command(words: list[str], folder: Path | None) -> str:
@@ -207,7 +191,8 @@ def resume_command(words: list[str], folder: Path | None) -> str:
 # The screen.
 
 
-def _screen(report: Mapping[str, Any]) -> str:
+def screen(report: Report) -> str:
+    """At most 40 lines: what failed, what it means, what to type; what followed; the log; where the run is."""
     first, run = report["first"], report["run"]
     if first["kind"] == "config":
         return f"lockstep: {first['message']}"

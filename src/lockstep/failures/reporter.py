@@ -28,7 +28,7 @@ ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the mo
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
 ASK, LEAVE = b"?", b"x"  # what the monitor may send
 RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
-MOST_SAMPLES = 1000  # that are named in a report
+MOST_SAMPLES = 1000  # of a batch, see lockstep.data.partition.Batch: a message has a limit
 
 
 class Reporter:
@@ -73,14 +73,6 @@ class Reporter:
         for descriptor in {*descriptors} - {self.stacks}:
             os.close(descriptor)
 
-    def close(self) -> None:
-        if self.connection is not None:
-            faulthandler.disable()
-            if STACK_SIGNAL is not None:
-                faulthandler.unregister(STACK_SIGNAL)
-            self.connection.close()
-            os.close(self.stacks)
-
 
 def _answer(connection: socket.socket, stacks: int) -> None:
     """Do what the monitor asks for: write the stacks and send the flight records, as a line of JSON, or leave."""
@@ -112,7 +104,12 @@ def is_connected() -> bool:
 def disconnect() -> None:
     """Leave the monitor. The next job of a sweep has another one."""
     global _reporter
-    _reporter.close()
+    if _reporter.connection is not None:
+        faulthandler.disable()
+        if STACK_SIGNAL is not None:
+            faulthandler.unregister(STACK_SIGNAL)
+        _reporter.connection.close()
+        os.close(_reporter.stacks)
     _reporter = Reporter()
 
 
@@ -194,7 +191,10 @@ def failed(error: BaseException) -> None:
         return
     _end_copy(error)
     now, _reporter.reported = time.monotonic(), error
-    record = exception_record(error) | {"time": now, "samples": _samples(_reporter.batch)}
+    record = exception_record(error) | {"time": now, "samples": []}
+    with suppress(Exception):  # no batch yet; or a device that failed, from which nothing can be read
+        indices = [int(index) for part in _reporter.batch.parts for index in part.indices.tolist()]
+        record["samples"] = indices[:MOST_SAMPLES]
     record["is_communication"] &= _reporter.world_size > 1
     record["phase"] = _reporter.page.phase  # by the time of the report it may close its files
     record["log_lines"] = last_lines(_reporter.log_file)
@@ -211,14 +211,6 @@ def _end_copy(error: BaseException) -> None:
             os._exit(error.code or 0)
         traceback.print_exception(error)
         os._exit(EXIT_FAILED)
-
-
-def _samples(batch: Any) -> list[int]:
-    """The first sample indices of a batch, see lockstep.data.partition.Batch. A message has a limit."""
-    try:
-        return [int(index) for part in batch.parts for index in part.indices.tolist()][:MOST_SAMPLES]
-    except Exception:  # no batch yet; or a device that failed, from which nothing can be read
-        return []
 
 
 def ended(how: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from lockstep.failures import channel
 from lockstep.failures.report import MonitorOptions
-from lockstep.failures.reporter import ADDRESS
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 
@@ -56,6 +55,7 @@ def run_monitor(listener: socket.socket, options: MonitorOptions) -> None:
 class MonitorLink:
     """A launcher's connection to the monitor of its ranks, which it starts. A context manager: the end closes it.
 
+    name: of the monitor, which ranks find in the environment variable ADDRESS of lockstep.failures.reporter.
     temporary_folder: see `MonitorOptions`.
     """
 
@@ -68,11 +68,6 @@ class MonitorLink:
             self.reader = channel.Reader(self.connection)
             os.register_at_fork(after_in_child=self.connection.close)  # its end shows that the launcher has ended
             self._send({"launcher": True})
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the ranks need in their environment to find the monitor."""
-        return {ADDRESS: self.name}
 
     def report(self, exit_codes: dict[int, int]) -> dict[str, Any] | None:
         """The report of the ranks, which have all ended. exit_codes: {pid: code}. None if no rank has failed.

@@ -178,9 +178,6 @@ class Record:
         """The newest collective that has not ended."""
         return next((entry for entry in reversed(self.entries) if not entry.finished), None)
 
-    def of_group(self, group: str) -> dict[int, Collective]:
-        return {entry.number: entry for entry in self.entries if entry.group == group}
-
 
 def parse_records(text: str) -> Record:
     """torch's records (a JSON list: gloo's, NCCL's) -> one Record, in order of time.
@@ -239,8 +236,10 @@ def first_difference(records: Mapping[int, Record]) -> Difference | None:
     that all ranks have made alike: it waits for the network, and has left out no call.
     """
     for group in dict.fromkeys(entry.group for record in records.values() for entry in record.entries):
-        # Not all ranks belong to all groups.
-        members = {rank: known for rank, record in records.items() if (known := record.of_group(group))}
+        members: dict[int, dict[int, Collective]] = {}  # not all ranks belong to all groups
+        for rank, record in records.items():
+            if known := {entry.number: entry for entry in record.entries if entry.group == group}:
+                members[rank] = known
         history: list[Call | None] = []  # of all members alike
         in_common_call: set[int] = set()
         first_known = max(map(min, members.values()))  # how far all records reach back

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.failures.channel import STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES
-from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, find_verdict, parse_stack
+from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, at, find_verdict, parse_stack
 from lockstep.failures.watched_rank import WatchedRank, children, parent, process_state, request_stack
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
@@ -28,6 +28,7 @@ REMEMBERED_STEPS = 101
 PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "disk": 30.0, "meeting": math.inf, "end": math.inf}
 OTHER_PATIENCE = 10.0
 FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
+FIRST_STEP_SECONDS = 60.0  # or watch.timeout, if that is less; then a line says where the first step is
 OWN_PAUSE = 5.0  # seconds between two looks, after which the monitor itself was stopped
 PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
 
@@ -54,11 +55,14 @@ class Watchdog:
         self.last_look = 0.0
         self.ignored_until = 0.0  # silence before this moment does not count
         self.next_examination = 0.0
+        self.first_step_is_told = False
         self.reported: tuple[bool, Kind, tuple[int, ...]] | None = None  # whether it was slow, and the verdict
 
     def look(self, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
         """With watch.on_hang=stop a hang is the failure of the rank that causes it. run_dir: for hang.txt."""
         living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known]
+        if living:
+            self._say_where_the_first_step_is(living)
         if not living or self.silence(living, time.monotonic()) is None:
             return
         diagnosis = self.examine(living)
@@ -82,6 +86,18 @@ class Watchdog:
                     with suppress(OSError):
                         os.kill(child, signal.SIGKILL)
 
+    def _say_where_the_first_step_is(self, ranks: Sequence[WatchedRank]) -> None:
+        """Print a line, once, if the first step of these processes takes long: nothing else is on the screen yet."""
+        seconds = time.monotonic() - max(rank.page.last_progress for rank in ranks)
+        is_first = all(rank.page.phase == "train" and not rank.page.get(STEPS_ENDED) for rank in ranks)
+        if self.first_step_is_told or not is_first or seconds < min(FIRST_STEP_SECONDS, self.timeout or math.inf):
+            return
+        self.first_step_is_told = True
+        rank = gather(ranks)[0]
+        self.last_look = time.monotonic()  # this was no pause
+        text = f"the first step has taken {seconds:.0f} s; rank {rank.rank} is {at(rank.stack.place)}"
+        print(text, file=sys.stderr, flush=True)
+
     def silence(self, ranks: Sequence[WatchedRank], now: float) -> float | None:
         """Seconds since the last progress of any rank, if they are too many. now: time.monotonic()."""
         for rank in ranks:
@@ -91,11 +107,15 @@ class Watchdog:
                 self.steps.append((ended_at - before[1]) / (steps - before[0]))
                 self.reported = None
             self.seen[rank.pid] = steps, ended_at
-        was_stopped = now - self.last_look > OWN_PAUSE
+        is_paused = now - self.last_look > OWN_PAUSE
         self.last_look = now
         silence = now - max(self.ignored_until, *(rank.page.last_progress for rank in ranks))
-        if was_stopped or (silence > PAUSE_SILENCE and _are_paused(ranks)):
-            self.ignored_until = now  # Ctrl-Z
+        if silence > PAUSE_SILENCE and all(process_state(rank.pid) == "T" for rank in ranks):
+            # Ctrl-Z stops the launcher, too, and the ranks of other machines cannot be seen from here.
+            are_all = len(ranks) == ranks[0].hello["world_size"]
+            is_paused |= are_all or all(process_state(parent(rank.pid)) == "T" for rank in ranks)
+        if is_paused:
+            self.ignored_until = now
             return None
         return silence if silence > self.limit(ranks, capped=True) and now > self.next_examination else None
 
@@ -136,16 +156,6 @@ class Watchdog:
             print(f"{text}: {verdict.meaning}", file=sys.stderr, flush=True)
             return None
         return Diagnosis(verdict, facts, silence)
-
-
-def _are_paused(ranks: Sequence[WatchedRank]) -> bool:
-    """Whether the run was stopped as a whole, as by Ctrl-Z, which stops the launcher, too.
-
-    A machine cannot see by its own ranks alone whether those of other machines are stopped.
-    """
-    if not all(process_state(rank.pid) == "T" for rank in ranks):
-        return False
-    return len(ranks) == ranks[0].hello["world_size"] or all(process_state(parent(rank.pid)) == "T" for rank in ranks)
 
 
 def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:

@@ -16,7 +16,7 @@ from lockstep.failures.record import last_lines
 from lockstep.failures.reporter import ASK, LEAVE
 from lockstep.failures.verdict import parse_stack
 
-EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, after the name of the program
+EXIT_CODE_FIELD = 48  # of /proc/<pid>/stat, after the state of the process
 LARGEST_STACKS = 2**24  # bytes
 CRASH = "Fatal Python error: "  # faulthandler's words before the stack of a crash
 CRASHES = {  # faulthandler's names
@@ -106,12 +106,6 @@ class WatchedRank:
         elif "ended" in message:
             self.ended = message["ended"]
 
-    def note_end_of_connection(self) -> None:
-        """The rank has left the monitor, or has ended."""
-        self.connected = False
-        if self.pid_file is None:
-            self.note_death()
-
     def note_death(self, exit_code: int | None = None) -> None:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it.
 
@@ -119,7 +113,10 @@ class WatchedRank:
         """
         if self.died_at is None:
             self.died_at = time.monotonic()
-            self.exit_code = _zombie_exit_code(self.pid)
+            state, *fields = _stat(self.pid)
+            if state in ("Z", "X"):
+                with suppress(IndexError, ValueError):
+                    self.exit_code = os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD]))
             self.out_of_memory = _oom_kills(self.oom_counters) > self.oom_kills_at_start
             if self.exit_code is None:  # mpirun takes it before; faulthandler has written how it crashed
                 crash = self._crash.partition("\n")[0]
@@ -208,15 +205,6 @@ def open_pid_file(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # not Linux; or its parent knows already that it has ended
-        return None
-
-
-def _zombie_exit_code(pid: int) -> int | None:
-    """How a process ended, if its parent has not asked for it yet: its exit code, or minus the signal. Else None."""
-    fields = _stat(pid)
-    try:
-        return os.waitstatus_to_exitcode(int(fields[EXIT_CODE_FIELD])) if fields[0] in ("Z", "X") else None
-    except (IndexError, ValueError):
         return None
 
 

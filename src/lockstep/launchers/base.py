@@ -53,9 +53,9 @@ class RankFailed(Exception):
     The message is the failure report as one screen, `contents` what failure.json holds (see docs/failures.md).
     """
 
-    def __init__(self, screen: str, contents: dict[str, Any] | None = None) -> None:
+    def __init__(self, screen: str, contents: dict[str, Any]) -> None:
         super().__init__(screen)
-        self.contents = contents or {}
+        self.contents = contents
 
     @property
     def headline(self) -> str:

@@ -34,10 +34,18 @@ class EnvLauncher(Launcher):
             raise
         except BaseException as error:
             reporter.failed(error)
-            failure = _with_report(error)
-            if failure is error:
+            if isinstance(error, (ConfigError, KeyboardInterrupt)):
                 raise
-            raise failure from error
+            answer = reporter.wait_for_report()
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # of the ranks' errors torchrun names the earliest
+                delay = 0 if answer is None or answer["is_first"] else CONSEQUENCE_DELAY
+                message = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
+                root_cause = {"message": message, "timestamp": str(int(time.time()) + delay)}
+                with suppress(OSError):
+                    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
+            if answer is None:
+                raise
+            raise RankFailed(answer["screen"] or "", answer) from error
         else:
             reporter.ended("finished")
             return value
@@ -52,24 +60,3 @@ def end_with_starter() -> None:
     """
     if read_rank_info().started_by in STARTERS:
         end_with_parent()
-
-
-def _with_report(error: BaseException) -> BaseException:
-    """The exception for the command line: with the monitor's report if there is one, else `error` itself."""
-    if isinstance(error, (ConfigError, KeyboardInterrupt)):
-        return error
-    answer = reporter.wait_for_report()
-    _write_torchrun_error(error, is_first=answer is None or answer["is_first"])
-    if answer is None:
-        return error
-    return RankFailed(answer["screen"] or "", answer)
-
-
-def _write_torchrun_error(error: BaseException, is_first: bool) -> None:
-    """Write the error to the file in which torchrun looks for the root cause. torchrun takes the earliest one."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is not None:
-        message = f"{type(error).__name__}: {message_of(error)}".partition("\n")[0]
-        timestamp = int(time.time()) + (0 if is_first else CONSEQUENCE_DELAY)
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message, "timestamp": str(timestamp)}))

@@ -43,7 +43,6 @@ from lockstep.failures import reporter
 from lockstep.failures.start import MonitorLink
 from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
 
-START_METHODS = ("spawn", "fork", "forkserver")
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
 SECONDS_AFTER_FIRST_RANK = 5.0  # from the end of the first rank in a stop until ranks that have not ended are killed
@@ -67,16 +66,7 @@ def resolve_nproc(nproc_per_node: int | str) -> int:
                 "launch.nproc_per_node=gpu needs a GPU and this machine shows none; type launch.nproc_per_node=cpu"
             )
         return gpus or cpu_count()
-    try:
-        count = int(nproc_per_node)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ConfigError(
-            f"launch.nproc_per_node={nproc_per_node} is not a number of ranks; "
-            f"type launch.nproc_per_node=2, or auto, gpu or cpu"
-        )
-    return count
+    return int(nproc_per_node)
 
 
 class LocalLauncher(Launcher):
@@ -117,11 +107,6 @@ class LocalLauncher(Launcher):
             start_fork_server(rank_imports)
 
     def validate(self) -> None:
-        if self.start_method not in START_METHODS:
-            raise ConfigError(
-                f"launch.start_method={self.start_method} is none of Python's; "
-                f"type launch.start_method=spawn, fork or forkserver"
-            )
         resolve_nproc(self.nproc_per_node)
         refuse_nesting(self.name)
         if self.start_method == "fork" and self.max_restarts:
@@ -274,7 +259,7 @@ class Supervisor:
     ) -> tuple[BaseException | None, Any]:
         """Start all ranks and wait for them. Returns (the failure, None) or (None, rank 0's value)."""
         reader, writer = multiprocessing.Pipe(duplex=False)
-        env = self.env | link.environment | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        env = self.env | {reporter.ADDRESS: link.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
             self.context.Process(target=run_rank, args=(local, self.first_rank + local, env, writer, worker, args))
             for local in range(self.ranks)
@@ -316,10 +301,19 @@ class Supervisor:
         """What the exit codes of the ranks say, and the monitor's report; None if all have finished."""
         exit_codes = {process.pid or 0: process.exitcode or 0 for process in self.processes}
         codes = list(exit_codes.values())
-        stopped, is_printed = stopped_early(codes, relay)
+        before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
+        have_stopped = any(code in STOP_EXITS for code in codes)
+        stopped = None
+        if relay.second is not None:
+            stopped = signals.ended_at_once(relay.second, in_training=True)
+        elif have_stopped and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
+            return StoppedEarly("the ranks stopped early", max(codes))  # rank 0 has said so
+        elif before_training:
+            stopped = signals.ended_at_once(before_training[0], in_training=False)
+        elif have_stopped and relay.first is not None:
+            stopped = signals.unanswered_stop()
         if stopped is not None:
-            if not is_printed:
-                print_line(f"lockstep: {stopped}", sys.stderr)
+            print_line(f"lockstep: {stopped}", sys.stderr)
             return stopped
         report = link.report(exit_codes)
         if report is None and any(codes):
@@ -332,23 +326,6 @@ class Supervisor:
             return RankFailed(report["screen"], report["contents"])
         can_start_later = first.get("type") in (CannotStartNow.__name__, RankMissing.__name__)
         return (CannotStartNow if can_start_later else ConfigError)(first["message"])
-
-
-def stopped_early(codes: list[int], relay: Relay) -> tuple[StoppedEarly | None, bool]:
-    """(what the exit codes of the ranks say about a stop, whether a rank has printed it).
-
-    None if there was no stop, or if a rank failed.
-    """
-    if relay.second is not None:
-        return signals.ended_at_once(relay.second, in_training=True), False
-    if any(code in STOP_EXITS for code in codes) and all(code in (EXIT_FINISHED, *STOP_EXITS) for code in codes):
-        return StoppedEarly("the ranks stopped early", max(codes)), True
-    before_training = [number for number in STOP_SIGNALS if 128 + number in codes]
-    if before_training:
-        return signals.ended_at_once(before_training[0], in_training=False), False
-    if relay.first is not None and any(code in STOP_EXITS for code in codes):
-        return signals.unanswered_stop(), False
-    return None, False
 
 
 def run_rank(

@@ -126,17 +126,6 @@ class SlurmLauncher(Launcher):
 
     def script(self) -> str:
         """The text of the sbatch script."""
-        return SCRIPT.format(
-            options="\n".join(f"#SBATCH {option}" for option in self._sbatch_options()),
-            setup="\n".join([*self.setup, ""]),
-            warning=self.warning,
-            resumable=EXIT_RESUMABLE,
-            unsaved=EXIT_STOPPED_WITHOUT_SNAPSHOT,
-            cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
-            command=shlex.join(self._command()),
-        )
-
-    def _sbatch_options(self) -> list[str]:
         values = {
             "nodes": self.nodes,
             "ntasks-per-node": self.ntasks_per_node,
@@ -150,25 +139,24 @@ class SlurmLauncher(Launcher):
             "open-mode": "append",
             "job-name": "lockstep",
         }
-        words = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
-        return [*words, "--requeue", *self.options]
-
-    def _command(self) -> list[str]:
-        """What each task runs: this command, with launch=env in place of launch=slurm, and with a fixed run folder."""
-        overrides = [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
-        script = str(Path(sys.argv[0]).resolve())
-        folder = f"hydra.run.dir={path_value(self.folder)}"
-        typed = [*config_flags(sys.argv[1:]), *hydra_overrides(sys.argv[1:])]
-        return [sys.executable, script, *typed, *overrides, "launch=env", folder]
-
-
-def hydra_overrides(arguments: list[str]) -> list[str]:
-    """The overrides of Hydra's own config that hold for the ranks, too, such as hydra.searchpath=[...].
-
-    The run folder is fixed, and what starts this job or a sweep of such jobs is done.
-    """
-    words = [word for word in arguments if re.match(r"[+~]*hydra[./]", word)]
-    return [word for word in words if not re.match(r"[+~]*hydra[./](run\.dir|sweep|sweeper|mode)\b", word)]
+        options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
+        # Each task runs this command, with launch=env in place of launch=slurm, and with a fixed run folder. Overrides
+        # of Hydra's own config, such as hydra.searchpath=[...], hold there, too, but not those that started this job.
+        command = [sys.executable, str(Path(sys.argv[0]).resolve()), *config_flags(sys.argv[1:])]
+        for word in sys.argv[1:]:
+            if re.match(r"[+~]*hydra[./](?!(run\.dir|sweep|sweeper|mode)\b)", word):
+                command.append(word)
+        command += [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
+        command += ["launch=env", f"hydra.run.dir={path_value(self.folder)}"]
+        return SCRIPT.format(
+            options="\n".join(f"#SBATCH {option}" for option in [*options, "--requeue", *self.options]),
+            setup="\n".join([*self.setup, ""]),
+            warning=self.warning,
+            resumable=EXIT_RESUMABLE,
+            unsaved=EXIT_STOPPED_WITHOUT_SNAPSHOT,
+            cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
+            command=shlex.join(command),
+        )
 
 
 def config_flags(arguments: list[str]) -> list[str]:

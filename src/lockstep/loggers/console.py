@@ -6,15 +6,12 @@ import shlex
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.data.partition import shares_in_words
 from lockstep.distributed.run_folder import BAR_COLUMNS
 from lockstep.errors import path_value
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +33,8 @@ class ConsoleLogger(Logger):
         )
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
-        self._last = summary
-        self._log_epoch(summary)
-
-    def _log_epoch(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   test loss 0.0447   3667 samples/s"""
+        self._last = summary
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
             numbers = [f"{name} {value:.4f}" for name, value in means.items()]
@@ -57,7 +51,11 @@ class ConsoleLogger(Logger):
         if last is None:  # a finished run was started again
             return
         if last.best_step is not None:
-            self._log_best(last, run_dir)
+            ((name, value),) = last.best.items()
+            file = "model.pt" if last.best_step == last.step else "model_best.pt"
+            # It is not there if the run was resumed in another folder, and has not become better since.
+            where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
+            log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
         run = self._run
         resume = f"resume={path_value(run_dir)}"
         log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.trusted]))
@@ -66,13 +64,6 @@ class ConsoleLogger(Logger):
         if last.epoch == last.epochs:
             words = shlex.join([resume, f"trainer.epochs={2 * last.epochs}"])
             log.info("train on:   the same command with %s", words)
-
-    def _log_best(self, last: EpochSummary, run_dir: Path) -> None:
-        ((name, value),) = last.best.items()
-        file = "model.pt" if last.best_step == last.step else "model_best.pt"
-        # It is not there if the run was resumed in another folder, and has not become better since.
-        where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
-        log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
 
 
 class ProgressBarLogger(Logger):

@@ -36,10 +36,22 @@ class RankLogs:
     def open(self, folder: str | Path) -> None:
         """Log to folder/logs/rank<N>.log, and on rank 0 to folder/train.log, also what was logged until now.
 
-        Call it when this run holds the folder: a run that is refused must not write there. Raises ConfigError if the
-        folder is not writable.
+        Call it when this run holds the folder: a run that is refused must not write there. Raises CannotStartNow if
+        the folder is not writable.
         """
-        self.files = open_files(Path(folder), self.rank)
+        folder = Path(folder)
+        names = [f"logs/rank{self.rank}.log", *(["train.log"] if self.rank == 0 else [])]
+        files: list[logging.Handler] = []
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            for name in names:
+                files.append(QuietFileHandler(folder / name))
+        except OSError as error:
+            close_all(files)
+            raise CannotStartNow(unwritable(folder, error)) from error
+        for file in files:
+            file.setFormatter(logging.Formatter(FILE_FORMAT))
+        self.files = files
         for record in self.kept:
             for file in self.files:
                 file.handle(record)
@@ -101,22 +113,6 @@ def rank_logs() -> Iterator[RankLogs]:
         _log_to(handlers)
         root.setLevel(level)
         close_all([*logs.files, *logs.console])
-
-
-def open_files(folder: Path, rank: int) -> list[logging.Handler]:
-    """The log files of this rank. Raises CannotStartNow if they cannot be opened."""
-    files: list[logging.Handler] = []
-    try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        files.append(QuietFileHandler(folder / "logs" / f"rank{rank}.log"))
-        if rank == 0:
-            files.append(QuietFileHandler(folder / "train.log"))
-    except OSError as error:
-        close_all(files)
-        raise CannotStartNow(unwritable(folder, error)) from error
-    for file in files:
-        file.setFormatter(logging.Formatter(FILE_FORMAT))
-    return files
 
 
 def close_all(handlers: list[logging.Handler]) -> None:

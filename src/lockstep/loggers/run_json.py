@@ -129,7 +129,14 @@ class RunJson(Logger):
         self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
-        self._end(*_state_and_code(error))
+        if isinstance(error, StoppedEarly):
+            self._end("stopped", error.code)
+        elif isinstance(error, KeyboardInterrupt):
+            self._end("stopped", EXIT_INTERRUPTED)
+        elif isinstance(error, TrainingDiverged):
+            self._end("diverged", EXIT_DIVERGED)
+        else:
+            self._end(FAILED, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
 
     def _end(self, state: str, code: int) -> None:
         if self.life is not None:
@@ -181,35 +188,33 @@ def _ended(life: dict[str, Any], step: int) -> dict[str, Any]:
     return life | {"state": KILLED if was_killed else life["state"], "to_step": max(life["from_step"], last)}
 
 
-def _state_and_code(error: BaseException) -> tuple[str, int]:
-    if isinstance(error, StoppedEarly):
-        return "stopped", error.code
-    if isinstance(error, TrainingDiverged):
-        return "diverged", EXIT_DIVERGED
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped", EXIT_INTERRUPTED
-    return FAILED, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-
-
 def run_facts(
     world: World, step: int, command: Mapping[str, Any], computed: Sequence[str], data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Plain values for run.json, before its first step. A collective.
 
     step: optimizer steps already done.
-    command: what was typed, and "config", {key: value}.
+    command: what was typed, "config", {key: value}, and "values", {key: digest} of those from environment variables.
     computed: the keys of the config that say what is computed.
     data: the number of samples and a fingerprint of the data.
     """
     compared = {key: command["config"][key] for key in sorted(computed)}
     config_hash = hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:16]
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
+    device = world.device
+    values = {f"value of {key}": digest for key, digest in command["values"].items()}
     return {
-        **command,
+        **{key: value for key, value in command.items() if key != "values"},
         "config_hash": config_hash,
         "data": dict(data),
         "code": {},
-        "environment": _machine(world),
+        "environment": {
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            **values,
+        },
         "life": {
             "from_step": step,
             "world_size": world.size,
@@ -217,16 +222,6 @@ def run_facts(
             "hosts": hosts,
             "config_hash": config_hash,
         },
-    }
-
-
-def _machine(world: World) -> dict[str, Any]:
-    device = world.device
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 
 

@@ -120,9 +120,7 @@ class TensorBoardLogger(Logger):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", FutureWarning
-                )  # torch.jit is deprecated, and add_graph has no other way
+                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; add_graph has no other way
                 self._write(lambda writer: writer.add_graph(model, inputs))
         except (RuntimeError, TypeError, ValueError) as error:
             log.warning("no graph is written: torch cannot trace this model (%s)", str(error).splitlines()[0])
@@ -158,30 +156,22 @@ class TensorBoardLogger(Logger):
             return
         try:
             if self._writer is None:
-                self._check_space()
+                if self._reopen_at > 0:  # on a disk that is still full it leaves an empty file and prints a traceback
+                    probe = self.run_dir / "tensorboard.tmp"
+                    try:
+                        probe.write_bytes(bytes(PROBE_BYTES))
+                    finally:
+                        probe.unlink(missing_ok=True)
                 self._writer = SummaryWriter(self.run_dir, purge_step=self._purge_step)
             write(self._writer)
             self._purge_step = None  # not before: a full disk would lose the purge
         except OSError:
-            self._discard_writer()
+            if self._writer is not None:  # its close() would raise before it stops its thread
+                with suppress(OSError):
+                    self._writer.file_writer.event_writer.close()  # type: ignore[attr-defined]
+                self._writer = None
             self._reopen_at = time.monotonic() + REOPEN_SECONDS
             raise
-
-    def _check_space(self) -> None:
-        """Raise OSError if the disk is still full. A SummaryWriter would leave an empty file and print a traceback."""
-        if self._reopen_at > 0:
-            probe = self.run_dir / "tensorboard.tmp"
-            try:
-                probe.write_bytes(bytes(PROBE_BYTES))
-            finally:
-                probe.unlink(missing_ok=True)
-
-    def _discard_writer(self) -> None:
-        """Stop the writer's thread. SummaryWriter.close() would raise before it comes to that."""
-        if self._writer is not None:
-            with suppress(OSError):
-                self._writer.file_writer.event_writer.close()  # type: ignore[attr-defined]
-            self._writer = None
 
 
 def write_header(run: RunInfo) -> None:

@@ -25,9 +25,10 @@ class WeightsFromData(Protocol):
         """inputs (N, ...): training samples as the model gets them, on its device, not augmented."""
 
 
-def has_sparse_gradients(model: nn.Module) -> bool:
-    """Whether a layer of `model` makes some, such as torch.nn.Embedding(..., sparse=True)."""
-    return any(getattr(module, "sparse", False) is True for module in model.modules())
+def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained weights of layers that make sparse gradients, such as torch.nn.Embedding(..., sparse=True)."""
+    weights = [module.weight for module in model.modules() if getattr(module, "sparse", False) is True]
+    return [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.requires_grad]
 
 
 def image_shape(shape: Sequence[int], model: str) -> tuple[int, int, int]:

@@ -101,6 +101,8 @@ class Mode:
 
     name = ""  # of its option in conf/mode
     trains = False  # whether it is a training, which a sweep may repeat
+    reads_training_data = True  # whether it fails without; else the tests' may stand in for training data that is gone
+    needs_labels = True  # whether each image that it reads must have one
     starts_ranks = False  # whether `work` is called once, in the process that was typed, and starts ranks itself
     snapshot = "last"
 

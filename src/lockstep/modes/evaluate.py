@@ -28,6 +28,7 @@ class Evaluate(Mode):
 
     def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
+        self.reads_training_data = split == "train"
 
     def validate(self, job: "JobSpec") -> None:
         require_place(self.file)

@@ -45,7 +45,7 @@ class Export(Mode):
     file: where the net goes; null: last.pt2, best.onnx, ... in the run.
     """
 
-    name = "export"
+    name, reads_training_data = "export", False
 
     def __init__(self, snapshot: str, format: Format, file: str | None) -> None:
         self.snapshot, self.format, self.file = snapshot, format, file

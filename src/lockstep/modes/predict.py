@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,16 +29,17 @@ Columns = dict[str, "Tensor"]
 class Predict(Mode):
     """One row for each sample, in the data set's order, whatever the number of ranks.
 
-    The columns are index, for folders of images file, what `Task.predictions` gives, and truth.
+    The columns are index, for images file, what `Task.predictions` gives, and truth, empty for an image without label.
 
     split: the data to predict; training data is not augmented.
     file: where the rows go; null: predictions.csv in the run folder.
     """
 
-    name = "predict"
+    name, needs_labels = "predict", False
 
     def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
+        self.reads_training_data = split == "train"
 
     def validate(self, job: "JobSpec") -> None:
         require_place(self.file)
@@ -69,6 +71,7 @@ def predict(trained: TrainedRun, split: str) -> Columns:
 
     from lockstep.distributed import signals
     from lockstep.failures import reporter
+    from lockstep.training.evaluation import draws_of_samples
     from lockstep.training.setup import autocast
 
     state, parts = trained.state, list[Columns]()
@@ -83,8 +86,10 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
-        for inputs, targets in loader.eval_batches(settings.eval_batch_size):
-            strategy.eval_step(inputs, targets, keep, context)
+        batches = loader.eval_batches(settings.eval_batch_size)
+        for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+            with draws:
+                strategy.eval_step(inputs, targets, keep, context)
             reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
@@ -119,7 +124,7 @@ def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Colum
 
 
 def files_of(loader: "BatchLoader") -> Sequence[str]:
-    """The names of the files of a folder of images inside of it, in their order; empty for other data."""
+    """The names of the files of images in their folder, in their order; empty for other data."""
     from lockstep.snapshots.data_fingerprint import image_files
 
     folder, files = image_files(loader.dataset) or ("", ())
@@ -139,22 +144,31 @@ def table(columns: Columns, classes: Sequence[str], files: Sequence[str] = ()) -
         labels = classes if name == "probability" and len(classes) == count else range(count)
         header += [f"{name}_{label}" for label in labels] if count else [name]
     yield csv_line(header)
-    cells = [_texts(values, classes if name in OF_CLASSES else ()) for name, values in flat.items()]
+    cells = [
+        _texts(values, classes if name in OF_CLASSES else (), has_blanks=bool(files) and name == "truth")
+        for name, values in flat.items()
+    ]
     for index, row in enumerate(zip(*cells, strict=True)):
         yield csv_line([str(index), *files[index : index + 1], *(text for texts in row for text in texts)])
 
 
-def _texts(values: "Tensor", classes: Sequence[str]) -> Iterator[list[str]]:
+def _texts(values: "Tensor", classes: Sequence[str], has_blanks: bool) -> Iterator[list[str]]:
     """The cells of each row. Floating-point numbers have as many digits as it takes to read the same number again.
 
     classes: the names of whole numbers, one in a row; empty if they have none.
+    has_blanks: whether rows without a target are empty cells.
     """
     import torch
 
+    from lockstep.data.image_files import without_target
+
     digits = 17 if values.dtype.itemsize == 8 else 9
-    for row in values if values.dim() > 1 else values[:, None]:
+    blanks = without_target(values).tolist() if has_blanks else itertools.repeat(False)
+    for row, is_blank in zip(values if values.dim() > 1 else values[:, None], blanks, strict=False):
         numbers = row.tolist()
-        if values.is_floating_point():
+        if is_blank:
+            yield [""] * len(numbers)
+        elif values.is_floating_point():
             yield [f"{number:.{digits}g}" for number in numbers]
         elif values.dim() == 1 and classes and values.dtype != torch.bool:
             yield [classes[number] if 0 <= number < len(classes) else str(number) for number in numbers]

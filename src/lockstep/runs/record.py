@@ -95,19 +95,14 @@ def _below(folder: str, seen: set[str]) -> Iterator[Path]:
     if real in seen:
         return
     seen.add(real)
-    for path in _folders_in(folder):
-        yield from _below(path, seen)
-
-
-def _folders_in(folder: str) -> list[str]:
-    """Those that can be read: one may be removed meanwhile, or be a link that leads nowhere."""
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(OSError):
+            with suppress(OSError):  # it may be removed meanwhile, or be a link that leads nowhere
                 if not entry.name.startswith(".") and entry.is_dir():
                     found.append(entry.path)
-    return sorted(found)
+    for path in sorted(found):
+        yield from _below(path, seen)
 
 
 def configs_of(run: Run) -> list[dict[str, Any]]:

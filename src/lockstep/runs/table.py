@@ -54,10 +54,11 @@ def check_names(runs: Sequence[Run], names: Iterable[str], option: str) -> None:
     keys = columns.union(*(run["config"].keys() | run.get("options", {}).keys() for run in runs))
     for name in names:
         if name not in keys:
-            of_section = [key for key in keys if key.rpartition(".")[0] == name.rpartition(".")[0]]
-            option_class = f"{name}._target_"  # --filter model=mlp
-            close = [option_class] if option_class in keys else difflib.get_close_matches(name, of_section, 1)
-            instead = f"{close[0] if close else 'objective'}{'=<value>' if option == '--filter' else ''}"
+            of_class = [key for key in keys if key == f"{name}._target_"]  # --filter model=mlp
+            of_section = [key for key in keys if key.rpartition(".")[2] == name]  # --filter lr=0.1
+            close = of_class or (of_section if len(of_section) == 1 else difflib.get_close_matches(name, keys, 1, 0.8))
+            meant = close[0] if close else "<key>" if option == "--filter" else "objective"
+            instead = f"{meant}{'=<value>' if option == '--filter' else ''}"
             raise ConfigError(
                 f"{option} {name}: no run has this key, and the columns are {', '.join(sorted(columns))}; "
                 f"type {option} {instead}"
@@ -68,7 +69,7 @@ def filtered(runs: Sequence[Run], filters: Sequence[str]) -> list[Run]:
     """The runs for which all of `filters`, such as "optimizer.lr=0.1" or "state=finished", hold."""
     pairs = []
     for text in filters:
-        key, equals, wanted = text.partition("=")
+        key, equals, wanted = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise ConfigError(f"--filter {text} has no value; type --filter {key or 'state'}=<value>")
         pairs.append((key, wanted))

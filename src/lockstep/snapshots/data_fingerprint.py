@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset
-from lockstep.data.images import DecodedImages, ImageFiles
+from lockstep.data.image_files import ImageFiles, Target
 from lockstep.data.partition import random_states_kept
 from lockstep.training.weight_check import digest
 
@@ -84,25 +84,24 @@ def _held_once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span,), (1,)) if 0 < span < tensor.numel() else tensor
 
 
-def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, int]]] | None:
-    """(folder, [(file, class)]) of this project's and torchvision's folders of images. None for other data sets."""
-    if isinstance(dataset, DecodedImages):
-        dataset = dataset.source
-    if isinstance(dataset, ImageFiles):
-        return str(dataset.folder), dataset.files
+def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, Target]]] | None:
+    """(folder, [(file, target)]) of this project's images and torchvision's folders. None for other data sets."""
+    source = getattr(dataset, "source", None)
+    if isinstance(source, ImageFiles):
+        return str(source.folder), source.files
     vision = sys.modules.get("torchvision.datasets")
     if vision is not None and isinstance(dataset, vision.DatasetFolder):
         return str(dataset.root), dataset.samples
     return None
 
 
-def _of_files(folder: str, files: Sequence[tuple[Any, int]]) -> str:
+def _of_files(folder: str, files: Sequence[tuple[Any, Target]]) -> str:
     names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
     sizes = [size for size, _ in _sizes_and_times(files)]
     return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
 
 
-def _sizes_and_times(files: Sequence[tuple[Any, int]]) -> list[tuple[int, int]]:
+def _sizes_and_times(files: Sequence[tuple[Any, Target]]) -> list[tuple[int, int]]:
     """(bytes, ns) of up to `FILES` files; (0, 0) of one that is gone: training will show it."""
     found = []
     for index in _evenly_spaced(len(files), FILES):

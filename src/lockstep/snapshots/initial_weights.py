@@ -54,7 +54,10 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     if where is None:
         return
     path = file_of_weights(where)
-    saved = _without_wrappers(_state_dict(path, where))
+    saved: dict[str, Any] = _state_dict(path, where)
+    for prefix in WRAPPERS:
+        if all(name.startswith(prefix) for name in saved):
+            saved = {name.removeprefix(prefix): value for name, value in saved.items()}
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     names = all_names(model)
     new = {name for first in new for name in names[first]}
@@ -113,7 +116,7 @@ def file_of_weights(where: str) -> Path:
     return path
 
 
-def _state_dict(path: Path, where: str) -> dict[str, Tensor | StoredTensor]:
+def _state_dict(path: Path, where: str) -> dict[str, Any]:
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
     try:
@@ -132,13 +135,6 @@ def _state_dict(path: Path, where: str) -> dict[str, Tensor | StoredTensor]:
             f"init={where}: {path} holds no state dict; type init=<a file of torch.save(net.state_dict())>"
         )
     return {name: value for name, value in contents.items() if isinstance(value, TENSORS)}
-
-
-def _without_wrappers(saved: dict[str, Any]) -> dict[str, Any]:
-    for prefix in WRAPPERS:
-        if all(name.startswith(prefix) for name in saved):
-            saved = {name.removeprefix(prefix): value for name, value in saved.items()}
-    return saved
 
 
 def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, Any]) -> None:

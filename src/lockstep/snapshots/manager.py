@@ -146,8 +146,19 @@ class SnapshotManager(Watcher):
         Rank 0 decides which snapshot is good, and all ranks read that one. Raises ConfigError on all ranks as
         `find_snapshots` and `load_first_good` do, and for a snapshot with another fingerprint.
         """
+
+        def find() -> Found | None:
+            self.writer.drain()  # at a rollback the newest one may not be written yet
+            paths = find_snapshots(where, self.run_dir)
+            found = load_first_good(paths)
+            if found is not None:
+                saved, path = found
+                self.saver.damaged |= set(paths[: paths.index(path)])
+                require_same_run(path, saved["fingerprint"], self.fingerprint)
+            return found
+
         reporter.enter("resume")
-        found = load_on_all_ranks(self.world, lambda: self._find(where))
+        found = load_on_all_ranks(self.world, find)
         if found is None:
             return None
         saved, path = found
@@ -167,17 +178,6 @@ class SnapshotManager(Watcher):
             message = "nothing to train: the run is at step %d already; type %s=<more> to go on"
             log.info(message, self.start_step, self.state.reached_limit)
         return path
-
-    def _find(self, where: str | Path | None) -> Found | None:
-        """(contents, path) of the snapshot to resume from."""
-        self.writer.drain()  # at a rollback the newest one may not be written yet
-        paths = find_snapshots(where, self.run_dir)
-        found = load_first_good(paths)
-        if found is not None:
-            saved, path = found
-            self.saver.damaged |= set(paths[: paths.index(path)])
-            require_same_run(path, saved["fingerprint"], self.fingerprint)
-        return found
 
     def roll_back(self, error: TrainingDiverged) -> None:
         """`watch.nan=rollback`: go back to the newest snapshot, in place, and leave out the batch that gave a NaN.
@@ -318,8 +318,11 @@ class SnapshotManager(Watcher):
         state = self.state
         with self.world.disk_access():
             self.saver.finish()  # so that model.pt is the newest file
-        if state.progress.step == self.start_step and self.world.broadcast_json(self._is_exported()):
-            return
+        if state.progress.step == self.start_step:
+            model, snapshot = self.run_dir / LAST, self.resumed_from
+            is_newest = model.exists() and (snapshot is None or model.stat().st_mtime >= snapshot.stat().st_mtime)
+            if self.world.broadcast_json(is_newest):
+                return
         with state.ema_weights():
             weights = model_state(state.strategy)
             with self.world.disk_access():
@@ -327,11 +330,6 @@ class SnapshotManager(Watcher):
         problem = self.world.broadcast_json(problem)
         if problem is not None:
             raise ConfigError(problem)
-
-    def _is_exported(self) -> bool:
-        """Whether model.pt is there and at least as new as the snapshot that this run resumed from."""
-        model, snapshot = self.run_dir / LAST, self.resumed_from
-        return model.exists() and (snapshot is None or model.stat().st_mtime >= snapshot.stat().st_mtime)
 
     def _write_weights(self, last: dict[str, Any]) -> str | None:
         """Write model.pt and model_best.pt. None, or why one could not be written. A run that has model.pt is complete.
@@ -370,19 +368,15 @@ class SnapshotManager(Watcher):
 
 
 class SaveInterval:
-    """ "1epochs", "50steps" or "10min"; a unit alone means 1. Raises ConfigError for anything else.
+    """ "1epochs", "50steps" or "10min"; a unit alone means 1.
 
     unit: "epoch", "step" or "min".
     """
 
     def __init__(self, every: str) -> None:
-        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", str(every))
-        count = int(match[1] or 1) if match else 0
-        if match is None or count == 0:
-            raise ConfigError(
-                f"snapshot.every={every} is not an interval; type snapshot.every=1epochs, 50steps or 10min"
-            )
-        self.count, self.unit = count, match[2]
+        match = re.fullmatch(r"(\d+)?\s*(epoch|step|min)s?", every)
+        assert match is not None  # the config was checked
+        self.count, self.unit = int(match[1] or 1), match[2]
         self.last_step = 0
         self.last_time = time.monotonic()
 

@@ -89,8 +89,9 @@ def snapshots_to_try(resume: str | None, which: str, mode: str, keys: Keys = MOD
     for path in (folder / "snapshots" / "best.pt", folder / "best.pt"):
         if path.is_file():
             return _named_snapshots(path, keys, key)
-    progress, config = (newest_of(resume, keys)[0][name] for name in ("progress", "config"))
-    step, earlier = progress["best_step"], config.get("resume")
+    found = load_first_good(_named_snapshots(resume, keys, keys.run), keys)
+    assert found is not None  # there is one at least
+    step, earlier = found[0]["progress"]["best_step"], found[0]["config"].get("resume")
     if step is None:
         why = f"no epoch was evaluated; type {key}=last"
     else:
@@ -156,19 +157,19 @@ def load_first_good(paths: list[Path], keys: Keys = TRAINING) -> Found | None:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             log.warning("snapshot %s is damaged (%s) and passed over", path, reason)
             continue
-        _require_format(path, contents, keys)
+        form = contents.get("format", 1) if isinstance(contents, dict) else "unknown"
+        if form not in (FORMAT, FORMAT_IN_PARTS):
+            way = f"type {keys.run}=<a snapshot of this version>"
+            afresh = ", or to start afresh hydra.run.dir=<a new folder>" if keys.trains else ""
+            raise ConfigError(
+                f"{path} has the snapshot format {form}, and this version reads format {FORMAT} and {FORMAT_IN_PARTS}; "
+                f"{way}{afresh}"
+            )
         return contents, path
     if paths:
         what = f"none of the {len(paths)} snapshots in {paths[0].parent} can be read"
         raise ConfigError(f"{what}; {_way_out(paths, keys)}")
     return None
-
-
-def newest_of(resume: str, keys: Keys) -> Found:
-    """As `load_first_good`, of the snapshots that `resume` names. Raises ConfigError if there are none."""
-    found = load_first_good(_named_snapshots(resume, keys, keys.run), keys)
-    assert found is not None  # `_named_snapshots` gives one at least
-    return found
 
 
 def _way_out(damaged: list[Path], keys: Keys) -> str:
@@ -187,17 +188,6 @@ def _way_out(damaged: list[Path], keys: Keys) -> str:
         typed = path_word("resume", f"{moved}/best.pt")
         return f"{start}; to go on from best.pt, which can be read, type that and {typed}"
     return f"{start}; to go on from elsewhere type that and resume=<another snapshot>"
-
-
-def _require_format(path: Path, contents: Any, keys: Keys) -> None:
-    form = contents.get("format", 1) if isinstance(contents, dict) else "unknown"
-    if form not in (FORMAT, FORMAT_IN_PARTS):
-        way = f"type {keys.run}=<a snapshot of this version>"
-        afresh = ", or to start afresh hydra.run.dir=<a new folder>" if keys.trains else ""
-        raise ConfigError(
-            f"{path} has the snapshot format {form}, and this version reads format {FORMAT} and {FORMAT_IN_PARTS}; "
-            f"{way}{afresh}"
-        )
 
 
 def load_on_all_ranks(world: World, find: Callable[[], Found | None]) -> Found | None:

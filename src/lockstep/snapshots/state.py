@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat import set_last_lr
@@ -55,10 +56,14 @@ def collect_state(
     weights = model.state_dict()
     require_plain(weights)
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in weights]
+    optimizer, names = state.optimizer.state_dict(), _parameter_names(model, state.optimizer)
     return {
         "model": spread(weights),
         "buffers": list(spread(dict.fromkeys(buffers))),
-        "optimizer": _optimizer_state(state, spread),
+        "optimizer": {
+            "state": spread({names[index]: values for index, values in optimizer["state"].items()}),
+            "param_groups": list(map(without_parameters, optimizer["param_groups"])),
+        },
         "ema": None if state.ema is None else spread(state.ema.state()),
         "initial_hyperparameters": state.initial_hyperparameters,
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
@@ -103,8 +108,8 @@ def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) ->
     """
     own, fitting = dict(model.named_buffers(remove_duplicate=False)), dict(weights)
     for name in names:
-        if name not in weights:
-            continue  # another rank's
+        if name not in weights or (name in own and is_lazy(own[name])):
+            continue  # another rank's, or torch gives it its shape when it is loaded
         if name not in own or own[name].shape != weights[name].shape:
             owner, _, last = name.rpartition(".")
             with suppress(AttributeError, KeyError):  # the model has another form, which load_state_dict explains
@@ -174,13 +179,6 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
     if type(value) in PLAIN:
         return value
     return value.item() if _is_number(value) else None
-
-
-def _optimizer_state(state: TrainState, spread: Spread) -> dict[str, Any]:
-    names = _parameter_names(state.strategy.model, state.optimizer)
-    indexed = state.optimizer.state_dict()
-    named = {names[index]: values for index, values in indexed["state"].items()}
-    return {"state": spread(named), "param_groups": list(map(without_parameters, indexed["param_groups"]))}
 
 
 def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
@@ -272,7 +270,7 @@ def _like(weight: Tensor, values: Any, saved_type: torch.dtype) -> Any:
         return {key: value if key == "step" else _like(weight, value, saved_type) for key, value in values.items()}
 
     def convert(tensor: Tensor) -> Tensor:
-        if tensor.shape != weight.shape:
+        if tensor.shape != weight.shape or tensor.layout != weight.layout:  # such as the momentum of sparse gradients
             return tensor
         dtype = weight.dtype if tensor.dtype == saved_type else tensor.dtype
         return torch.empty_like(weight, dtype=dtype).copy_(tensor)
@@ -312,7 +310,8 @@ def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Gro
         if _is_same(saved_initial[key], initial[key]):
             group[key] = _in_form_of(built[key], saved[key])
         elif key == "lr":
-            group[key] = _in_form_of(built[key], _scaled_lr(saved[key], saved_initial[key], initial[key]))
+            old, now = float(saved_initial[key]), float(initial[key])
+            group[key] = _in_form_of(built[key], float(saved[key]) * now / old if old else now)
     return group
 
 
@@ -336,7 +335,8 @@ def _restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], save
     scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
     if isinstance(scheduler, WithWarmup):
         scheduler.take_over_factor(saved["factor"])  # also where it equals the one of a first step
-    set_last_lr(scheduler, [_detached(group["lr"]) for group in scheduler.optimizer.param_groups])
+    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -365,17 +365,8 @@ def _merged(saved_built: Any, saved: Any, ours: Any) -> Any:
     return saved
 
 
-def _scaled_lr(saved: Any, saved_initial: Any, initial: Any) -> float:
-    old, new = float(saved_initial), float(initial)
-    return float(saved) * new / old if old else new
-
-
 def _in_form_of(like: Any, value: Any) -> Any:
     """`value` as a tensor if `like` is one, for example a capturable optimizer's lr, else as a plain value."""
     if torch.is_tensor(like):
         return torch.full_like(like, float(value))
     return value.item() if torch.is_tensor(value) else value
-
-
-def _detached(value: Any) -> Any:
-    return value.clone() if torch.is_tensor(value) else value

@@ -167,8 +167,8 @@ class Strategy:
     def freeze(self, what: str) -> None:
         """Parameters that were trained are no longer. Raises ConfigError, which begins with `what`, as `unfreeze`."""
 
-    def average_unfrozen(self) -> None:
-        """Average the gradients of those that `unfreeze` was given, after a step's last backward pass."""
+    def average_apart(self) -> None:
+        """Average the gradients that no backward pass has averaged, after a step's last one: see `unfreeze`."""
 
     def counts_samples(self) -> bool:
         """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""
@@ -211,9 +211,20 @@ class Strategy:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off."""
-        if self.world.size > 1:
-            broadcast(list(self.model.buffers()))
+        """Copy rank 0's buffers to every rank: running statistics differ between ranks with sync_bn=off.
+
+        A buffer that has another shape here, as one that grows may have, takes that of rank 0.
+        """
+        if self.world.size == 1:
+            return
+        mine = {name: list(buffer.shape) for name, buffer in self.model.named_buffers()}
+        shapes = self.world.broadcast_json(mine)
+        for name, shape in shapes.items():
+            if mine.get(name) != shape:
+                owner, _, last = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+                setattr(module, last, getattr(module, last).new_empty(shape))
+        broadcast([self.model.get_buffer(name) for name in shapes])
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place. Ranks that never differ draw nothing from the iterable."""
@@ -269,7 +280,7 @@ def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
 
 def forward(module: nn.Module, inputs: Any) -> Any:
     """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples."""
-    if all(len(tensor) for tensor in tensors_in(inputs)):
+    if all(len(tensor) for tensor in tensors_in(inputs) if tensor.dim()):
         return module(inputs)
     return forward_empty_batch(module, inputs)
 

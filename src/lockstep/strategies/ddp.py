@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config.schema import Positive
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.models.base import sparse_parameters
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
@@ -55,11 +56,19 @@ class DDP(Strategy):
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
-        self.unfrozen = list[nn.Parameter]()
         self.gradient_sync = gradient_sync
         self.ranks_agree = gradient_sync.ranks_agree
-        if world.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
-            return
+        # torch's reducer divides the dense gradients twice that come after a sparse one (2.14.1).
+        self.sparse = sparse_parameters(model)
+        for parameter in self.sparse:
+            parameter.requires_grad_(False)
+        if world.size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
+            self._wrap(model, world, gradient_sync)
+        for parameter in self.sparse:
+            parameter.requires_grad_(True)
+        self.apart = [*self.sparse]  # trained parameters that DistributedDataParallel does not know
+
+    def _wrap(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         on_one_gpu = devices == {world.device} and world.device.type == "cuda"
         tensors = [*model.parameters(), *model.buffers()]
@@ -94,7 +103,7 @@ class DDP(Strategy):
             loss_function(outputs, targets).backward()
 
     def unfreeze(self, parameters: list[nn.Parameter], what: str) -> None:
-        self.unfrozen += parameters
+        self.apart += parameters
 
     def freeze(self, what: str) -> None:
         if isinstance(self.module, DistributedDataParallel) and not self.options["find_unused_parameters"]:
@@ -102,12 +111,13 @@ class DDP(Strategy):
                 f"{what}, and DistributedDataParallel waits for its gradient; type strategy.find_unused_parameters=true"
             )
 
-    def average_unfrozen(self) -> None:
-        if self.world.size == 1 or not self.unfrozen or not self.ranks_agree:  # or the weights are averaged
+    def average_apart(self) -> None:
+        if self.world.size == 1 or not self.apart or not self.ranks_agree:  # or the weights are averaged
             return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.unfrozen]
-        for parameter, total in zip(self.unfrozen, self.world.all_reduce_sums(gradients), strict=True):
-            parameter.grad = total / self.gradient_divide_factor()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.apart]
+        for number, total in enumerate(self.world.all_reduce_sums(gradients)):
+            mean = total / self.gradient_divide_factor()
+            self.apart[number].grad = mean.to_sparse(1) if number < len(self.sparse) else mean
 
     def gradient_divide_factor(self) -> int:
         return self.world.size if isinstance(self.module, DistributedDataParallel) else 1

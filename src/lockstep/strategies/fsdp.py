@@ -20,6 +20,7 @@ from lockstep.config.schema import Count, Limits
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.models.base import sparse_parameters
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
@@ -73,6 +74,16 @@ class FSDP(Strategy):
                     f"strategy=fsdp cuts each parameter along its first dimension, and {name} has "
                     f"{length}; make it one with the shape (1,), or type strategy=ddp"
                 )
+        scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise ConfigError(
+                f"strategy=fsdp cannot wrap {scripted[0] or 'the model'}, which torch.jit has made; type strategy=ddp"
+            )
+        if sparse_parameters(model):
+            raise ConfigError(
+                "strategy=fsdp adds up dense gradients, and the model has an embedding with sparse=True; "
+                "type strategy=ddp, or make the embedding with sparse=False"
+            )
         gathered = set[nn.Parameter]()
         for block in [*blocks, model]:
             types = {p.dtype: name for name, p in block.named_parameters() if p.requires_grad and p not in gathered}

@@ -19,7 +19,6 @@ from lockstep.config.schema import Count, Limits, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.models.base import has_sparse_gradients
 from lockstep.strategies.base import JobSpec
 
 SumInPlace = Callable[[Tensor, int, int], None]
@@ -77,10 +76,8 @@ class SharedMemory(GradientSync):
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        """Raises ConfigError, on all ranks, for GPUs, several machines, weights of several types, sparse gradients."""
+        """Raises ConfigError, on all ranks, for GPUs, several machines, weights of several types."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if has_sparse_gradients(module):
-            raise ConfigError("gradient_sync=shared_memory needs dense gradients; type gradient_sync=all_reduce")
         if len({parameter.dtype for parameter in parameters}) > 1 or parameters[0].is_complex():
             raise ConfigError("gradient_sync=shared_memory needs weights of one real type; type gradient_sync=auto")
         length = sum(parameter.numel() for parameter in parameters)

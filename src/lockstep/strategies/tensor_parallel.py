@@ -1,7 +1,7 @@
 """Each matrix in parts, one per rank, which computes with it (Shoeybi et al. 2019; torch's parallelize_module)."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -16,9 +16,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lockstep.config.schema import Count, Limits
+from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync
@@ -79,7 +80,7 @@ class TensorParallel(Strategy):
         model.to(memory_format=torch.contiguous_format)  # DTensor cannot cut another layout
         self.shares_model = shares_model
         mesh = DeviceMesh.from_group(shares_model, world.device.type)
-        self.region = CutRegion(world.rank % self.ranks_per_model, world.device)
+        self.region = CutRegion(world.rank % self.ranks_per_model, model, world.device)
         styles = self.plan.styles(model)
         for name, style in self.plan.named(model).items():
             if style == "rowwise" and isinstance(model.get_submodule(name), nn.Linear):
@@ -172,13 +173,15 @@ class CutRegion:
     number: of this rank in its group.
     """
 
-    def __init__(self, number: int, device: torch.device) -> None:
-        self.number = number
+    def __init__(self, number: int, model: nn.Module, device: torch.device) -> None:
+        self.number, self.model = number, model
+        model.register_forward_hook(self.end)
         on_cpu = device.type == "cpu"
         self.generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index]
         self.outside: Tensor | None = None  # the generator's state, while this rank is inside
         self.begins: list[Any] = []  # nodes of the graph that made the outputs of colwise layers
         self.ends: list[Any] = []  # that made the inputs of rowwise layers
+        self.outputs: list[Any] = []  # that made the outputs of the model
         self.found: list[Tensor] | None = None
 
     def begin(self) -> None:
@@ -204,30 +207,50 @@ class CutRegion:
             self.generator.set_state(self.outside)
             self.outside = None
 
+    def end(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        """The model has computed its outputs."""
+        if self.found is None and model.training:
+            self.outputs += [output.grad_fn for output in tensors_in(outputs)]
+
     def whole_weights(self) -> list[Tensor]:
         """The weights inside that are whole on each rank. Call it after the first backward pass, and then always.
 
         Raises ConfigError, on all ranks, if something enters a rowwise layer beside what colwise layers have made of
-        its part: the gradient of that would be one rank's.
+        its part: the gradient of that would be one rank's. So does a weight that is used in there and outside, too.
         """
         if self.found is None:
-            self.found, seen, nodes = [], set(self.begins), list(self.ends)
-            while nodes:
-                node = nodes.pop()
-                if node is None or node in seen:
-                    continue
-                seen.add(node)
-                weight = getattr(node, "variable", None)
-                if isinstance(weight, DTensor):
-                    raise ConfigError(
-                        f"{NAME} cuts a layer behind which something joins that is not cut; type strategy.plan=[...] "
-                        f"without it, or strategy=fsdp"
-                    )
-                if weight is not None:
-                    self.found.append(weight)
-                nodes += [following for following, _ in node.next_functions]
-            self.begins, self.ends = [], []
+            self.found = _weights_behind(self.ends, self.begins)
+            if any(isinstance(weight, DTensor) for weight in self.found):
+                raise ConfigError(
+                    f"{NAME} cuts a layer behind which something joins that is not cut; type strategy.plan=[...] "
+                    f"without it, or strategy=fsdp"
+                )
+            before = [following for node in self.begins for following, _ in node.next_functions]
+            outside = {id(weight) for weight in _weights_behind([*self.outputs, *before], self.ends)}
+            both = {id(weight) for weight in self.found} & outside
+            if both:
+                names = [name for name, weight in self.model.named_parameters() if id(weight) in both]
+                raise ConfigError(
+                    f"{first_of(names)} is used between layers that {NAME} cuts and outside of them, too; type "
+                    f"strategy.plan=[...] without these layers, or strategy=fsdp"
+                )
+            self.begins, self.ends, self.outputs = [], [], []
         return self.found
+
+
+def _weights_behind(starts: Iterable[Any], ends: Iterable[Any]) -> list[Tensor]:
+    """The weights in the graph from the nodes `starts` on, up to the nodes `ends`."""
+    weights, seen, nodes = list[Tensor](), set(ends), list(starts)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)
+        if weight is not None:
+            weights.append(weight)
+        nodes += [following for following, _ in node.next_functions]
+    return weights
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

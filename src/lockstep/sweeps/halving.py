@@ -79,7 +79,7 @@ class Halving(Search):
         self.asked: dict[int, int] = {}  # job -> the epochs up to which it runs now
         self.over: set[int] = set()  # jobs that have stopped in this command
         self.results = {number: table.rows[number].results for number in self.jobs}
-        self._write_states(self._climb())
+        self._write_states()
 
     def ask(self) -> Job | None:
         for number, epochs in self._climb().to_run:
@@ -99,14 +99,15 @@ class Halving(Search):
             self.table.update(
                 number, rungs=" ".join(f"{rung}:{value!r}" for rung, value in self.results[number].items())
             )
-        self._write_states(self._climb())
+        self._write_states()
 
     def _climb(self) -> Rungs:
         failed = {number for number in self.jobs if self.table.rows[number].state == FAILED}
         return climb(list(self.jobs), self.results, failed, self.rungs, self.eta, self.mode)
 
-    def _write_states(self, now: Rungs) -> None:
+    def _write_states(self) -> None:
         """Of the jobs that do not run: finished at the last rung, pruned if they end below it, else waiting."""
+        now = self._climb()
         for number, results in self.results.items():
             row = self.table.rows[number]
             if not results or number in self.asked or number in self.over or row.state in (FAILED, RUNNING):

@@ -30,7 +30,7 @@ from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 
 LONGEST_CAUSE = 300  # characters
 POLL_SECONDS = 0.05  # where the end of a process cannot be waited for together with its output
-REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang
+REPORT_SECONDS = 3.0  # for the monitor to write the report of a hang, when the job has ended
 STOP_CODES = {EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, *(128 + number for number in signals.STOP_SIGNALS)}
 Item = TypeVar("Item")
 
@@ -119,17 +119,13 @@ class JobProcess:
         os.close(self.results)
         cause = outcome.cause
         if outcome.state == FAILED:
-            cause = self._reported(run_dir, code) or cause or _end_in_words(code)
+            reported = reported_cause(run_dir, self.started, was_killed=code < 0)
+            deadline = time.monotonic() + (REPORT_SECONDS if code == EXIT_HANG else 0.0)
+            while not reported and time.monotonic() < deadline:
+                time.sleep(0.01)
+                reported = reported_cause(run_dir, self.started)
+            cause = reported or cause or _end_in_words(code)
         return replace(outcome, cause=" ".join(cause.split())[:LONGEST_CAUSE])
-
-    def _reported(self, run_dir: Path, code: int) -> str:
-        """What the failure report says. That of a hang is written when the job has ended."""
-        deadline = time.monotonic() + (REPORT_SECONDS if code == EXIT_HANG else 0.0)
-        cause = reported_cause(run_dir, self.started, was_killed=code < 0)
-        while not cause and time.monotonic() < deadline:
-            time.sleep(0.01)
-            cause = reported_cause(run_dir, self.started)
-        return cause
 
 
 def wait_for_any(processes: Sequence[JobProcess]) -> None:

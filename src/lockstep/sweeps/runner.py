@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lockstep.distributed.environment import SLURM_JOB_FILE, RankInfo, read_rank
 from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_RESUME
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError
 from lockstep.failures.start import whole_command
+from lockstep.runs.record import is_locked
 from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job, wait_for_any
 from lockstep.sweeps.search import Job, Search, SweepSettings
 from lockstep.sweeps.summary import exit_code, print_share, print_summary, say
@@ -35,9 +37,6 @@ from lockstep.sweeps.table import (
     crashed_job,
     lock_sweep,
     reported_cause,
-    require_same_sweep,
-    sweep_record,
-    wait_for_lock,
     write_sweep_record,
 )
 
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
 ROOM = len("[1000] ")  # columns before a job's bar
 TELL_SECONDS = 0.02  # between two looks at what rank 0 has announced
+LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 SECONDS_AFTER_SIGNAL = 10.0  # for rank 0 to announce the end
 SECONDS_TO_LEAVE = 10.0  # for the other ranks to have read the end
 LEFT = "left"  # key in the store: how many ranks have
@@ -64,11 +64,6 @@ class Screen:
         self.rests: dict[int, bytes] = {}  # job -> the begin of a line that it has printed
         self.bars: dict[int, str] = {}  # job -> its bar
         self.drawn: list[str] = []
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What tells a job to draw a bar that this screen shows."""
-        return {BAR_COLUMNS: str(self.columns)} if self.columns > 0 else {}
 
     def forward(self, process: JobProcess, to_end: bool = False) -> None:
         """Show what the job has printed since the last call. to_end: it has ended."""
@@ -126,10 +121,8 @@ class OpenSweep:
     ) -> None:
         self.settings, self.fixed = settings, fixed
         self.lock = lock_sweep(folder)
-        record = sweep_record(sys.argv[1:], config, modules)
-        require_same_sweep(folder, record, settings.changes == "accept")
         self.table = SweepTable(folder, with_resume)
-        write_sweep_record(folder, record)
+        write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept")
         for row in self.table:
             if row.state in (RUNNING, STOPPED):
                 values = crashed_job(row, folder / row.folder) | self.table.read_best(row.number)
@@ -149,7 +142,9 @@ class OpenSweep:
     def begin(self, number: int) -> Row:
         """Write that a job runs, once nobody holds its folder any more. Returns its row."""
         folder = self.table.folder / self.table.rows[number].folder
-        wait_for_lock(folder)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while is_locked(folder) and time.monotonic() < deadline:  # by the ranks of a sweep that was killed
+            time.sleep(0.1)
         (folder / SLURM_JOB_FILE).unlink(missing_ok=True)  # of an earlier start
         return self.table.update(number, state=RUNNING, cause="")
 
@@ -232,21 +227,17 @@ class SweepRunner:
             job = None if relay.first is not None or self.sweep.is_hopeless else self.search.ask()
             if job is None:
                 break
-            self._start(job, number, slot, relay)
-
-    def _start(self, job: Job, number: int, slot: Slot, relay: signals.Relay) -> None:
-        row = self.sweep.begin(job.number)
-        environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
-        captured = len(self.slots) > 1
-        if captured:
-            environment |= self.screen.environment
-        else:
-            say(f"sweep: {job.describe(row.overrides)}")
-        with signals.blocked():
-            self.running[number] = start_job(
-                job, lambda: self.work(job, row), number, environment, set(slot.cores), captured
-            )
-            relay.start(self._pids())
+            row = self.sweep.begin(job.number)
+            environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
+            captured = len(self.slots) > 1
+            if not captured:
+                say(f"sweep: {job.describe(row.overrides)}")
+            elif self.screen.columns > 0:  # the job draws a bar for this screen
+                environment[BAR_COLUMNS] = str(self.screen.columns)
+            with signals.blocked():
+                work = partial(self.work, job, row)
+                self.running[number] = start_job(job, work, number, environment, set(slot.cores), captured)
+                relay.start(self._pids())
 
     def _pids(self) -> list[int]:
         return [process.pid for process in self.running.values()]

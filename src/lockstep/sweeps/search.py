@@ -3,6 +3,7 @@ the constraints between them.
 """
 
 import ast
+import importlib.util
 import math
 import random
 import re
@@ -95,11 +96,6 @@ def changed_words(overrides: Sequence[str], fixed: set[str]) -> str:
     return shlex.join(word for word in overrides if word not in fixed)
 
 
-def varied_keys(rows: Sequence[Row]) -> set[str]:
-    """The keys that the jobs of a table change."""
-    return {word.partition("=")[0] for row in rows for word in shlex.split(row.overrides)}
-
-
 def add_jobs(
     table: SweepTable,
     lists: Sequence[Sequence[str]],
@@ -170,13 +166,17 @@ class Numbers:
         rounded = round(value) if self.whole else float(f"{value:.{DIGITS}g}")
         return str(min(max(rounded, self.low), self.high))
 
+    def value(self, word: str) -> float:
+        """The number that is typed so. Raises ValueError for another word."""
+        return int(word) if self.whole else float(word)
+
     def limits(self) -> list[str]:
         return [self.word(self.low), self.word(self.high)]
 
     def holds(self, word: str) -> bool:
         """Whether a value as typed is one of these."""
         try:
-            return self.low <= (int if self.whole else float)(word) <= self.high
+            return self.low <= self.value(word) <= self.high
         except ValueError:
             return False
 
@@ -189,6 +189,12 @@ class Choices:
 
     def draw(self, chance: random.Random) -> str:
         return chance.choice(self.words)
+
+    def word(self, value: str) -> str:
+        return value
+
+    def value(self, word: str) -> str:
+        return word
 
     def limits(self) -> list[str]:
         return list(self.words)
@@ -357,9 +363,8 @@ def make_plan(
         return allows([*fixed, *words(values)])
 
     if search == TPE:
-        from lockstep.sweeps.tpe import require_optuna
-
-        require_optuna()
+        if importlib.util.find_spec("optuna") is None:
+            raise ConfigError("sweep.search=tpe needs Optuna; type pip install optuna, or sweep.search=random")
         draw(space, settings.seed, 0, allows_values)  # raises an error if nothing can be drawn
         corners = [[*fixed, *words(values)] for values in limits_of(space) if allows_values(values)]
         return Plan(corners, fixed, space, allows_values)

@@ -5,9 +5,8 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,17 +54,6 @@ def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
     return sorted(table, key=place)
 
 
-def objectives_of(table: SweepTable) -> dict[int, tuple[str, str]]:
-    """{job: (name, "min" or "max")} of the objectives of jobs that have one. A job may have chosen another metric."""
-    found = {}
-    for row in table:
-        with suppress(ConfigError):
-            if row.objective is not None:
-                objective = read_run(table.folder / row.folder)["objective"]
-                found[row.number] = objective["name"], objective["mode"]
-    return found
-
-
 def print_summary(table: SweepTable, objective: str, mode: str, command: Sequence[str], resume: Sequence[str]) -> None:
     """Print the table, which job is the best, and what to type.
 
@@ -73,7 +61,12 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
     command: the words of one run without what the sweep varies.
     resume: those that go on with this sweep.
     """
-    objectives = objectives_of(table)
+    objectives: dict[int, tuple[str, str]] = {}  # {job: (name, "min" or "max")}: a job may have chosen another metric
+    for row in table:
+        with suppress(ConfigError):
+            if row.objective is not None:
+                chosen = read_run(table.folder / row.folder)["objective"]
+                objectives[row.number] = chosen["name"], chosen["mode"]
     names = sorted({name for name, _ in objectives.values()})
     if len(names) == 1:
         objective, mode = next(iter(objectives.values()))
@@ -98,7 +91,12 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
         say(f"best:       none, as the objectives are different metrics: {', '.join(names)}")
     elif best is not None:
         say(f"best:       job {best.number}, {table.folder / best.folder}")
-        _plot(table, rows, objective, best)
+        try:
+            if plot_sweep(table.folder, rows, objective, best.number):
+                say(f"plot:       {table.folder / PLOT}")
+        except OSError as error:
+            reason, again = error.strerror, shlex.join(table.resume)
+            say(f"plot:       {PLOT} cannot be written ({reason}); to draw it, type -m {again}")
         say(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
     if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
@@ -109,15 +107,6 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _plot(table: SweepTable, rows: Sequence[Row], objective: str, best: Row) -> None:
-    path = table.folder / PLOT
-    try:
-        if plot_sweep(table.folder, rows, objective, best.number):
-            say(f"plot:       {path}")
-    except OSError as error:
-        say(f"plot:       {PLOT} cannot be written ({error.strerror}); to draw it, type -m {shlex.join(table.resume)}")
 
 
 def print_share(table: SweepTable, epochs: int) -> None:
@@ -141,17 +130,6 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A parameter.
-
-    places: {value as typed: its place from 0 to 1}.
-    """
-
-    key: str
-    places: dict[str, float]
-
-
 def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> bool:
     """Write the plot of all jobs with an objective into the sweep's folder. best: the number of the best job.
 
@@ -162,22 +140,25 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     from PIL import Image, ImageDraw, ImageFont
 
     points = [(row, row.values) for row in rows if row.objective is not None]
-    axes = axes_of([values for _, values in points])
-    if not axes or len(points) < 2:
+    keys = dict.fromkeys(key for _, values in points for key in values)
+    typed = {key: list(dict.fromkeys(values[key] for _, values in points if key in values)) for key in keys}
+    # One panel for each parameter with two values or more: {value as typed: its place from 0 to 1}.
+    panels = {key: dict(zip(words, _places(words), strict=True)) for key, words in typed.items() if len(words) > 1}
+    if not panels or len(points) < 2:
         return False
-    columns = min(PANELS_IN_A_ROW, len(axes))
-    lines = -(-len(axes) // columns)
+    columns = min(PANELS_IN_A_ROW, len(panels))
+    lines = -(-len(panels) // columns)
     image = Image.new("RGB", (WIDTH * columns, HEIGHT * lines), "white")
     canvas = ImageDraw.Draw(image)
     canvas.font = ImageFont.load_default(LETTERS)
     objectives = [row.objective or 0.0 for row, _ in points]
     drawn = sorted(zip(points, scale(objectives), strict=True), key=lambda point: _layer(point[0][0], best))
-    for index, axis in enumerate(axes):
+    for index, (key, places) in enumerate(panels.items()):
         left, top = WIDTH * (index % columns) + LEFT, HEIGHT * (index // columns) + TOP
-        _frame(canvas, left, top, axis, objective, objectives)
+        _frame(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
         for (row, values), height in drawn:
-            if axis.key in values:
-                across, up = _place(left, top, axis.places[values[axis.key]], height)
+            if key in values:
+                across, up = _place(left, top, places[values[key]], height)
                 box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
                 canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
         if any(row.state != FINISHED for row, _ in points):
@@ -189,13 +170,6 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
 def _layer(row: Row, best: int) -> int:
     """Higher layers are drawn later: 0 for jobs not trained to the end, 1 for finished ones, 2 for the best."""
     return 2 if row.number == best else int(row.state == FINISHED)
-
-
-def axes_of(jobs: Sequence[dict[str, str]]) -> list[Axis]:
-    """One axis for each key that has two values or more."""
-    keys = dict.fromkeys(key for values in jobs for key in values)
-    pairs = [(key, list(dict.fromkeys(values[key] for values in jobs if key in values))) for key in keys]
-    return [Axis(key, dict(zip(values, _places(values), strict=True))) for key, values in pairs if len(values) > 1]
 
 
 def _places(values: Sequence[str]) -> list[float]:
@@ -224,21 +198,26 @@ def _place(left: int, top: int, place: float, height: float) -> tuple[float, flo
 
 
 def _frame(
-    canvas: "ImageDraw.ImageDraw", left: int, top: int, axis: Axis, objective: str, objectives: Sequence[float]
+    canvas: "ImageDraw.ImageDraw",
+    left: int,
+    top: int,
+    title: str,
+    places: Mapping[str, float],
+    objectives: Sequence[float],
 ) -> None:
-    """The axes of a panel with their labels."""
+    """The axes of a panel with their labels: the objective upwards, and the values of a parameter at their places."""
     right, floor = left + WIDTH - LEFT - RIGHT, top + HEIGHT - BOTTOM - TOP
     finite = [value for value in objectives if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)  # as in `scale`
-    canvas.text((left, top - INSET), f"{objective} by {axis.key.lstrip('+')}", fill=INK, anchor="ld")
+    canvas.text((left, top - INSET), title, fill=INK, anchor="ld")
     for share in (0.0, 0.5, 1.0):
         _, height = _place(left, top, 0.0, share)
         canvas.line((left, height, right, height), fill=GRID, width=FINER)
         value = low + share * (high - low)
         canvas.text((left - INSET, height), f"{value:.4g}", fill=INK, anchor="rm")
     canvas.line((left, floor, right, floor), fill=INK, width=FINER)
-    room, taken = (right - left) / len(axis.places), float("-inf")
-    for label, place in sorted(axis.places.items(), key=lambda item: item[1]):
+    room, taken = (right - left) / len(places), float("-inf")
+    for label, place in sorted(places.items(), key=lambda item: item[1]):
         while canvas.textlength(label) > room and len(label) > 4:
             label = f"{label[:-2]}…"
         half = canvas.textlength(label) / 2

@@ -8,10 +8,9 @@ import csv
 import io
 import json
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lockstep.distributed.run_folder import HeldFolder, unwritable
 from lockstep.errors import ConfigError, path_value
 from lockstep.failures.report import RAISED_BY_ALL, read_report
 from lockstep.files import write_whole
-from lockstep.runs.record import Run, best_of, changed_at, is_locked, read_run, state_of
+from lockstep.runs.record import Run, best_of, changed_at, read_run, state_of
 from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
@@ -33,7 +32,6 @@ OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by th
 
 RECORD = "sweep.json"
 SCHEMA = 2
-LOCK_SECONDS = 20.0  # for the ranks of a sweep that was killed to end
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 # All the same: another search does not fit the table.
@@ -126,7 +124,7 @@ class SweepTable:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows([_cell(getattr(row, name)) for name in COLUMNS] for row in self)
+        writer.writerows(map(astuple, self))  # numbers in full, so that they are read back with the same bits
         path = self.folder / TABLE
         try:
             write_whole(path, text.getvalue())
@@ -160,13 +158,6 @@ def _row(cells: dict[str, str]) -> Row:
     return Row(**values)
 
 
-def _cell(value: object) -> str:
-    """Numbers in full, so that they are read back with the same bits."""
-    if value is None:
-        return ""
-    return repr(value) if isinstance(value, float) else str(value)
-
-
 def lock_sweep(folder: Path) -> HeldFolder:
     """Lock the folder of a sweep, which is created if it is missing. The kernel releases it when this process ends.
 
@@ -181,22 +172,24 @@ def lock_sweep(folder: Path) -> HeldFolder:
     return held
 
 
-def wait_for_lock(folder: Path) -> None:
-    """Wait until the ranks of a sweep that was killed have ended, and hold the lock of this run folder no more."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while is_locked(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
-def sweep_record(arguments: Sequence[str], config: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
-    """What `sweep.json` says of a sweep.
+def write_sweep_record(
+    folder: Path,
+    arguments: Sequence[str],
+    config: Mapping[str, Any],
+    modules: Mapping[str, str],
+    accept_changes: bool,
+) -> None:
+    """Write `sweep.json`, which says what the sweep in `folder` is.
 
     arguments: the words after `src/train.py`.
     config: the flat config of a job without what the sweep varies. Some of its keys are left out.
     modules: {module: hash} of the user's modules that the jobs import.
+    Raises ConfigError if the sweep was begun with another base config or other code, but with `accept_changes`, and if
+    the file cannot be written, as on a full disk. A sweep without rows has no job that could differ. A module of the
+    user's that only one of the two commands imports is no difference: the jobs of a longer list may need it.
     """
     compared = {key: value for key, value in config.items() if key in COMPARED or not key.startswith(NOT_COMPARED)}
-    record = {
+    data = {
         "schema": SCHEMA,
         "arguments": [word for word in arguments if not word.startswith(OF_ONE_COMMAND)],
         "config": compared,
@@ -204,37 +197,23 @@ def sweep_record(arguments: Sequence[str], config: Mapping[str, Any], modules: M
         "code": {file: digest for file, digest in source_hashes().items() if file.endswith(".py")},
         "modules": modules,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))  # as it is read back
-    return plain
-
-
-def require_same_sweep(folder: Path, record: Mapping[str, Any], accept_changes: bool) -> None:
-    """Raise ConfigError if the sweep in `folder` was begun with another base config or other code.
-
-    A sweep without rows has no job that could differ. A module of the user's that only one of the two commands imports
-    is no difference: the jobs of a longer list may need it.
-    """
-    if not read_table(folder):
-        return
-    before = read_sweep_record(folder)
-    if before is None:
-        raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
-    changes = differing(before["config"], record["config"], "nothing")
-    differences = [f"{key} ({then} then, {now} now)" for key, (then, now) in changes.items()]
-    differences += [f"the code of {file}" for file in differing(before["code"], record["code"])]
-    modules = differing(before["modules"], record["modules"])
-    differences += [f"the code of {name}" for name, hashes in modules.items() if None not in hashes]
-    if differences and not accept_changes:
-        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        raise ConfigError(
-            f"the sweep in {folder} was begun with another config or other code: "
-            f"{'; '.join(differences[:SHOWN])}{more}; "
-            f"type hydra.sweep.dir=<another folder>, or sweep.changes=accept to go on with what is there now"
-        )
-
-
-def write_sweep_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """record: as of `sweep_record`. Raises ConfigError if it cannot be written, as on a full disk."""
+    record = json.loads(json.dumps(data, default=str))  # as it is read back
+    if read_table(folder):
+        before = read_sweep_record(folder)
+        if before is None:
+            raise ConfigError(f"{folder} has no {RECORD}, so it cannot go on; type hydra.sweep.dir=<another folder>")
+        changes = differing(before["config"], record["config"], "nothing")
+        differences = [f"{key} ({then} then, {now} now)" for key, (then, now) in changes.items()]
+        differences += [f"the code of {file}" for file in differing(before["code"], record["code"])]
+        changed_modules = differing(before["modules"], record["modules"])
+        differences += [f"the code of {name}" for name, hashes in changed_modules.items() if None not in hashes]
+        if differences and not accept_changes:
+            more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+            raise ConfigError(
+                f"the sweep in {folder} was begun with another config or other code: "
+                f"{'; '.join(differences[:SHOWN])}{more}; "
+                f"type hydra.sweep.dir=<another folder>, or sweep.changes=accept to go on with what is there now"
+            )
     try:
         write_whole(folder / RECORD, json.dumps(record, indent=1))
     except OSError as error:

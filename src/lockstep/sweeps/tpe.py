@@ -1,13 +1,11 @@
 """Search with Optuna's tree-structured Parzen estimator (Bergstra et al. 2011): ask and tell, one job at a time."""
 
-import importlib.util
 import math
 import random
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ConfigError
 from lockstep.sweeps.search import (
     DRAWS,
     Allows,
@@ -27,12 +25,6 @@ from lockstep.sweeps.table import FAILED, FINISHED, Row, SweepTable
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
-
-
-def require_optuna() -> None:
-    """Raises ConfigError without Optuna."""
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError("sweep.search=tpe needs Optuna; type pip install optuna, or sweep.search=random")
 
 
 class Tpe(Search):
@@ -86,31 +78,19 @@ def suggest(
     sampler = optuna.samplers.TPESampler(seed=random.Random(f"{seed} {number}").randrange(2**32))
     study = optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler)
     for row in rows:
-        parameters = row.values
         is_known = row.objective is not None and not math.isnan(row.objective)  # Optuna takes no NaN
-        if is_known and _fits(parameters, space):
-            typed = {key: _value(space[key], word) for key, word in parameters.items()}
-            trial = optuna.trial.create_trial(params=typed, distributions=distributions, value=row.objective)
+        typed = row.values
+        # An earlier command may have had other parameters or limits.
+        if is_known and typed.keys() == space.keys() and all(space[key].holds(word) for key, word in typed.items()):
+            values = {key: space[key].value(word) for key, word in typed.items()}
+            trial = optuna.trial.create_trial(params=values, distributions=distributions, value=row.objective)
             study.add_trial(trial)
     for _ in range(DRAWS):
-        drawn = study.ask(distributions).params
-        values = {
-            key: each.word(drawn[key]) if isinstance(each, Numbers) else drawn[key] for key, each in space.items()
-        }
-        if allows(values):
-            return values
+        params = study.ask(distributions).params
+        drawn = {key: each.word(params[key]) for key, each in space.items()}
+        if allows(drawn):
+            return drawn
     return draw(space, seed, number, allows)
-
-
-def _fits(values: dict[str, str], space: Space) -> bool:
-    """Whether a row is of this space: an earlier command may have had other parameters or limits."""
-    return values.keys() == space.keys() and all(space[key].holds(word) for key, word in values.items())
-
-
-def _value(values: Numbers | Choices, word: str) -> str | float:
-    if isinstance(values, Choices):
-        return word
-    return int(word) if values.whole else float(word)
 
 
 def _distribution(values: Numbers | Choices) -> "BaseDistribution":

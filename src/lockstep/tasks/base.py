@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,7 +133,7 @@ class OwnParts:
     """A loss in place of a task's, and metrics beside its metrics.
 
     A class or function of torch that has `reduction` gets reduction="none": the ranks add up samples, and a mean over a
-    rank's samples could not be added.
+    rank's samples could not be added. One that is given tensors becomes a module, see `WithTensors`.
 
     loss: a loss of your own in place of the task's.
     measures: metrics of your own, by name.
@@ -145,8 +146,8 @@ class OwnParts:
                 f"task.loss has weights of its own ({names}), and only the model's are trained and saved; keep them in "
                 f"the model, and type task._target_=<module>.<a task that takes what the model returns>"
             )
-        self.loss = None if loss is None else _unreduced(loss)
-        self.measures = {name: _unreduced(function) for name, function in measures.items()}
+        self.loss = None if loss is None else _prepared(loss)
+        self.measures = {name: _prepared(function) for name, function in measures.items()}
 
     def replace(
         self, outputs: Tensor, targets: Tensor, loss: Tensor, sums: dict[str, Tensor]
@@ -161,15 +162,29 @@ class OwnParts:
         return loss, sums | {"loss": loss} | measured
 
 
-def _unreduced(function: Function) -> Function:
+class WithTensors(nn.Module):
+    """A function with some arguments, whose tensors are buffers: they get the type and the device of the run."""
+
+    def __init__(self, function: partial[Tensor]) -> None:
+        super().__init__()
+        self.function, self.names = function, [name for name, v in function.keywords.items() if isinstance(v, Tensor)]
+        for name in self.names:
+            self.register_buffer(name, function.keywords[name])
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.function(*arguments, **{name: self.get_buffer(name) for name in self.names})
+
+
+def _prepared(function: Function) -> Function:
     if hasattr(function, "reduction"):
         function.reduction = "none"
         return function
-    try:
-        has_reduction = "reduction" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C
-        return function
-    return partial(function, reduction="none") if has_reduction else function  # type: ignore[call-arg]
+    with suppress(TypeError, ValueError):  # written in C
+        if "reduction" in inspect.signature(function).parameters:
+            function = partial(function, reduction="none")  # type: ignore[call-arg]
+    if isinstance(function, partial) and any(isinstance(value, Tensor) for value in function.keywords.values()):
+        return WithTensors(function)
+    return function
 
 
 def _sum(key: str, values: Any, count: int) -> Tensor:

@@ -36,17 +36,23 @@ class Buffers:
     def __init__(self, strategy: Strategy, policy: str) -> None:
         world = strategy.world
         self.strategy, self.world, self.policy = strategy, world, policy
-        cuts_batches = strategy.own_epoch() is None and strategy.data_parallel_size(world.size) > 1
-        self.steps_to_watch = WATCHED_STEPS if cuts_batches and strategy.ranks_agree else 0
+        cuts_batches = strategy.own_epoch() is None and 1 < strategy.data_parallel_size(world.size) == world.size
+        are_alike = strategy.ranks_agree or strategy.shards_state  # parts of weights differ, whole buffers do not
+        self.is_watching, self.steps = cuts_batches and are_alike, set[int]()
         self.averaged: dict[str, tuple[nn.Module, str]] = {}  # {name: the module and its attribute}
         self.own = set[str]()
-        self.seen = self._versions() if self.steps_to_watch else {}
+        self.seen = self._versions() if self.is_watching else {}
 
-    def after_backward(self, step: int, samples: int) -> None:
-        """samples: of this rank's share of the step. A collective. Raises ConfigError, on all ranks, see `policy`."""
-        if self.steps_to_watch:
-            self.steps_to_watch -= 1
-            self._watch(step)
+    def after_pass(self, step: int, samples: int) -> None:
+        """A collective. Raises ConfigError, on all ranks, see `policy`.
+
+        samples: of this rank's share of a forward pass.
+        """
+        if self.is_watching:
+            self.steps.add(step)
+            self.is_watching = len(self.steps) <= WATCHED_STEPS
+            if self.is_watching:
+                self._watch(step)
         if self.averaged:
             self._average(samples)
 

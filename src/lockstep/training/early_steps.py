@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
 FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
 WATCHED_STEPS = 20
+CHECKED_AGAIN = (18, 15, 10, 1)  # watched steps that are left then: all outputs of a net that learned nothing are alike
 NAMED = 4  # parameters that a sentence names
 EXPECTED = 20  # targets of a class that never comes
 ROUNDING = 1e-9
@@ -29,7 +30,8 @@ SHARES = ("accuracy", "precision", "recall", "f1", "iou")  # metrics from 0 to 1
 
 
 class EarlySteps:
-    """Checks the first batch that has two samples, and the first steps. Afterwards its methods do nothing.
+    """Checks the first batch that has two samples, some of those after it, and the first steps. Afterwards its methods
+    do nothing.
 
     Attributes:
     no_sums: names of what the task returns as a sum, and is none.
@@ -55,7 +57,7 @@ class EarlySteps:
     def check_outputs(self, outputs: Any, targets: Any) -> None:
         """Raises ConfigError as `require_one_tensor` and `find_no_sums` do."""
         if not self.is_checked:
-            require_one_tensor(self.task, outputs)
+            require_one_tensor(self.task, outputs, targets)
             no_sums = find_no_sums(self.task, outputs, targets)
             self.is_checked = no_sums is not None
             self.no_sums = no_sums or []
@@ -83,6 +85,8 @@ class EarlySteps:
             self.without_gradient = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.without_gradient = {name: p for name, p in self.without_gradient.items() if p.grad is None}
         self.steps_to_watch -= 1
+        if self.steps_to_watch in CHECKED_AGAIN and not self.no_sums:
+            self.is_checked = False
         if self.steps_to_watch:
             return
         names = list(self.without_gradient)
@@ -181,10 +185,18 @@ def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
         )
 
 
-def require_one_tensor(task: Task, outputs: Any) -> None:
+def require_one_tensor(task: Task, outputs: Any, targets: Any) -> None:
     """Raise ConfigError if a task of this project gets something else than a tensor, such as the object with logits
     that a net of transformers returns. A task of the user's may take anything."""
-    if isinstance(outputs, Tensor) or not _is_ours(task):
+    if not _is_ours(task):
+        return
+    if isinstance(outputs, Tensor):
+        if not isinstance(targets, Tensor):
+            found = f"{type(targets).__name__}" + (f" of {', '.join(targets)}" if isinstance(targets, Mapping) else "")
+            raise ConfigError(
+                f"a target is a {found}, and {type(task).__name__} needs one tensor; return (inputs, one tensor) from "
+                f"__getitem__, or type task._target_=<module>.<a task that takes it>"
+            )
         return
     found = f"an object of {type(outputs).__name__}"
     if hasattr(outputs, "logits"):

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
+from lockstep.data.partition import fold_in
+from lockstep.data.samples import EVALUATION
 from lockstep.distributed import signals
 from lockstep.distributed.signals import StopVote
 from lockstep.distributed.world import World
@@ -20,6 +23,7 @@ from lockstep.loggers.base import Logger
 from lockstep.tasks.base import Report, Share
 from lockstep.training.meter import Meter
 from lockstep.training.nan import OTHER_DATA, SMALLER_STEPS, Broken, broken_samples, sentence_about
+from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 
@@ -99,8 +103,10 @@ def evaluate(
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
         strategy.sync_buffers()
-        for inputs, targets in loader.eval_batches(state.settings.eval_batch_size):
-            strategy.eval_step(inputs, targets, count, context)
+        batches = loader.eval_batches(state.settings.eval_batch_size)
+        for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+            with draws:
+                strategy.eval_step(inputs, targets, count, context)
             reporter.heartbeat()
             (is_stopped,) = vote.cast(signals.stop_requested())
             if is_stopped:
@@ -109,6 +115,20 @@ def evaluate(
     if is_stopped:
         on_stop()
     return meter.means()
+
+
+def draws_of_samples(state: TrainState, loader: BatchLoader) -> Iterator[AbstractContextManager[Any]]:
+    """For each of `loader.eval_batches` a block, in which a sample draws the same on any number of ranks.
+
+    It begins when the batch was read, which may draw, too.
+    """
+    noise = SampleNoise()
+    for numbers in loader.eval_numbers(state.settings.eval_batch_size):
+        if state.noise is None or not noise.is_needed:
+            yield nullcontext()
+        else:
+            torch.manual_seed(fold_in(loader.seed, EVALUATION))
+            yield noise.of_evaluation(numbers)
 
 
 class Evaluator:

@@ -127,11 +127,12 @@ def train_epoch(
                     timer.phase("forward")
                     state.early_steps.check_inputs(part.inputs)
                     with draws_of(state, loader.seed, step, batch, part):
-                        strategy.forward_backward(
-                            part.inputs, part.targets, loss, precision, number == len(batch.parts)
-                        )
+                        is_last = number == len(batch.parts)
+                        strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
+                    if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks are one pass
+                        state.buffers.after_pass(step, len(part.indices))
                 timer.phase("optimizer")
-                state.after_backward(step, sum(len(part.indices) for part in batch.parts))
+                state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
             update(state, step, is_last=state.steps_left(len(loader)) == 1)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.models.base import has_sparse_gradients, matching_parameters, require_matches
+from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
 from lockstep.strategies.base import Strategy
 from lockstep.training.weight_check import local_part
 
@@ -17,7 +17,7 @@ def can_fuse(model: nn.Module) -> bool:
     """Whether torch's fused optimizers can step on all weights of `model`: no complex ones, no parts of weights on
     several ranks, no sparse gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return not has_sparse_gradients(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
+    return not sparse_parameters(model) and all(p.is_floating_point() and local_part(p) is p for p in trained)
 
 
 class ParameterRules:

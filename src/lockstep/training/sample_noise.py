@@ -12,7 +12,7 @@ blocks (torch.utils.checkpoint) draw the same again. The global batch is cut int
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -26,6 +26,7 @@ from lockstep.data.partition import fold_in
 
 BLOCKS = 8  # of a global batch, at most
 BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
+TOGETHER = 16  # samples of an evaluation whose numbers are drawn at once, whatever the batches and ranks are
 FILLERS = ["bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"]
 OF_TORCH = """
 rand randn randint rand_like randn_like randint_like randperm bernoulli normal multinomial poisson binomial
@@ -51,8 +52,9 @@ looked at one by one, which takes some microseconds for each."""
 class SampleNoise(TorchFunctionMode):
     """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
 
-    A single number, which may decide about a layer, is the same on all ranks, as in one process. What else has no
-    dimension of the batch, or cannot be cut by it, is drawn by each rank for itself.
+    A single number, which may decide about a layer, is the same on all ranks, as in one process; in an evaluation it
+    belongs to a rank's batch. What else has no dimension of the batch, or cannot be cut by it, is drawn by each rank
+    for itself.
 
     is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
     that draw nothing need not pay the microsecond that a look at each function takes.
@@ -66,7 +68,12 @@ class SampleNoise(TorchFunctionMode):
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, start: int, rows: int, count: int) -> Self:
-        self.start, self.rows, self.count = start, rows, count
+        self.start, self.rows, self.stride, self.count, self.together = start, rows, 1, count, 0
+        return self
+
+    def of_evaluation(self, samples: range) -> Self:
+        """Inside the block, draws belong to these samples of a data set."""
+        self.start, self.rows, self.stride, self.together = samples.start, len(samples), samples.step, TOGETHER
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -123,23 +130,34 @@ class SampleNoise(TorchFunctionMode):
         self.has_drawn = True
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
         if dimension is None:
-            self.has_drawn_by_rank |= tensor.numel() > 1
-            fill(tensor, self.seeded(tensor.device, seed if tensor.numel() == 1 else fold_in(seed, self.start)))
+            is_shared = tensor.numel() == 1 and not self.together
+            self.has_drawn_by_rank |= not is_shared
+            fill(tensor, self.seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
             return
         rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))
-        blocks = min(BLOCKS, self.count, max(1, self.count * rows[:1].numel() // BLOCK_SIZE))
-        edges = [self.count * number // blocks for number in range(blocks + 1)]
-        for number, (begin, end) in enumerate(itertools.pairwise(edges)):
-            first, last = max(begin, self.start), min(end, self.start + self.rows)
+        for number, (begin, end) in self._blocks(rows[:1].numel()):
+            first, last = (min(max(0, -((self.start - edge) // self.stride)), self.rows) for edge in (begin, end))
             if first < last:
                 generator = self.seeded(tensor.device, fold_in(seed, number))
-                own = rows[first - self.start : last - self.start]
+                own = rows[first:last]
                 if last - first == end - begin and own.is_contiguous():
                     fill(own, generator)
                 else:
                     whole = tensor.new_empty(end - begin, *rows.shape[1:])
                     fill(whole, generator)
-                    own.copy_(whole[first - begin : last - begin])
+                    own.copy_(whole[self.start + self.stride * first - begin :: self.stride][: last - first])
+
+    def _blocks(self, numbers: int) -> Iterable[tuple[int, tuple[int, int]]]:
+        """(number, (first sample, the one behind the last)) of blocks in which this rank has rows, and of others.
+
+        numbers: that are drawn for a sample.
+        """
+        if self.together:
+            last = self.start + self.stride * (self.rows - 1)
+            found = range(self.start // self.together, last // self.together + 1)
+            return [(number, (number * self.together, (number + 1) * self.together)) for number in found]
+        blocks = min(BLOCKS, self.count, max(1, self.count * numbers // BLOCK_SIZE))
+        return enumerate(itertools.pairwise(self.count * number // blocks for number in range(blocks + 1)))
 
     def seeded(self, device: torch.device, seed: int) -> torch.Generator:
         if device not in self.generators:

@@ -190,13 +190,12 @@ class TrainState:
             named = self.strategy.model.named_parameters()
             self.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
 
-    def after_backward(self, step: int, samples: int) -> None:
-        """The gradients of `step` are computed, of `samples` samples on this rank. A collective.
+    def after_backward(self, step: int) -> None:
+        """The gradients of `step` are computed. A collective.
 
         Raises ConfigError, on all ranks, for what would part them or would not be trained.
         """
         self.trained.after_backward(step)
-        self.buffers.after_backward(step, samples)
         if self.early_steps.steps_to_watch:
             self.trained.require_no_new(step)
             self.early_steps.after_backward()

@@ -31,7 +31,7 @@ class TrainedParameters:
         """
         if self.others and any(parameter.requires_grad for parameter in self.others.values()):
             self._take_in([name for name, parameter in self.others.items() if parameter.requires_grad], step)
-        self.strategy.average_unfrozen()
+        self.strategy.average_apart()
 
     def gradients(self, step: int) -> list[Tensor]:
         """Those of the parameters in the optimizer that have one. Raises ConfigError as `after_backward` does."""

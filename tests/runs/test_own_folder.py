@@ -1,0 +1,195 @@
+"""Somebody's own work: its files change after a run, its task fails, its model and its data are slow."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.data.builtin import digits
+from support.commands import PYTHON_TRAIN, Command, wait_for
+
+Start = Callable[..., Command]
+
+PARTS = """
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep.tasks.classification import Classification
+
+
+class Failing(Classification):
+    def __init__(self, **options):
+        raise KeyError("weights.txt")
+
+
+class Weighted(Classification):
+    def __init__(self, classes, limit, **options):
+        super().__init__(**options)
+        self.weights = [1.0] * classes
+        if classes > limit:
+            raise ValueError(f"no weights for {classes} classes")
+
+
+def points(train=True, scale=1.0):
+    generator = torch.Generator().manual_seed(int(train))
+    inputs = torch.rand(60, 5, generator=generator) * scale
+    return torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 2.5 * scale).long())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 60
+
+    def __iter__(self):
+        for sample in points():
+            time.sleep(float(os.environ.get("SECONDS_A_SAMPLE", "0")))
+            yield sample
+
+
+class SlowNet(nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.head = nn.Linear(5, classes)
+
+    def forward(self, inputs):
+        if self.training:
+            Path("in_step").touch()
+            time.sleep(float(os.environ["SECONDS_A_STEP"]))
+        return self.head(inputs)
+"""
+POINTS = "{half}: {{_target_: own_parts.points, train: {train}, scale: 1.0}}\n"
+OWN = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "logger=[]", "trainer.batch_size=15", "trainer.epochs=1"]
+NET = ["model=mlp", "model.width=8"]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> dict[str, str]:
+    """Makes the folder. What a command needs in its environment."""
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    folder = tmp_path / "conf" / "dataset"
+    folder.mkdir(parents=True)
+    halves = [POINTS.format(half=half, train=str(half == "train").lower()) for half in ("train", "test")]
+    (folder / "own.yaml").write_text("".join(halves))
+    (folder / "own_stream.yaml").write_text("train: {_target_: own_parts.Stream}\n" + halves[1])
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["task._target_=own_parts.Failing"], 2, "task._target_=own_parts.Failing failed at {place}:14 (KeyError:"),
+        (["task._target_=own_parts.Weighted"], 2, "needs classes and limit; type +task.classes=<value> +task.limit="),
+        (["task._target_=own_parts.Weighted", "+task.limit=1", "+task.classes=null"], 1, "no weights for 2 classes"),
+        (["task._target_=own_parts.Weighted", "+task.limit=2", "+task.classes=null"], 0, "rank 0 of 1"),
+    ],
+    ids=["fails", "needs the classes", "fails with the classes of the data", "has the classes of the data"],
+)
+def test_an_error_of_a_tasks_constructor_is_told_without_a_traceback(
+    start: Start, own: dict[str, str], tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    output = start(*OWN, *NET, *words, **own).finish(code).output
+    assert said.format(place=tmp_path / "own_parts.py") in output
+    assert "Traceback" not in output
+
+
+def test_each_evaluation_has_a_file_that_says_what_was_evaluated(
+    start: Start, own: dict[str, str], tmp_path: Path
+) -> None:
+    start(*OWN, *NET, "hydra.run.dir=run", **own).finish()
+    evaluate = [*OWN[:3], "mode=evaluate", "resume=run"]
+    for words in ([], ["dataset.test.scale=2.0"], ["mode.split=train"], []):
+        start(*evaluate, *words, **own).finish()
+    files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*"))
+    assert files == ["evaluation.json", "evaluation_2.json", "evaluation_3.json"]
+    found = [json.loads((tmp_path / "run" / name).read_text()) for name in files]
+    kinds = [(one["split"], one["config"]["dataset.test.scale"]) for one in found]
+    assert kinds == [("test", 1.0), ("test", 2.0), ("train", 1.0)]
+    assert len({one["metrics"]["loss"] for one in found}) == 3
+
+
+def test_a_trained_run_is_used_as_it_was_trained_whatever_its_files_say_today(start: Start, tmp_path: Path) -> None:
+    files = {
+        "dataset/pixels.yaml": "defaults: [digits]\nmean: [0.3]\nstd: [0.4]\n",
+        "model/net.yaml": "defaults: [mlp]\nwidth: 12\n",
+        "local/default.yaml": "# @package _global_\ntrainer: {ema: 0.9, precision: fp64}\ndataset: {mean: [0.25]}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / name).write_text(text)
+    words = [*PYTHON_TRAIN, "--config-dir=conf"]
+    start(*words, "dataset=pixels", "model=net", "logger=[]", "trainer.epochs=1", "hydra.run.dir=run").finish()
+    data = digits(train=False)
+    images = torch.stack([data[index][0] for index in range(20)])
+
+    def use(name: str, *typed: str) -> dict[str, object]:
+        start(*words, "mode=evaluate", "resume=run", f"mode.file={name}.json", *typed).finish()
+        found: dict[str, object] = json.loads((tmp_path / f"{name}.json").read_text())
+        return found
+
+    before = use("before")
+    outputs = lockstep.load(tmp_path / "run")(images)
+    (tmp_path / "conf" / "local" / "default.yaml").unlink()
+    (tmp_path / "conf" / "dataset" / "pixels.yaml").write_text("defaults: [digits]\nmean: [0.9]\nstd: [1.4]\n")
+    (tmp_path / "conf" / "model" / "net.yaml").write_text("defaults: [mlp]\nwidth: 20\n")
+    assert use("after") == before
+    typed = use("typed", "dataset.std=[0.5]", "trainer.ema=null")
+    assert typed["metrics"] != before["metrics"]
+    start(*words, "mode=export", "resume=run", "mode.format=torch_export", "mode.file=net.pt2").finish()
+    start(*words, "mode=predict", "resume=run", "mode.file=found.csv").finish()
+    net = lockstep.load(tmp_path / "run")
+    assert torch.equal(net(images), outputs)
+    torch.testing.assert_close(torch.export.load(tmp_path / "net.pt2").module()(images), outputs, rtol=0, atol=1e-12)
+    rows = [line.split(",") for line in (tmp_path / "found.csv").read_text().splitlines()]
+    column = rows[0].index("prediction")
+    assert [int(row[column]) for row in rows[1:21]] == net.predict(images)
+    assert net.float()(images).dtype == torch.float32
+    torch.testing.assert_close(net(images).double(), outputs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(
+    start: Start, own: dict[str, str], tmp_path: Path
+) -> None:
+    words = [
+        *OWN,
+        *NET,
+        "dataset=own_stream",
+        "dataset.classes=2",
+        "watch.timeout=0.5",
+        "snapshot.every=3steps",
+        "hydra.run.dir=run",
+    ]
+    start(*words, "trainer.max_steps=3", **own).finish()
+    start(*words, SECONDS_A_SAMPLE=0.12, **own).finish()  # 45 samples in 5.4 s, and the first step may take 5 s
+    assert "resumed from" in (tmp_path / "run" / "train.log").read_text()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["steps"] == 4
+    assert not (tmp_path / "run" / "hang.txt").exists()
+
+
+def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once(
+    start: Start, own: dict[str, str], tmp_path: Path
+) -> None:
+    run = start(*OWN, "model._target_=own_parts.SlowNet", "hydra.run.dir=run", SECONDS_A_STEP=60, **own)
+    wait_for((tmp_path / "in_step").exists, "first step")
+    run.send(signal.SIGTERM)
+    time.sleep(3)  # the line comes after 2 s, and a signal within 2 s is the same one
+    run.send(signal.SIGTERM)
+    output = run.finish(None, limit=20).output
+    assert "SIGTERM: stopping after this step; a second one ends at once" in output
+    assert "ended at once by a second SIGTERM; no snapshot was saved" in output
+
+
+def test_a_first_step_that_takes_long_says_where_it_is(start: Start, own: dict[str, str], tmp_path: Path) -> None:
+    """After a minute; or after watch.timeout, which has ten times the patience in the first step."""
+    words = ["model._target_=own_parts.SlowNet", "watch.timeout=1", "trainer.max_steps=1"]
+    output = start(*OWN, *words, SECONDS_A_STEP=4, **own).finish().output
+    assert re.search(rf"the first step has taken [1-4] s; rank 0 is .*{tmp_path}/own_parts.py:49 in forward", output)

@@ -1,0 +1,471 @@
+"""Nets x data x ranks x options x what comes after: each gives the numbers of plain torch, or one sentence.
+
+A combination is one value of each axis. `pairwise` chooses combinations so that any two values of two axes meet in one;
+`drawn` draws as many as are asked for. The right numbers are those of `oracle`, which is plain torch in one process.
+Where a net or its data draws, they are those of the run on one rank without the options that change nothing.
+"""
+
+import csv
+import itertools
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from support.commands import ROOT
+from support.small_commands import Answer, answer_of
+from zoo.data import CLASSES, KINDS, TRUTHS
+from zoo.modules import BODIES
+from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, trained
+
+FORK = ["launch=fork", "backend=gloo"]
+COMMON = [
+    "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "dataset=zoo", "model=linear",
+    "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
+    f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
+    "objective=test/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """Ranks, and how they share the work.
+
+    resumed_on: ranks of a run that goes on from a snapshot of this one.
+    micro_batches: that a pipeline cuts a batch into, one after the other.
+    """
+
+    ranks: int
+    resumed_on: int
+    words: tuple[str, ...] = ()
+    micro_batches: int = 1
+
+
+WAYS = {
+    "one": Way(1, 2),
+    "two": Way(2, 3),
+    "three": Way(3, 1),
+    "two, ring": Way(2, 3, ("gradient_sync=ring",)),
+    "three, parameter_server": Way(3, 2, ("gradient_sync=parameter_server",)),
+    "two, all_reduce": Way(2, 3, ("gradient_sync=all_reduce",)),
+    "two, unused": Way(2, 3, ("strategy.find_unused_parameters=true",)),
+    "fsdp, two": Way(2, 3, ("strategy=fsdp", "strategy.wrap_min_parameters=1")),
+    "fsdp, three": Way(3, 2, ("strategy=fsdp", "strategy.reshard_after_forward=false")),
+    "fsdp, two by two": Way(4, 4, ("strategy=fsdp", "strategy.replicas=2")),
+    "pipeline": Way(2, 2, ("strategy=pipeline", "strategy.micro_batches=2"), 2),
+    "virtual_ranks": Way(2, 1, ("strategy=virtual_ranks", "strategy.count=2")),
+    "virtual_ranks, one": Way(1, 2, ("strategy=virtual_ranks", "strategy.count=2")),
+    "model_parallel": Way(2, 1, ("strategy=model_parallel", "strategy.devices=2")),
+}
+FSDP = ("fsdp, two", "fsdp, three", "fsdp, two by two")
+VIRTUAL = ("virtual_ranks", "virtual_ranks, one")
+SHARDED = (*FSDP, "pipeline")
+
+
+class Change(NamedTuple):
+    """An option that changes the numbers, and what it does."""
+
+    words: tuple[str, ...]
+    numbers: Numbers
+    tolerance: float = 1e-9
+
+
+CHANGES = {
+    "none": Change((), Numbers()),
+    "accumulation": Change(("trainer.gradient_accumulation_steps=2",), Numbers(accumulation=2)),
+    "clipping": Change(("trainer.max_grad_norm=0.05",), Numbers(clip=0.05)),
+    "ema": Change(("trainer.ema=0.8",), Numbers(ema=0.8)),
+    "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True)),
+    "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
+    "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
+    "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
+    "whole batch": Change(("trainer.batch_size=22",), Numbers(batch=22)),
+    "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
+    "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
+    "all": Change(
+        ("trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.05", "trainer.ema=0.8", "freeze=[stem]"),
+        Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
+    ),
+}
+# Options that change no number.
+EQUAL = {
+    "none": (),
+    "workers": ("dataset.workers=1",),
+    "digests": ("trainer.digest=1",),
+    "watched": ("watch.every=1",),
+    "saved": ("snapshot.every=1steps",),
+    "sharded": ("snapshot.format=sharded",),
+    "contiguous": ("trainer.channels_last=false",),
+    "deterministic": ("trainer.deterministic=true",),
+    "curves": ("logger=[tensorboard,csv]", "logger.tensorboard.histograms=true", "logging.every=1"),
+    "profiled": ("profiler.enabled=true", "profiler.every=2"),
+    "small evaluations": ("evaluation.batch_size=2",),
+    "unfused": ("optimizer.fused=false",),
+}
+AFTER = ("nothing", "resume", "evaluate", "predict", "export", "load")
+# Nets that draw in a forward pass, and those whose state a forward pass changes.
+DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
+DRAWS += ("Checkpointed", "Residual")
+CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "ExtraState", "spectral_norm", "old_spectral_norm")
+CHANGED += ("running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative", "batch_norm_plain")
+CHANGED += ("two_batch_norms", "lazy_batch_norm", "Residual")
+# Values of two axes that no command has together: one of them is refused there, which other tests hold.
+NEVER = [
+    ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
+    ({"digests"}, set(SHARDED)),
+    ({"profiled"}, {"pipeline"}),
+    ({"workers"}, {"stream"}),
+    ({"accumulation", "all"}, set(VIRTUAL)),
+]
+# {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
+REFUSALS: dict[str, tuple[set[str], set[str]]] = {
+    "max_norm=": ({"EmbeddedMaxNorm"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    "differs between ranks": ({"RunningScale", "Codebook"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    "find_unused_parameters=true": ({"Unused", "Experts", "Reentrant"}, {way for way in WAYS if WAYS[way].ranks > 1}),
+    "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
+    "mode.format=state_dict": (set(), {"export"}),
+    "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
+    "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
+    "which torch.jit has made": ({"scripted"}, set(FSDP)),
+    "along its first dimension": ({"OddParameters"}, set(FSDP)),
+}
+AXES: dict[str, Sequence[str]] = {
+    "body": tuple(BODIES),
+    "kind": tuple(KINDS),
+    "way": tuple(WAYS),
+    "change": tuple(CHANGES),
+    "equal": tuple(EQUAL),
+    "after": AFTER,
+}
+
+
+class Combination(NamedTuple):
+    body: str
+    kind: str
+    way: str = "one"
+    change: str = "none"
+    equal: str = "none"
+    after: str = "nothing"
+
+    def __str__(self) -> str:
+        return " | ".join(self)
+
+    @property
+    def words(self) -> list[str]:
+        return self.words_on(WAYS[self.way].ranks)
+
+    def words_on(self, ranks: int) -> list[str]:
+        """The command on another number of ranks."""
+        truth, way = TRUTHS[self.kind](True), WAYS[self.way]
+        words = [*COMMON, f"+model.body={self.body}", f"dataset.kind={self.kind}", f"task={truth.task}", *truth.words]
+        words += ["trainer.precision=fp64", *way.words, *CHANGES[self.change].words, *EQUAL[self.equal]]
+        if ranks > 1:
+            words += [*FORK, f"launch.nproc_per_node={ranks}"]
+        last = {word.partition("=")[0]: word for word in words if "=" in word}
+        return ["--config-dir", words[1], *last.values()]
+
+
+def pairwise(seed: int = 0) -> list[Combination]:
+    """Few combinations in which any two values of two axes meet: the next one has the most pairs that are missing."""
+    draws = random.Random(seed)
+    missing = {
+        ((one, first), (other, second))
+        for (one, firsts), (other, seconds) in itertools.combinations(AXES.items(), 2)
+        for first, second in itertools.product(firsts, seconds)
+        if not _is_never(first, second)
+    }
+    found = []
+    while missing:
+        start = min(missing) if len(missing) < 50 else draws.choice(sorted(missing))
+        chosen = dict(start)
+        for axis in draws.sample(list(AXES), len(AXES)):
+            if axis not in chosen:
+                gains = {
+                    value: sum(_pair(axis, value, *other) in missing for other in chosen.items())
+                    for value in draws.sample(AXES[axis], len(AXES[axis]))
+                }
+                for value in list(gains):
+                    if any(_is_never(value, other) for other in chosen.values()):
+                        del gains[value]
+                chosen[axis] = max(gains, key=gains.__getitem__)
+        missing -= {_pair(*one, *other) for one, other in itertools.combinations(chosen.items(), 2)}
+        found.append(Combination(**chosen))
+    return found
+
+
+def _is_never(one: str, other: str) -> bool:
+    return any((one in some and other in others) or (other in some and one in others) for some, others in NEVER)
+
+
+def _pair(one: str, first: str, other: str, second: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    order = list(AXES)
+    pairs = ((one, first), (other, second))
+    return pairs if order.index(one) < order.index(other) else pairs[::-1]
+
+
+def drawn(count: int, seed: int) -> list[Combination]:
+    """So many combinations, drawn by `seed`."""
+    draws, found = random.Random(seed), list[Combination]()
+    while len(found) < count:
+        made = Combination(*(draws.choice(values) for values in AXES.values()))
+        if not any(_is_never(*pair) for pair in itertools.combinations(made, 2)):
+            found.append(made)
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """result: equal, ran (where no right number is known), refused, or wrong. why: the sentence, or what is wrong."""
+
+    combination: Combination
+    result: str
+    why: str = ""
+
+
+class Zoo:
+    """Runs combinations in a folder. Runs on one rank that several of them are compared with are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock, self.locks = folder, Lock(), dict[Combination, Lock]()
+        self.numbers = itertools.count()
+
+    def outcomes(self, chosen: Sequence[Combination], at_once: int) -> Iterator[Outcome]:
+        with ThreadPoolExecutor(at_once) as threads:
+            yield from threads.map(self.outcome, chosen)
+
+    def outcome(self, combination: Combination) -> Outcome:
+        place = self._place()
+        try:
+            return self._judged(combination, place)
+        except Exception as error:  # of a comparison: a file is missing, a key, a shape
+            return Outcome(combination, "wrong", f"{type(error).__name__}: {error}")
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _judged(self, combination: Combination, place: Path) -> Outcome:
+        answer = answer_of([*combination.words, "run_dir=run"], place)
+        if answer.code:
+            return refused_or_wrong(combination, answer)
+        right = self.right(combination)
+        found = torch.load(place / "run" / "model.pt", weights_only=True)
+        if right is None:
+            bad = [name for name, value in found.items() if value.is_floating_point() and not value.isfinite().all()]
+            return Outcome(combination, "wrong" if bad else "ran", f"not finite: {bad}")
+        tolerance = CHANGES[combination.change].tolerance
+        wrong = difference(found, right[0], tolerance)
+        last = json.loads((place / "run" / "run.json").read_text())["objective"]["last"]
+        if not wrong and not math.isclose(last, right[1], rel_tol=tolerance, abs_tol=tolerance):
+            wrong = f"test loss {last}, not {right[1]}"
+        after = None if wrong else AFTERWARDS[combination.after](combination, place, found, right[1])
+        if isinstance(after, Outcome):
+            return after
+        return Outcome(combination, "wrong", wrong) if wrong else Outcome(combination, "equal")
+
+    def right(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
+        """The state dict and the test loss that the combination must have. None: nobody knows them."""
+        body, kind, way, change, _, _ = combination
+        if body in CHANGED and way in VIRTUAL:  # each virtual rank begins with the state before the step
+            return self._plain_run(Combination(body, kind, "virtual_ranks, one", change))
+        if TRUTHS[kind](True).draws or body in DRAWS:
+            if way == "pipeline" and (body in DRAWS or body in CHANGED):
+                return None  # a stage draws by itself
+            return self._plain_run(Combination(body, kind, change=change))
+        numbers = CHANGES[change].numbers
+        numbers = replace(numbers, accumulation=numbers.accumulation * WAYS[way].micro_batches)
+        return trained(kind, numbers, first_model(body, kind))
+
+    def _plain_run(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
+        with self.lock:
+            lock = self.locks.setdefault(combination, Lock())
+        place = self.folder / "plain" / "-".join(part.replace(" ", "_") for part in combination)
+        with lock:
+            if not place.exists():
+                place.mkdir(parents=True)
+                answer_of([*combination.words, "run_dir=run"], place)
+        if not (place / "run" / "model.pt").exists():
+            return None
+        last = json.loads((place / "run" / "run.json").read_text())["objective"]["last"]
+        return torch.load(place / "run" / "model.pt", weights_only=True), last
+
+    def _place(self) -> Path:
+        with self.lock:
+            place = self.folder / str(next(self.numbers))
+        place.mkdir(parents=True)
+        return place
+
+
+def difference(found: dict[str, Any], right: dict[str, Any], tolerance: float) -> str:
+    """What is wrong with a state dict; empty if nothing is."""
+    tensors = {name: value for name, value in right.items() if isinstance(value, Tensor)}
+    names = {name for name, value in found.items() if isinstance(value, Tensor)}
+    if names != tensors.keys():
+        return f"names: {sorted(names ^ tensors.keys())}"
+    for name, value in tensors.items():
+        other = found[name]
+        if other.shape != value.shape:
+            return f"{name}: {list(other.shape)}, not {list(value.shape)}"
+        if value.numel() == 0:
+            continue
+        if tolerance <= 1e-9 and other.dtype != value.dtype:
+            return f"{name}: {other.dtype}, not {value.dtype}"
+        if not value.is_floating_point() and not value.is_complex():
+            if not torch.equal(value, other):
+                return f"{name}: {other.flatten()[:4].tolist()}, not {value.flatten()[:4].tolist()}"
+            continue
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        apart = (other.to(wide) - value.to(wide)).abs().max() / value.to(wide).abs().max().clamp(min=1)
+        if not apart <= tolerance:
+            return f"{name}: {float(apart):.1e} from the right value"
+    return ""
+
+
+SAYING = ("lockstep: ", "what to do: ")  # how the lines begin that say what to type
+
+
+def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
+    """Of a command that did not end well."""
+    for phrase, (some, others) in REFUSALS.items():
+        told = [line for line in answer.output.splitlines() if phrase in line and line.startswith(SAYING)]
+        if told and (not some or some & set(combination)) and (not others or others & set(combination)):
+            return Outcome(combination, "refused", told[0])
+    return Outcome(combination, "wrong", str(answer))
+
+
+def _follow(combination: Combination, place: Path, *words: str) -> Answer:
+    typed = [word for word in TRUTHS[combination.kind](True).words if "_target_" in word]
+    return answer_of(["--config-dir", combination.words[1], "model._target_=zoo.modules.net", *typed, *words], place)
+
+
+def nothing(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    return None
+
+
+def resume(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    """From the snapshot of a step in mid-epoch, on another number of ranks, to the same end."""
+    step = 1 if combination.change == "whole batch" else 2
+    first = [*combination.words, "run_dir=first", "snapshot.every=1steps"]
+    answer = answer_of(first, place)
+    if answer.problem() or answer.code:
+        return Outcome(combination, "wrong", f"with a snapshot of each step: {answer}")
+    snapshot = place / "first" / "snapshots" / f"step_{step:08}.pt"
+    if not snapshot.exists():
+        snapshot = snapshot.with_suffix("")
+    answer = answer_of(
+        [*combination.words_on(WAYS[combination.way].resumed_on), "run_dir=second", f"resume={snapshot}"], place
+    )
+    return _same_end(combination, answer, place, found, loss)
+
+
+def _same_end(
+    combination: Combination, answer: Answer, place: Path, found: dict[str, Any], loss: float
+) -> Outcome | None:
+    if answer.code:
+        return refused_or_wrong(combination, answer)
+    again = torch.load(place / "second" / "model.pt", weights_only=True)
+    wrong = difference(again, found, CHANGES[combination.change].tolerance)
+    last = json.loads((place / "second" / "run.json").read_text())["objective"]["last"]
+    if not wrong and not math.isclose(last, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):
+        wrong = f"test loss {last}, not {loss}"
+    return Outcome(combination, "wrong", f"the resumed run: {wrong}") if wrong else None
+
+
+def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
+    answer = _follow(combination, place, "mode=evaluate", "resume=run", *ranks)
+    if answer.problem() or answer.code:
+        return Outcome(combination, "wrong", f"mode=evaluate: {answer}")
+    value = json.loads((place / "run" / "evaluation.json").read_text())["metrics"]["loss"]
+    if not math.isclose(value, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):
+        return Outcome(combination, "wrong", f"mode=evaluate: loss {value}, not {loss}")
+    return None
+
+
+def predict(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    answer = _follow(combination, place, "mode=predict", "resume=run")
+    if answer.problem() or answer.code:
+        return Outcome(combination, "wrong", f"mode=predict: {answer}")
+    outputs = _outputs(combination, found)
+    with (place / "run" / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    if len(rows) != len(outputs):
+        return Outcome(combination, "wrong", f"mode=predict: {len(rows)} rows")
+    truth = TRUTHS[combination.kind](False)
+    if truth.task != "classification" or truth.draws or combination.body in DRAWS:
+        return None
+    right = outputs.softmax(1)
+    written = torch.tensor([[float(row[f"probability_{c}"]) for c in range(CLASSES)] for row in rows]).double()
+    apart = float((written - right).abs().max())
+    return None if apart < 1e-3 else Outcome(combination, "wrong", f"mode=predict: {apart:.1e} from the right value")
+
+
+def _outputs(combination: Combination, weights: dict[str, Any]) -> Tensor:
+    """What plain torch computes of the test data with the weights of the run."""
+    model = first_model(combination.body, combination.kind)
+    model.load_state_dict(weights)
+    model.eval()
+    with torch.no_grad():
+        outputs: Tensor = model(TRUTHS[combination.kind](False).images)
+    return outputs
+
+
+def _raw_samples(kind: str) -> Tensor | None:
+    """Some test samples as a data set gives them. None: they are more than one tensor each."""
+    data = KINDS[kind](False)
+    samples = [] if isinstance(data, IterableDataset) else [data[i] for i in range(4)]
+    if not samples or not all(isinstance(sample, tuple) and isinstance(sample[0], Tensor) for sample in samples):
+        return None
+    return torch.stack([sample[0] for sample in samples])
+
+
+def export(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    answer = _follow(combination, place, "mode=export", "resume=run")
+    if answer.code:
+        return refused_or_wrong(combination, answer)
+    samples = _raw_samples(combination.kind)
+    if samples is None:
+        return None
+    module = torch.export.load(place / "run" / "last.pt2").module()
+    with torch.no_grad():
+        outputs = module(samples)
+    if combination.body in DRAWS:
+        return None
+    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
+    return None if apart < 1e-3 else Outcome(combination, "wrong", f"mode=export: {apart:.1e} from the right value")
+
+
+def load(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    import lockstep
+    from zoo.modules import net
+
+    truth, samples = TRUTHS[combination.kind](False), _raw_samples(combination.kind)
+    places = 36 if truth.task == "segmentation" else 1
+    classes = 1 if combination.kind == "amounts" else CLASSES
+    trained_net = lockstep.load(place / "run", model=net(combination.body, [1, 6, 6], classes, places))
+    if samples is None:
+        return None
+    with torch.no_grad():
+        outputs = trained_net(samples)
+    if combination.body in DRAWS or truth.draws:
+        return None
+    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
+    return None if apart < 1e-3 else Outcome(combination, "wrong", f"lockstep.load: {apart:.1e} from the right value")
+
+
+AFTERWARDS = {
+    "nothing": nothing,
+    "resume": resume,
+    "evaluate": evaluate,
+    "predict": predict,
+    "export": export,
+    "load": load,
+}

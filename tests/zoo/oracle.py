@@ -1,0 +1,126 @@
+"""What a combination must give, by plain torch: one process, float64, and none of this project's code but its order."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.data.partition import generator
+from zoo import data
+from zoo.modules import net
+
+BATCH, EPOCHS, LR = 9, 2, 0.05
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass
+class Numbers:
+    """What an option does to the numbers of a training. All of it is in the fields' names."""
+
+    accumulation: int = 1
+    clip: float | None = None
+    ema: float | None = None
+    adamw: bool = False
+    frozen: str = ""
+    slow: str = ""  # parameters with a tenth of the learning rate
+    cosine: bool = False
+    batch: int = BATCH
+    steps: int = 1000
+
+
+def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Tensor], float]:
+    """The state dict after the training, or its moving average, and the loss of the test data.
+
+    model: with the first weights.
+    """
+    truth, test = data.TRUTHS[kind](True), data.TRUTHS[kind](False)
+    for name, parameter in model.named_parameters():
+        if numbers.frozen and name.startswith(numbers.frozen):
+            parameter.requires_grad_(False)
+    groups: list[dict[str, object]] = [
+        {"params": [p for n, p in model.named_parameters() if p.requires_grad and not _is_slow(n, numbers)]},
+        {"params": [p for n, p in model.named_parameters() if p.requires_grad and _is_slow(n, numbers)], "lr": LR / 10},
+    ]
+    optimizer: torch.optim.Optimizer
+    if numbers.adamw:
+        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, weight_decay=0.1)
+    else:
+        optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=LR, momentum=0.9)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    count, step, average = len(truth.images), 0, dict[str, Tensor]()
+    total = EPOCHS * -(-count // numbers.batch)
+    model.train()
+    for epoch in range(EPOCHS):
+        drawn = torch.randperm(count, generator=generator(0, epoch))
+        for batch in (drawn if truth.order == "drawn" else torch.arange(count)).split(numbers.batch):
+            if step == numbers.steps:
+                break
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * (0.5 * (1 + math.cos(math.pi * step / total)) if numbers.cosine else 1)
+            optimizer.zero_grad()
+            for part in batch.tensor_split(min(numbers.accumulation, len(batch))):
+                share = len(part) / len(batch)
+                (share * loss(model(truth.images[part]), truth.targets[part], truth.task)).backward()
+            if numbers.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), numbers.clip)
+            optimizer.step()
+            step += 1
+            now = {
+                name: value.detach().clone() for name, value in model.state_dict().items() if _is_averaged(name, model)
+            }
+            decay = numbers.ema or 0.0
+            average = {n: decay * average[n] + (1 - decay) * value for n, value in now.items()} if average else now
+    state = dict(model.state_dict())
+    if numbers.ema:
+        state |= average
+        model.load_state_dict(state)
+    model.eval()
+    with torch.no_grad():
+        tested = loss(model(test.images), test.targets, test.task)
+    return state, float(tested)
+
+
+def _is_slow(name: str, numbers: Numbers) -> bool:
+    return bool(numbers.slow) and name.startswith(numbers.slow)
+
+
+def _is_averaged(name: str, model: nn.Module) -> bool:
+    """Parameters, and the running statistics of norms; no other buffer has a mean."""
+    value = model.state_dict()[name]
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return name in names or name.rpartition(".")[2] in STATISTICS
+
+
+def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
+    if task == "segmentation":
+        return F.cross_entropy(outputs, targets, ignore_index=data.IGNORED)
+    if task == "multi_label":
+        return F.binary_cross_entropy_with_logits(outputs, targets.double())
+    if task == "regression":
+        return F.mse_loss(outputs.reshape(targets.shape), targets.double())
+    return F.cross_entropy(outputs, targets.double() if targets.is_floating_point() else targets)
+
+
+def first_model(body: str, kind: str) -> nn.Module:
+    """The net with the weights that a run of seed 0 begins with: `seeded(0)` is torch.manual_seed(0)."""
+    truth = data.TRUTHS[kind](True)
+    torch.manual_seed(0)
+    places = 36 if truth.task == "segmentation" else 1
+    classes = 1 if kind == "amounts" else data.CLASSES
+    model = net(body, [1, 6, 6], classes, places)
+    cast(model)
+    with torch.no_grad():
+        if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+            model.eval()(truth.images[:2])
+    return model
+
+
+def cast(model: nn.Module) -> None:
+    """float32 and complex64 become float64 and complex128; all other types stay."""
+    wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.to(wider.get(tensor.dtype, tensor.dtype))
