@@ -224,8 +224,9 @@ class FirstSteps(Watcher):
         if not_finite and not self.state.scaler.is_enabled():  # it looks for the scale at which they are finite
             facts.unchecked = "not checked: the gradients of the first step are not finite"
             facts.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
-        seeded = torch.Generator().manual_seed(torch.initial_seed())  # as the step began
-        has_drawn = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
+        noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
+        has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
+        has_drawn = has_moved if noise is None else noise.has_drawn
         facts.draws = any(self.world.all_gather_json(has_drawn))
         facts.trained = sum(value.numel() for value in gradients.values())
         facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
