@@ -16,6 +16,7 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lockstep.failures.causes import explain_exception
 from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
@@ -231,6 +232,17 @@ def test_a_mistake_is_the_users_only_where_the_line_is(make_rank, file):
     assert (first["meaning"] == "the code at this line has a mistake") == (file == Path(__file__))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("Expected to mark a variable ready only once. This", "use_reentrant=False"),
+        ("Expected more than 1 value per channel when training, as one process does", "leaves no single sample over"),
+    ],
+)
+def test_an_error_of_torch_is_explained(make_rank, words, said):
+    assert said in report_of(make_rank(0, raised(RuntimeError(words), Path(__file__)), 1.0))["first"]["advice"]
+
+
 def test_the_file_has_these_keys(make_rank, tmp_path):
     contents = report_of(make_rank(0, lost(), 2.0), make_rank(1, ValueError("x"), 1.5), folder=tmp_path)
     assert set(contents) == {"schema", "first", "consequences", "world_size", "run", "will_fail_again", "exit_code"}
@@ -304,6 +316,16 @@ def test_the_command_that_resumes_names_the_folder():
     assert resume_command(sweep[:4], folder).endswith("src/train.py hydra.run.dir=/runs/a")
     typed = shlex.split(resume_command(plain, Path("/runs/prüf/k=v")))[-1]
     assert OverridesParser.create().parse_override(typed).value() == "/runs/prüf/k=v"
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.bool, torch.int64])
+@pytest.mark.parametrize("layer", [torch.nn.Linear(8, 2), torch.nn.Conv2d(1, 2, 3)], ids=type)
+def test_samples_that_are_no_fractions_are_explained(layer, kind):
+    with pytest.raises(RuntimeError) as found:
+        layer(torch.zeros(2, 1, 8, 8).to(kind))
+    meaning, advice = explain_exception(exception_record(found.value))
+    assert "the model got whole numbers or truth values" in meaning
+    assert "x.astype(numpy.float32)" in advice
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])

@@ -18,6 +18,9 @@ def test_a_net_takes_arrays_and_lists_and_computes_where_it_was_moved() -> None:
     images = torch.randint(0, 256, (5, 1, 2, 2), dtype=torch.uint8)
     classes = net.predict(images)
     assert net.predict(images.numpy()) == net.predict(list(images)) == net.predict(list(images.numpy())) == classes
+    flipped, swapped = images.numpy()[:, :, ::-1], (images.numpy() / np.float32(255)).astype(">f4")
+    assert net.predict(flipped) == net.predict(list(flipped)) == net.predict(images.flip(2))
+    assert net.predict(swapped) == classes
     exact = (images.double() / 255 - 0.25) / 0.5
     weight, bias = layers[1].weight.double(), layers[1].bias.double()
     torch.testing.assert_close(net.double()(images), exact.flatten(1) @ weight.T + bias)

@@ -66,6 +66,30 @@ def test_evaluation_gives_the_numbers_of_the_training(run: Path, start: Start, t
     assert not list(tmp_path.glob("outputs"))
 
 
+def test_a_mode_uses_what_the_run_was_trained_with_whatever_became_of_its_files(start: Start, tmp_path: Path) -> None:
+    """Its YAML is edited, and the file of its first weights is gone. Another evaluation has a file of its own."""
+    own = tmp_path / "conf" / "dataset" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    parts = [
+        f"{name}: {{_target_: lockstep.data.builtin.digits, train: {name == 'train'}}}" for name in ("train", "test")
+    ]
+    text = "\n".join([*parts, "shape: [1, 8, 8]", "classes: 10", "mean: [0.9]", "std: [0.1]"])
+    own.write_text(text)
+    words = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "model=linear", "trainer.precision=fp64", "logger=[]"]
+    start(*words, "trainer.max_steps=1", "hydra.run.dir=first").finish()
+    (tmp_path / "first" / "model.pt").rename(tmp_path / "begin.pt")
+    start(*words, "trainer.epochs=1", "init=begin.pt", "hydra.run.dir=run").finish()
+    last = json.loads((tmp_path / "run" / "run.json").read_text())["objective"]["last"]
+    (tmp_path / "begin.pt").unlink()
+    own.write_text(text.replace("0.9", "0.1"))
+    evaluate = [*PYTHON_TRAIN, "mode=evaluate", "resume=run"]
+    for more, std, name in (([], 0.1, ""), (["dataset.std=[0.2]"], 0.2, "_2")):
+        start(*evaluate, "--config-dir=conf", *more).finish()
+        found = json.loads((tmp_path / "run" / f"evaluation{name}.json").read_text())
+        assert (found["config"]["dataset.mean"], found["config"]["dataset.std"]) == ([0.9], [std])
+        assert (found["metrics"]["accuracy"] == last) == (std == 0.1)
+
+
 def test_a_mode_of_the_users_own(run: Path, start: Start, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "modes.md").read_text().split("## A mode of your own")[1]
     for name, text in re.findall(r"```(?:python|yaml)\n# ((?:my_work|conf)/\S+)\n(.*?)```", page, re.DOTALL):

@@ -2,6 +2,7 @@
 
 import importlib
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ class PerSample(Classification):
     def __call__(self, outputs, targets):
         loss = F.cross_entropy(outputs, targets, reduction="none")
         return loss, {"loss": loss, "accuracy": loss}
+
+class Fails(Classification):
+    def __init__(self, **options):
+        raise ValueError("there is no table of weights")
 
 def forgets_to_return(optimizer):
     pass
@@ -229,6 +234,13 @@ def test_what_a_task_or_a_scheduler_must_not_return_is_refused_in_the_first_step
         assert "returns the shape [32] as its loss, and a sum over the samples is wanted; type loss.sum()" in found[2]
         assert found[3].startswith(f"scheduler.schedule.{returned}")
         assert found[4].startswith(f"scheduler.{returned}")
+
+
+def test_an_error_in_the_constructor_of_a_task_is_one_sentence(tmp_path: Path) -> None:
+    words = [*PYTHON_TRAIN, "task._target_=own_tasks.Fails", "logger=[]"]
+    sentence = Command(words, tmp_path, PYTHONPATH=str(tmp_path)).finish(2).sentence
+    place = r"failed at .*own_tasks.py:\d+ \(ValueError: there is no table of weights\)"
+    assert re.search(rf"task._target_=own_tasks.Fails {place}; correct that, or type task=classification", sentence)
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -126,6 +126,15 @@ def test_histograms_have_all_weights_and_gradients_whichever_rank_holds_them(
     assert shown.Tags()["graph"] is (ranks == 1)
 
 
+def test_a_parameter_without_numbers_has_no_histogram_and_ends_no_run(tmp_path: Path) -> None:
+    model = ["model=linear", "model._target_=support.models.OddTensors", "optimizer.fused=false"]
+    options = ["trainer.max_steps=1", "logger=[tensorboard]", "logger.tensorboard.histograms=true"]
+    in_world(1, train_all, [composed(*model, *options, f"run_dir={tmp_path}")])
+    shown = read(tmp_path).Tags()["histograms"]
+    assert "weights/layer.weight" in shown
+    assert "weights/empty" not in shown
+
+
 def test_a_regression_shows_its_values(tmp_path: Path) -> None:
     options = ["dataset=random", "dataset.samples=64", "model=linear", "trainer.max_steps=1", "logger=[tensorboard]"]
     in_world(1, train_all, [composed(*options, f"run_dir={tmp_path}")])

@@ -36,6 +36,12 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "change the model or the data set at the line above; python src/train.py --cfg job shows their values",
     ),
     (
+        r"dtype.* got (UInt\d+|Bool|Short|Int|Long|Char) |Input type \((short|int|long|unsigned|bool)"
+        r"|not implemented for '(UInt\d+|Bool)",
+        "the model got whole numbers or truth values, and computes with fractions; only samples of uint8 are scaled",
+        "return floats from __getitem__, such as x.astype(numpy.float32), or change the type at the line above",
+    ),
+    (
         r"Expected more than 1 value per channel",
         "batch norm has one value to normalise: the last batch of an epoch, or a rank's share of it, is one sample",
         "type trainer.batch_size=<a number that leaves no single sample over>, and with several ranks of strategy=ddp "
@@ -75,6 +81,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         r"Expected to mark a variable ready only once",
         "a weight got its gradient twice in one backward pass, as from torch.utils.checkpoint with use_reentrant=True",
         "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
+    ),
+    (
+        r"cannot be called on meta tensors",
+        "a pipeline finds shapes without values, and the model's forward pass decides by values",
+        "type strategy=ddp, or compute with torch.where in place of if, .item() and x[mask]",
     ),
     (
         r"DataLoader worker.* (killed|exited)",

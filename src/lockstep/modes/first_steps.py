@@ -133,7 +133,7 @@ class FirstSteps(Watcher):
         """Take the steps, and read some samples before and after them. A collective."""
         state, loader, facts = self.state, self.loader, self.facts
         if self.variant.step > 1:
-            restore_state(state, torch.load(self.folder / SAVED, weights_only=True), len(loader))
+            restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
         reads_again = loader.reader is not None and not loader.is_stream
         samples = _read(loader) if reads_again else []
         if loader.is_stream and self.is_saved:
@@ -154,7 +154,7 @@ class FirstSteps(Watcher):
         times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
         facts.seconds = statistics.median(times) if times else None
         facts.batch = state.settings.batch_size
-        facts.steps = state.settings.steps_per_epoch(len(loader)), state.settings.total_steps(len(loader))
+        facts.steps = state.settings.steps_per_epoch, state.settings.total_steps
         facts.peak = peak_memory(self.world.device)
         return facts
 

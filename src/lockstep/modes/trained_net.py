@@ -1,6 +1,6 @@
 """A trained net together with its preprocessing, and `lockstep.load`: without a command line or a process group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lockstep.config.schema import nodes_with_target
-from lockstep.config.targets import instantiate_as, is_open, locate
+from lockstep.config.targets import instantiate, instantiate_as, is_open, locate
 from lockstep.data.dataset import map_tensors
 from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
@@ -61,9 +61,9 @@ class TrainedNet(nn.Module):
             self.weights = now
             self.converter = Converter(*now, self.converter.memory_format, self.mean, self.std)
         if isinstance(samples, list):
-            samples = torch.stack([torch.as_tensor(sample) for sample in samples])
+            samples = torch.stack([_as_tensor(sample) for sample in samples])
         elif isinstance(samples, np.ndarray):
-            samples = torch.from_numpy(samples)
+            samples = _as_tensor(samples)
         moved = map_tensors(lambda tensor: tensor.to(self.converter.device), samples)
         inputs, _ = self.converter(moved, ())
         with autocast(self.converter.device, self.precision) if self.precision in AUTOCAST_TYPES else nullcontext():
@@ -87,13 +87,22 @@ class TrainedNet(nn.Module):
         return [self.classes[number] if self.classes else number for number in numbers]
 
 
-def load(run: str | Path, which: str, device: str | torch.device, model: nn.Module | None) -> TrainedNet:
+def _as_tensor(sample: Any) -> Tensor:
+    """Also of an array that is flipped, or of another byte order, which torch does not read."""
+    if isinstance(sample, np.ndarray):
+        sample = np.ascontiguousarray(sample, sample.dtype.newbyteorder("="))
+    return torch.as_tensor(sample)
+
+
+def load(
+    run: str | Path, which: str, device: str | torch.device, model: nn.Module | Callable[..., nn.Module] | None
+) -> TrainedNet:
     """See `lockstep.load`."""
     found = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), PYTHON)
     assert found is not None  # `snapshots_to_try` gave one at least
     saved, path = found
     config = saved["config"]
-    net = build_model(config) if model is None else model
+    net = model if isinstance(model, nn.Module) else build_model(config, model)
     channels_last = config["trainer.channels_last"] and "auto"  # a GPU may have trained what a CPU must not
     precision, memory_format = (
         config["trainer.precision"],
@@ -116,17 +125,27 @@ def load(run: str | Path, which: str, device: str | torch.device, model: nn.Modu
     return TrainedNet(net, converter, precision, classes, mean, std, task)
 
 
-def build_model(config: Mapping[str, Any]) -> nn.Module:
-    """The model of a flat config. Raises ConfigError for a class that a run's record may not name."""
+def build_model(config: Mapping[str, Any], make: Callable[..., nn.Module] | None) -> nn.Module:
+    """The model of a flat config. Raises ConfigError for a class that a run's record may not name.
+
+    make: what is called in the place of the class that the record names, with the same arguments.
+    """
     nested = OmegaConf.create({})
     for key, value in config.items():
         if key.startswith("model."):
             OmegaConf.update(nested, key, value)
+    if make is not None:
+        del nested.model["_target_"]
     for key, node in nodes_with_target(OmegaConf.to_container(nested.model), "model"):
         if not is_open(node["_target_"]):
             raise ConfigError(
                 f"{key}._target_={node['_target_']} may run anything, and the record of a run may be a stranger's; "
-                f"if you trust it, type lockstep.load(..., model=<your net, built by yourself>)"
+                f"if you trust it, type lockstep.load(..., model=<your class, or your net>)"
             )
         locate(f"{key}._target_", node["_target_"], "model")
-    return instantiate_as(nn.Module, nested.model, "model")
+    if make is None:
+        return instantiate_as(nn.Module, nested.model, "model")
+    arguments = {
+        str(name): instantiate(value) if OmegaConf.is_config(value) else value for name, value in nested.model.items()
+    }
+    return make(**arguments)

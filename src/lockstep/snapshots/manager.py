@@ -88,7 +88,6 @@ class SnapshotManager(Watcher):
         run_dir: str | Path,
         fingerprint: dict[str, Any],
         config: dict[str, Any],
-        epoch_samples: int,
         every: str,
         keep_last: int,
         form: str,
@@ -98,7 +97,6 @@ class SnapshotManager(Watcher):
         """
         fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
         config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-        epoch_samples: global samples in an epoch.
         every: see SaveInterval.
         keep_last, form: see Saver.
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
@@ -108,7 +106,6 @@ class SnapshotManager(Watcher):
         self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
-        self.epoch_samples = epoch_samples
         self.interval = SaveInterval(every)
         self.before_save, self.compare_weights = before_save, compare_weights
         self.vote = StopVote(self.world, flags=2)
@@ -166,11 +163,11 @@ class SnapshotManager(Watcher):
         for group, fresh in zip(self.state.optimizer.param_groups, copy.deepcopy(self.fresh_groups), strict=True):
             group.update(fresh)
         with self.world.disk_access():  # parts are read from their files now
-            restore_state(self.state, saved, self.epoch_samples)
+            restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
-        self.is_due = self.state.progress.samples == self.epoch_samples
+        self.is_due = self.state.progress.samples == self.state.settings.epoch_samples
         self.resumed_from = path
         reporter.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
@@ -229,7 +226,7 @@ class SnapshotManager(Watcher):
         self.is_due = self.is_due or due_by_clock or due_by_step
         if stop:
             self.stop_before_evaluation()
-        if self.is_due and progress.samples < self.epoch_samples:
+        if self.is_due and progress.samples < self.state.settings.epoch_samples:
             self.save()
 
     def after_epoch(self) -> None:
@@ -239,7 +236,7 @@ class SnapshotManager(Watcher):
 
     def stop_before_evaluation(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
-        self.state.await_evaluation(self.epoch_samples)
+        self.state.await_evaluation()
         self.stop()
 
     def stop(self) -> NoReturn:

@@ -59,8 +59,7 @@ def fit(
     watchers: called in their order. What saves snapshots is the last one.
     """
     settings, progress, speed = state.settings, state.progress, Speed()
-    name, direction = state.objective
-    objective = name.removeprefix("test/")
+    objective = state.objective[0].removeprefix("test/")
     train = state.strategy.own_epoch() or train_epoch
     tested: dict[str, float] = {}
     with snapshots.explaining_errors():
@@ -84,7 +83,7 @@ def fit(
             loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
             if state.evaluation_due:
                 tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
-                if state.update_best(tested[objective], direction):
+                if state.update_best(tested[objective]):
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
@@ -135,14 +134,14 @@ def train_epoch(
                 state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
-            update(state, step, is_last=state.steps_left(len(loader)) == 1)
+            update(state, step, is_last=state.steps_left == 1)
             end_steps(state, batch.count, 1, timer, watchers)
-            timer.step_end(state.whole_steps_left(len(loader)))
+            timer.step_end(state.whole_steps_left)
             timer.phase("data")
     finally:
         timer.epoch_end()
     samples = progress.samples - start
-    state.end_epoch(len(loader))
+    state.end_epoch()
     return samples
 
 
@@ -176,7 +175,7 @@ def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) 
         return state.strategy.parts(batch, settings.gradient_accumulation_steps)
 
     epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-    return islice(epoch, len(range(state.steps_left(len(loader)))[turns]))
+    return islice(epoch, len(range(state.steps_left)[turns]))
 
 
 class StepLoss:
