@@ -143,7 +143,12 @@ class FSDP(Strategy):
         self.ranks_per_model = world.size // self.replicas
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 cannot cut another layout
-        mesh = self._mesh(world)
+        if self.replicas == 1:
+            mesh = init_device_mesh(world.device.type, (world.size,))
+        else:  # a row for each replica, whose columns torch keeps equal
+            ranks, shares_model, holds_same = replica_groups(self.replicas, world)
+            names, groups = ("replicate", "shard"), [holds_same, shares_model]
+            mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
             first_passes = FirstPasses(block)
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
@@ -152,14 +157,6 @@ class FSDP(Strategy):
             # The loss is weighted for a sum over ranks, and gloo has no average.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
-
-    def _mesh(self, world: World) -> DeviceMesh:
-        """All ranks in a row; with replicas a row for each, whose columns torch keeps equal."""
-        if self.replicas == 1:
-            return init_device_mesh(world.device.type, (world.size,))
-        ranks, shares_model, holds_same = replica_groups(self.replicas, world)
-        names = ("replicate", "shard")
-        return DeviceMesh.from_group([holds_same, shares_model], world.device.type, ranks, mesh_dim_names=names)
 
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():
