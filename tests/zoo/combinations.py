@@ -140,6 +140,8 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "cannot be put into a batch": ({"numpy_flipped"}, set()),
     "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
+    "has a hook for its gradient": ({"OwnFunction"}, set(FSDP)),
+    "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
     "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
     "which torch.jit has made": ({"scripted"}, {*FSDP, "model_parallel"}),

@@ -21,7 +21,7 @@ from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_scripted
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 from lockstep.strategies.tensor_bytes import parameters_on_disk
@@ -113,6 +113,7 @@ class FSDP(Strategy):
                     f"{length}; make it one with the shape (1,), or type strategy=ddp"
                 )
         refuse_scripted(model, "fsdp")
+        refuse_gradient_hooks(model, "fsdp")
         if sparse_parameters(model):
             raise ConfigError(
                 "strategy=fsdp adds up dense gradients, and the model has an embedding with sparse=True; "
