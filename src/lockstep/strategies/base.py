@@ -278,6 +278,15 @@ def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
             )
 
 
+def refuse_scripted(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError for a layer that takes none of the hooks by which `strategy` works."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"strategy={strategy} cannot wrap {name or 'the model'}, which torch.jit has made; type strategy=ddp"
+            )
+
+
 def forward(module: nn.Module, inputs: Any) -> Any:
     """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples."""
     if all(len(tensor) for tensor in tensors_in(inputs) if tensor.dim()):
