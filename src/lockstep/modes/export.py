@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, printable
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
@@ -147,7 +147,14 @@ def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     import torch
 
     batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+    try:
+        program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+    except Exception as error:  # what it raises has no common type
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"torch cannot export this net ({printable(first)}); type mode.format=state_dict, or write x.shape[0] for "
+            f"len(x), and torch.where for if, in the model"
+        ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
         with open(path, "wb") as file:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat import set_last_lr
 from lockstep.errors import ConfigError
@@ -75,20 +74,31 @@ def collect_state(
     }
 
 
-def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
+def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
     """Bring `state` to what `collect_state` gave, also if it has trained since. Every rank passes all of it.
 
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
-    epoch_samples: global samples in an epoch.
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
     restore_weights(state, saved)
     for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
         setattr(state.progress, name, value)
-    _restore_optimizer_and_schedule(state, saved, epoch_samples)
+    _restore_optimizer_and_schedule(state, saved)
     if saved["scaler"]:  # empty after a run without loss scaling
         state.scaler.load_state_dict(saved["scaler"])
-    _restore_measurements(state, saved)
+    state.nan.restore(*saved["skipped"])
+    # The sums of the epoch and the best evaluation go on, unless something else is measured now.
+    step = state.progress.step
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
+        state.meter.restore(saved["meter"]["totals"])
+    else:
+        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
+    if saved["objective"] != list(state.objective):
+        log.info("the objective changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
+    elif (state.ema is None) != (saved["ema"] is None):
+        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
 
 
 def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
@@ -181,11 +191,11 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
     return value.item() if _is_number(value) else None
 
 
-def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
+def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) -> None:
     """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
     the run's position instead. One that follows evaluations keeps its state."""
     scheduler, schedule = state.scheduler, saved["scheduler"]
-    place, same_steps = state.schedule_place(epoch_samples), schedule["batch_size"] == state.settings.batch_size
+    place, same_steps = state.schedule_place, schedule["batch_size"] == state.settings.batch_size
     goes_on = schedule["class"] == _class_name(scheduler) and (same_steps or isinstance(scheduler, FollowsObjective))
     state.trained.unfreeze(saved["optimizer"]["state"])
 
@@ -216,25 +226,15 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
             for _ in range(place):
                 scheduler.step()
         return
-    _restore_scheduler(scheduler, schedule["built"], schedule["state"])
+    # What has moved away from the state before the first step is progress, and goes on. The rest is settings, such as
+    # base_lrs and total_steps: these stay this run's.
+    scheduler.load_state_dict(_merged(schedule["built"], schedule["state"], scheduler.state_dict()))
+    if isinstance(scheduler, WithWarmup):
+        scheduler.take_over_factor(schedule["state"]["factor"])  # also where it equals the one of a first step
+    rates = [group["lr"] for group in state.optimizer.param_groups]
+    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
     if isinstance(scheduler, FollowsObjective) and not same_steps:
         scheduler.resume_at(place)
-
-
-def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
-    """Go on with the sums of the epoch and the best evaluation, unless something else is measured now."""
-    step = state.progress.step
-    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
-        state.meter.restore(saved["meter"]["totals"])
-    else:
-        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    state.nan.restore(*saved["skipped"])
-    if saved["objective"] != list(state.objective):
-        log.info("the objective changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
-    elif (state.ema is None) != (saved["ema"] is None):
-        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
 
 
 def without_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -324,19 +324,6 @@ def _log_changed_hyperparameters(saved_initial: list[Group], initial: list[Group
                 lines.append(f"optimizer.{key}: {old[key]} in the snapshot, {new[key]} now")
     for line in dict.fromkeys(lines):
         log.info(line)
-
-
-def _restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Continue the schedule of `saved`, with this run's settings. Call it after the optimizer is restored.
-
-    saved_built: the state of the snapshot's scheduler before the first step. Whatever differs between it and `saved`
-    is progress and is restored. The rest is settings, such as base_lrs and total_steps: these stay this run's.
-    """
-    scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
-    if isinstance(scheduler, WithWarmup):
-        scheduler.take_over_factor(saved["factor"])  # also where it equals the one of a first step
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
 
 
 def _is_same(one: Any, other: Any) -> bool:
