@@ -144,6 +144,9 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
     "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
+    "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
+    "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
+    "changes a value in place": ({"Teacher"}, {"pipeline"}),
     "which torch.jit has made": ({"scripted"}, {*FSDP, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
 }
@@ -284,7 +287,8 @@ class Zoo:
         body, kind, way, change, _, _ = combination
         if body in CHANGED and way in VIRTUAL:  # each virtual rank begins with the state before the step
             return self._plain_run(Combination(body, kind, "virtual_ranks, one", change))
-        if TRUTHS[kind](True).draws or body in DRAWS:
+        is_drawn_in_float32 = body == "lazy_linear" and change == "fp32"
+        if TRUTHS[kind](True).draws or body in DRAWS or is_drawn_in_float32:
             if way == "pipeline" and (body in DRAWS or body in CHANGED):
                 return None  # a stage draws by itself
             return self._plain_run(Combination(body, kind, change=change))

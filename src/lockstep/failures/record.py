@@ -23,8 +23,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 def exception_record(error: BaseException) -> dict[str, Any]:
     """What the failure report needs to know of `error`, as JSON values."""
-    while type(error).__name__ == "InstantiationException" and error.__cause__ not in (None, error):
-        error = error.__cause__  # Hydra wraps what a class of the user's raises
+    while _is_wrapper(error) and error.__cause__ not in (None, error):
+        error = error.__cause__
     return {
         "kind": next((kind for of_type, kind in KINDS.items() if isinstance(error, of_type)), "exception"),
         "type": type(error).__name__,
@@ -32,6 +32,13 @@ def exception_record(error: BaseException) -> dict[str, Any]:
         "is_communication": is_communication_error(error),
         **_place(error),
     }
+
+
+def _is_wrapper(error: BaseException) -> bool:
+    """Whether Hydra, or torch's pipeline, has made `error` of what a class of the user's raised."""
+    entries = _entries(error.__traceback__)
+    is_of_pipeline = bool(entries) and "/torch/distributed/pipelining/" in _file(entries[-1])
+    return type(error).__name__ == "InstantiationException" or is_of_pipeline
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -68,6 +68,12 @@ class VirtualRanks(Strategy):
             )
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
+        for name, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise ConfigError(
+                    f"strategy=virtual_ranks gives each virtual rank the tensors before the step, and cannot do so for "
+                    f"what {name or 'the model'} keeps beside them (get_extra_state); type strategy=ddp"
+                )
         types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         if len(types) > 1 or any(dtype.is_complex for dtype in types):
             raise ConfigError(
