@@ -163,11 +163,11 @@ def snapshots(
     weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
-    require_same_data(state.strategy.world, "training data", samples, data)
+    count, data = len(train_loader), data_fingerprint(train_loader.dataset)
+    require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
-        "training samples": samples,
+        "training samples": count,
         "training data": data,
         "seed": cfg.seed,
     }

@@ -182,7 +182,6 @@ class SnapshotManager(Watcher):
         Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
         """
         nan = self.state.nan
-        self._name_newest(error)
         if nan.action != "rollback" or error.step is None:
             raise error
         self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
@@ -195,22 +194,21 @@ class SnapshotManager(Watcher):
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
         nan.leave_out(error.step)
         step = self.state.progress.step
-        log.warning("%s; back to step %d, and step %d will leave out its batch", error, step, error.step)
+        log.warning("%s; back to step %d, and step %d will leave out its batch", error.what, step, error.step)
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot."""
+        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot.
+
+        Then a collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet.
+        """
         try:
             yield
         except (TrainingDiverged, RanksDiffer) as error:
-            self._name_newest(error)
+            newest = self.world.broadcast_json(str(self.newest() or ""))
+            if newest:
+                error.name_snapshot(Path(newest))
             raise
-
-    def _name_newest(self, error: TrainingDiverged | RanksDiffer) -> None:
-        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
-        newest = self.world.broadcast_json(str(self.newest() or ""))
-        if newest:
-            error.name_snapshot(Path(newest))
 
     # When to save, and when to stop.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lockstep.data.partition import Batch, LoadedPart, Part, fold_in
 from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
+from lockstep.snapshots.manager import SnapshotManager
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
@@ -25,29 +26,11 @@ from lockstep.training.watchers import Watcher
 UNTIMED = StepTimer()  # it keeps nothing
 
 
-class Snapshots(Protocol):
-    """What the loop asks of the snapshots, see `lockstep.snapshots.manager`. All of it is collective."""
-
-    def explaining_errors(self) -> AbstractContextManager[None]: ...
-
-    def roll_back(self, error: TrainingDiverged) -> None: ...
-
-    def after_epoch(self) -> None: ...
-
-    def save(self, name: str) -> None: ...
-
-    def stop(self) -> NoReturn: ...
-
-    def stop_before_evaluation(self) -> NoReturn: ...
-
-    def export(self) -> None: ...
-
-
 def fit(
     state: TrainState,
     loader: BatchLoader,
     evaluate: Evaluator,
-    snapshots: Snapshots,
+    snapshots: SnapshotManager,
     loggers: Logger,
     watchers: Sequence[Watcher],
     timer: StepTimer,
