@@ -96,8 +96,7 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         collate = instantiate(data.collate_fn)
     if name != "training data":
         transforms = plain
-    task = get_object(cfg.task._target_)
-    kind: type[Any] = task if isinstance(task, type) else Task
+    kind = _class_of_task(cfg)
     are_classes, are_masks = issubclass(kind, Classification), issubclass(kind, Segmentation)
     # A task of the user's may be derived from Classification for other targets.
     is_plain = are_classes and kind.__module__.startswith("lockstep.")
@@ -120,7 +119,8 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         ignored=ignored,
     )
     if isinstance(dataset, InMemoryDataset) and not transforms and collate is None:
-        labels = allowed(data.classes, is_signed=not are_classes and not are_numbers)
+        known = None if issubclass(kind, Regression) else data.classes
+        labels = allowed(known, is_signed=not are_classes and not are_numbers)
         if not isinstance(dataset, TextWindows):  # they are numbered by this project
             labels.check(range(len(dataset)), dataset.targets)
         if are_masks:
@@ -153,7 +153,7 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     if "shape" in names:
         found["shape"] = sample_shape(inputs)
     if "classes" in names:
-        found["classes"] = class_count(dataset, targets)
+        found["classes"] = class_count(dataset, targets, are_values=issubclass(_class_of_task(cfg), Regression))
     for key in _unknown(cfg):
         name = key.rpartition(".")[2]
         if name in found:
@@ -161,6 +161,12 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
     return cfg
+
+
+def _class_of_task(cfg: DictConfig) -> type[Any]:
+    """`Task` where the config names a function."""
+    task = get_object(cfg.task._target_)
+    return task if isinstance(task, type) else Task
 
 
 def _unknown(cfg: DictConfig) -> list[str]:

@@ -303,3 +303,11 @@ def plain_functions() -> AbstractContextManager[None]:
 
     block: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return block
+
+
+def has_gradient_hooks(tensor: Any) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight: torch has no question.
+
+    Missing: no, and strategies that make other weights of a model's go on without the hooks.
+    """
+    return bool(getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -223,9 +223,8 @@ def _without_value(typed: str, arguments: list[str]) -> str:
     place = arguments.index(typed) if typed in arguments else 0
     before, following = arguments[place - 1] if place else "", arguments[place + 1 :]
     rule, _ = rule_and_default(before.partition("=")[0], {})
-    if (
-        rule is not None and typed[0].isalpha() and _readable(before + typed, rule) is not None
-    ):  # snapshot.every=100 steps
+    # snapshot.every=100 steps
+    if rule is not None and typed[0].isalpha() and _readable(before + typed, rule) is not None:
         return f"{before} {typed} has a space; type {before}{typed}"
     value = following[0] if following and not {"=", "~", "-"} & set(following[0]) else None
     joined = f"{plain}.{following[0]}" if following else ""

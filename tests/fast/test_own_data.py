@@ -45,6 +45,17 @@ def test_a_model_is_built_for_the_shape_and_the_classes_of_the_data(name: str) -
     assert (list(cfg.model.shape), cfg.model.classes) == ([4], 2)
 
 
+def test_whole_numbers_are_values_of_a_regression(tmp_path: Path) -> None:
+    """Also negative ones, and in the tests larger ones than the training has."""
+    cfg = composed("model=mlp", "task=regression", "logger=[]", "trainer.max_steps=2", f"run_dir={tmp_path}")
+    cfg = with_values(cfg, *NOTHING_SAID)
+    for half, most in (("train", 9), ("test", 20)):
+        node = {"_target_": "support.own_data.counts", "most": most}
+        OmegaConf.update(cfg, f"dataset.{half}", node, merge=False)
+    assert completed(cfg.copy()).model.classes == 1
+    in_world(1, train_all, [cfg])
+
+
 def test_a_task_counts_as_many_labels_as_a_target_has(tmp_path: Path) -> None:
     cfg = composed("model=mlp", "task=multi_label", "logger=[]", "trainer.max_steps=1", f"run_dir={tmp_path}")
     cfg = with_values(cfg, *NOTHING_SAID, "objective=test/f1")

@@ -167,6 +167,22 @@ class FromZero(nn.Module):
         return out - out.mean(1, keepdim=True) + self.head.bias.detach()
 
 
+class RunningScale(nn.Module):
+    """A loss with a running value of its own."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("fixed", torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        self.scale = 0.9 * self.scale + 0.1 * losses.detach().mean()
+        return losses / self.scale
+
+
 def words(model: type, *more: str) -> Any:
     plain = ["trainer.precision=fp64", f"trainer.batch_size={UNEQUAL}", "trainer.max_grad_norm=null"]
     target = [f"model._target_={__name__}.{model.__name__}", "~model.shape", "~model.classes"]
@@ -250,8 +266,11 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     counts = [f"task._target_={__name__}.Counts"]
     more = words(Normed, *counts, "trainer.batch_size=32")
     later = words(FromZero, f"task._target_={__name__}.Weighted")
-    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11"), later])[0]
-    listed, counted, absent, counted_later = (logged for _, _, logged in found)
+    running = words(FromZero, f"task.loss={{_target_:{__name__}.RunningScale}}")
+    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11"), later, running])[0]
+    listed, counted, absent, counted_later, kept = (logged for _, _, logged in found)
+    assert "the loss or the task changes RunningScale.scale in a step: each rank has its own value" in kept
+    assert "changes" not in counted
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed
     assert "in layers: they are never trained" in listed
     assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed

@@ -154,8 +154,8 @@ def test_a_loaded_net_gives_what_the_evaluation_computed(run: Path) -> None:
 
 
 def test_a_strangers_record_builds_no_class_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r"model._target_=os.system may run anything.*model=<your net"):
-        build_model({"model._target_": "os.system", "model.command": "true"})
+    with pytest.raises(ConfigError, match=r"model._target_=os.system may run anything.*model=<your class"):
+        build_model({"model._target_": "os.system", "model.command": "true"}, make=None)
 
 
 def test_an_exported_net_holds_its_preprocessing_for_any_batch(run: Path, start: Start, tmp_path: Path) -> None:

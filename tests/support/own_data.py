@@ -9,6 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.data.dataset import InMemoryDataset
+
 BROKEN = 5  # the sample that `Broken` cannot read
 
 
@@ -209,6 +211,12 @@ class Pictures(Points):
 
     def __getitem__(self, index: int) -> Any:
         return Image.new("RGB", (8, 8)), super().__getitem__(index)[1]
+
+
+def counts(most: int) -> InMemoryDataset:
+    """Points, each with a whole number from -3 to `most`."""
+    points = Points().points.float()
+    return InMemoryDataset(points, torch.arange(len(points)) % (most + 4) - 3)
 
 
 class Mirrored(Points):

@@ -140,8 +140,11 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "cannot be put into a batch": ({"numpy_flipped"}, set()),
     "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
+    "has a hook for its gradient": ({"OwnFunction"}, set(FSDP)),
+    "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
-    "which torch.jit has made": ({"scripted"}, set(FSDP)),
+    "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
+    "which torch.jit has made": ({"scripted"}, {*FSDP, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
 }
 AXES: dict[str, Sequence[str]] = {
@@ -446,7 +449,7 @@ def export(combination: Combination, place: Path, found: dict[str, Any], loss: f
         module = torch.export.load(place / "run" / "last.pt2").module()
     with torch.no_grad():
         outputs = module(samples)
-    if combination.body in DRAWS:
+    if combination.body in DRAWS or TRUTHS[combination.kind](False).draws:
         return None
     apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
     return None if apart < 1e-3 else Outcome(combination, "wrong", f"mode=export: {apart:.1e} from the right value")

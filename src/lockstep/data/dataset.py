@@ -218,15 +218,18 @@ def require_same_classes(names: Sequence[str], others: Sequence[str], what: str,
     raise ConfigError(f"class {number} {first} and {others[number]} in {other}; {advice}")
 
 
-def class_count(dataset: Any, targets: Any) -> int:
-    """How many outputs a model needs: classes, or numbers in a target. targets: of some samples.
+def class_count(dataset: Any, targets: Any, are_values: bool) -> int:
+    """How many outputs a model needs: classes, or numbers in a target.
 
+    targets: of some samples.
+    are_values: whether whole numbers are values, as in a regression, unless the data set names its classes.
     The data set has an attribute `classes` with their names, or `targets` with all of them, as those of torchvision
     have. Raises ConfigError if it has neither.
     """
-    if isinstance(targets, Tensor) and not is_class_numbers(targets) and targets.dim() <= 2:
-        return targets[:1].numel()
     names = getattr(dataset, "classes", None)
+    are_values = are_values and not isinstance(names, Sized)
+    if isinstance(targets, Tensor) and (are_values or not is_class_numbers(targets)) and targets.dim() <= 2:
+        return targets[:1].numel()
     if isinstance(names, Sized):
         return len(names)
     stored = dataset.tensors[-1] if isinstance(dataset, torch.utils.data.TensorDataset) else dataset

@@ -36,7 +36,10 @@ def gpt(
     blocks = {f"block{number}": Block(heads, width, dropout) for number in range(1, layers + 1)}
     embedding, head = Embedding(classes, context, width, dropout), Head(width, classes)
     model = nn.Sequential(OrderedDict[str, nn.Module](embedding=embedding, **blocks, head=head))
-    _initialise(model, layers)
+    for name, module in model.named_modules():  # as GPT-2: what is added to the residual stream, 2 a block, is smaller
+        if isinstance(module, nn.Linear | nn.Embedding):
+            is_added = name.endswith("projection")
+            nn.init.normal_(module.weight, std=WEIGHT_STD / math.sqrt(2 * layers) if is_added else WEIGHT_STD)
     if tied:
         head.linear.weight = embedding.tokens.weight
     return model
@@ -124,11 +127,3 @@ class Head(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         logits: Tensor = self.linear(self.norm(vectors))
         return logits
-
-
-def _initialise(model: nn.Module, layers: int) -> None:
-    """As GPT-2: normal weights. Those that are added to the residual stream, 2 a block, are smaller."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            is_added = name.endswith("projection")
-            nn.init.normal_(module.weight, std=WEIGHT_STD / math.sqrt(2 * layers) if is_added else WEIGHT_STD)

@@ -38,8 +38,9 @@ def torchvision_model(name: str, shape: ImageShape, classes: Classes, **options:
         options = {"image_size": height} | options
     try:
         model: nn.Module = get_model(name, weights=None, num_classes=classes, **options)
-        if name.startswith("resnet") and height < SMALL_IMAGE:
-            _adapt_resnet(model, channels)
+        if name.startswith("resnet") and height < SMALL_IMAGE:  # its first layers then keep the image's size
+            model.set_submodule("conv1", nn.Conv2d(channels, 64, 3, padding=1, bias=False))  # He et al. 2015, 4.2
+            model.set_submodule("maxpool", nn.Identity())
         elif channels != RGB:
             _adapt_first_convolution(model, channels)
         _require_logits(model, shape, classes)
@@ -53,12 +54,6 @@ def torchvision_model(name: str, shape: ImageShape, classes: Classes, **options:
             f"or a Resize in dataset.transforms and dataset.test_transforms, with dataset.shape=null"
         ) from error
     return model
-
-
-def _adapt_resnet(model: nn.Module, channels: int) -> None:
-    """Small images keep their size in the first layers (He et al. 2015, section 4.2)."""
-    model.set_submodule("conv1", nn.Conv2d(channels, 64, 3, padding=1, bias=False))
-    model.set_submodule("maxpool", nn.Identity())
 
 
 def _adapt_first_convolution(model: nn.Module, channels: int) -> None:

@@ -78,8 +78,9 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     strategy, settings = state.strategy, state.settings
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
-        columns = state.task.predictions(outputs) | _truth(targets)
-        parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns.items()})
+        named = state.task.predictions(outputs) | {"truth": targets}
+        columns = [column for name, values in named.items() for column in _columns(name, values)]
+        parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns})
 
     reporter.enter("evaluation")
     strategy.module.eval()
@@ -96,12 +97,13 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
-def _truth(targets: Any) -> Columns:
-    """The columns of the targets: `truth`, or `truth_<key>` or `truth_<number>` of each in a dict or a tuple."""
-    if not isinstance(targets, Mapping | tuple):
-        return {"truth": targets}
-    named = targets if isinstance(targets, Mapping) else dict(enumerate(targets))
-    return {f"truth_{key}": values for key, values in named.items()}
+def _columns(name: str, values: Any) -> "Iterator[tuple[str, Tensor]]":
+    """The columns of outputs or targets: `name`, or in dicts and tuples `name`_<key> or `name`_<number> of each."""
+    if not isinstance(values, Mapping | tuple | list):
+        yield name, values
+        return
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield from _columns(f"{name}_{key}", value)
 
 
 def _beside(targets: Any, values: "Tensor") -> "Tensor":

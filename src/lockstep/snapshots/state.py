@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.compat import set_last_lr
 from lockstep.errors import ConfigError
@@ -227,7 +226,13 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) ->
             for _ in range(place):
                 scheduler.step()
         return
-    _restore_scheduler(scheduler, schedule["built"], schedule["state"])
+    # What has moved away from the state before the first step is progress, and goes on. The rest is settings, such as
+    # base_lrs and total_steps: these stay this run's.
+    scheduler.load_state_dict(_merged(schedule["built"], schedule["state"], scheduler.state_dict()))
+    if isinstance(scheduler, WithWarmup):
+        scheduler.take_over_factor(schedule["state"]["factor"])  # also where it equals the one of a first step
+    rates = [group["lr"] for group in state.optimizer.param_groups]
+    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
     if isinstance(scheduler, FollowsObjective) and not same_steps:
         scheduler.resume_at(place)
 
@@ -319,19 +324,6 @@ def _log_changed_hyperparameters(saved_initial: list[Group], initial: list[Group
                 lines.append(f"optimizer.{key}: {old[key]} in the snapshot, {new[key]} now")
     for line in dict.fromkeys(lines):
         log.info(line)
-
-
-def _restore_scheduler(scheduler: LRScheduler, saved_built: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Continue the schedule of `saved`, with this run's settings. Call it after the optimizer is restored.
-
-    saved_built: the state of the snapshot's scheduler before the first step. Whatever differs between it and `saved`
-    is progress and is restored. The rest is settings, such as base_lrs and total_steps: these stay this run's.
-    """
-    scheduler.load_state_dict(_merged(saved_built, saved, scheduler.state_dict()))
-    if isinstance(scheduler, WithWarmup):
-        scheduler.take_over_factor(saved["factor"])  # also where it equals the one of a first step
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    set_last_lr(scheduler, [rate.clone() if torch.is_tensor(rate) else rate for rate in rates])
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lockstep import compat
 from lockstep.data.dataset import map_tensors, tensors_in, without_samples
 from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
@@ -275,6 +276,25 @@ def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
             raise ConfigError(
                 f"{name or 'the model'} has max_norm={module.max_norm}, so its forward pass changes the weights of the "
                 f"samples that a rank sees, which are others on each rank; leave max_norm out, or type launch=env"
+            )
+
+
+def refuse_gradient_hooks(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError for a weight with a hook for its gradient: `strategy` makes other tensors of the weights."""
+    for name, parameter in model.named_parameters():
+        if compat.has_gradient_hooks(parameter):
+            raise ConfigError(
+                f"{name} has a hook for its gradient (register_hook), which strategy={strategy} would lose; "
+                f"type strategy=ddp, or change the gradient in a layer's forward pass"
+            )
+
+
+def refuse_scripted(model: nn.Module, strategy: str) -> None:
+    """Raise ConfigError for a layer that takes none of the hooks by which `strategy` works."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"strategy={strategy} cannot wrap {name or 'the model'}, which torch.jit has made; type strategy=ddp"
             )
 
 

@@ -21,7 +21,7 @@ from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 from lockstep.strategies.tensor_bytes import parameters_on_disk
@@ -54,7 +54,7 @@ class FirstPasses:
         if self.passes == WATCHED_PASSES:
             for hook in self.hooks:
                 hook.remove()
-        changed = [name for name, value in self._sums().items() if value != self.before[name]]
+        changed = [name for name, value in self._sums().items() if value != self.before.get(name, value)]
         if changed:
             raise ConfigError(
                 f"the forward pass changes the weight {changed[0]}, and strategy=fsdp forgets that; "
@@ -112,11 +112,8 @@ class FSDP(Strategy):
                     f"strategy=fsdp cuts each parameter along its first dimension, and {name} has "
                     f"{length}; make it one with the shape (1,), or type strategy=ddp"
                 )
-        scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-        if scripted:
-            raise ConfigError(
-                f"strategy=fsdp cannot wrap {scripted[0] or 'the model'}, which torch.jit has made; type strategy=ddp"
-            )
+        refuse_scripted(model, "fsdp")
+        refuse_gradient_hooks(model, "fsdp")
         if sparse_parameters(model):
             raise ConfigError(
                 "strategy=fsdp adds up dense gradients, and the model has an embedding with sparse=True; "

@@ -10,6 +10,7 @@ from lockstep.config.schema import Count
 from lockstep.data.dataset import map_tensors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.strategies.base import refuse_scripted
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.gradient_sync import GradientSync
 
@@ -34,6 +35,7 @@ class ModelParallel(DDP):
         return False
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
+        refuse_scripted(model, "model_parallel")
         layer_groups(model, self.devices)
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:

@@ -20,7 +20,7 @@ from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
@@ -68,6 +68,8 @@ class TensorParallel(Strategy):
 
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         self.plan.validate(model, world_size // self.replicas)
+        if world_size > 1:
+            refuse_gradient_hooks(model, "tensor_parallel")
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.compat import versions
 from lockstep.data.dataset import count_samples, map_tensors, tensors_in
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import Strategy
-from lockstep.tasks.base import Task
+from lockstep.tasks.base import Task, modules_of
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,15 @@ class EarlySteps:
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
         self.has_counted = False  # all targets of the watched steps, and the counts are not read yet
+        self.task_buffers = self._buffers_of_task()
+
+    def _buffers_of_task(self) -> dict[str, tuple[int, int]]:
+        """{name of a buffer: which tensor it is, and how often that was changed}."""
+        return {
+            f"{type(module).__name__}.{name}": (id(buffer), *versions([buffer]))  # type: ignore[misc]
+            for module in modules_of(self.task)
+            for name, buffer in module.named_buffers()
+        }
 
     def check_inputs(self, inputs: Any) -> None:
         """Raises ConfigError as `require_plain_inputs` does."""
@@ -82,6 +92,14 @@ class EarlySteps:
         if not self.steps_to_watch:
             return
         if self.steps_to_watch == WATCHED_STEPS:
+            now = self._buffers_of_task()
+            changed = [name for name, buffer in now.items() if self.task_buffers.get(name) != buffer]
+            if changed:
+                log.warning(
+                    "the loss or the task changes %s in a step: each rank has its own value, and no snapshot has any; "
+                    "keep it in the model, and type task._target_=<module>.<a task that takes it from there>",
+                    first_of(changed),
+                )
             self.without_gradient = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.without_gradient = {name: p for name, p in self.without_gradient.items() if p.grad is None}
         self.steps_to_watch -= 1

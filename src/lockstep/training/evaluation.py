@@ -155,7 +155,7 @@ class Evaluator:
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
-            self.logger.log_report(report, self._sample, class_names(loader.dataset), self.state.progress.step)
+            self.logger.log_report(report, loader.shown_sample, class_names(loader.dataset), self.state.progress.step)
         if self.wanted.histograms:
             self._log_histograms()
         if self.graph_is_due:
@@ -170,9 +170,6 @@ class Evaluator:
         if not broken:
             return TrainingDiverged(what, SMALLER_STEPS)
         return TrainingDiverged(f"{what}; in the test data {sentence_about(broken)}", OTHER_DATA)
-
-    def _sample(self, number: int) -> Tensor:
-        return self.loader.shown_sample(number)
 
     def _log_histograms(self) -> None:
         """Of the whole model, whichever rank holds which part of it. A collective."""

@@ -87,7 +87,10 @@ class StepTimes:
                 return None
         times = dict.fromkeys(PHASES, 0.0)
         for (phase, begin), (_, end) in pairwise(self._begins):
-            times[phase] += milliseconds_between(begin, end)
+            if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                times[phase] += begin.elapsed_time(end)
+            elif isinstance(begin, float) and isinstance(end, float):
+                times[phase] += 1000 * (end - begin)
         return times | {"step": sum(times.values())}
 
 
@@ -98,14 +101,6 @@ def now(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def milliseconds_between(begin: Moment, end: Moment) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return float(begin.elapsed_time(end))
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return 1000 * (end - begin)
 
 
 log = logging.getLogger(__name__)
