@@ -149,3 +149,10 @@ def test_what_makes_no_optimizer_is_refused() -> None:
     strategy: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), world=None)
     with pytest.raises(ConfigError, match="gives an object of NoneType, and torch.optim.Optimizer is wanted; type opt"):
         ParameterRules([], []).optimizer(lambda parameters: None, strategy)  # type: ignore[arg-type,return-value]
+
+    class Closure(torch.optim.SGD):
+        def step(self, closure: Any) -> None:  # type: ignore[override]
+            closure()
+
+    with pytest.raises(ConfigError, match=r"Closure.step needs closure, .*; type optimizer=adamw, or def step"):
+        ParameterRules([], []).optimizer(Closure, strategy)

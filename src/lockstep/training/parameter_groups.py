@@ -1,5 +1,6 @@
 """Parameter groups by rule: which hyperparameters differ for which parameters."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,13 @@ class ParameterRules:
             raise ConfigError(
                 f"the function or class in optimizer._target_ gives an object of {type(optimizer).__name__}, and "
                 "torch.optim.Optimizer is wanted; type optimizer=<an option in conf/optimizer>, or return one"
+            )
+        step = inspect.signature(optimizer.step).parameters.values()
+        needed = [p.name for p in step if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if needed:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step needs {needed[0]}, and a step here has computed the loss already; "
+                f"type optimizer=adamw, or def step(self, {needed[0]}=None)"
             )
         for key, _, values in self.rules:
             for name in values:
