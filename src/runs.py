@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+if __name__ == "__main__" and sys.flags.safe_path:  # python -P
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
 
 

@@ -189,7 +189,8 @@ def _mistake(word: str, arguments: list[str]) -> str | None:
         is_list = key == "logger" or (
             rule is not None and not all(is_accepted(rule, item) for item in value.split(","))
         )
-        for meant in (f"[{value}]", value.replace(",", ".", 1)) if is_list else ():  # a comma for a point
+        meanings = f"[{value}]", value.replace(",", ".", 1), value.replace(",", "")  # 0,1 and 1,000
+        for meant in meanings if is_list else ():
             if rule is None or is_accepted(rule, meant):
                 return f"{word} is a sweep, and {key} takes no item of it; type {shlex.quote(f'{key}={meant}')}"
         return f"{word} is a sweep; type -m {shlex.quote(word)}"
@@ -293,8 +294,9 @@ def _unreadable_override(error: OverrideParseException, typed: str, arguments: l
     if drawn is not None:
         interval = f"tag(log,interval({drawn[2]}))" if drawn[1] else f"interval({drawn[2]})"
         return f"{sentence}; type -m sweep.search=random sweep.trials=20 {shlex.quote(f'{key}={interval}')}"
-    in_brackets = re.sub(r"^\((.*)\)$", r"[\1]", plain)
-    for meant in (plain, in_brackets, f"[{path_value(plain)}]" if rule is not None and rule.is_list else plain):
+    inner = plain.strip("[]() ,")
+    lists = (f"[{inner}]", f"[{path_value(inner)}]") if rule is not None and rule.is_list else ()
+    for meant in (*lists, plain):
         if f"{key}={meant}" != typed and (readable := _readable(f"{key}={meant}", rule)) is not None:
             return f"{sentence}; type {readable}"
     pairs = (("(", ")"), ("[", "]"), ("{", "}"))

@@ -114,6 +114,9 @@ trainer.strategy=ddp -> strategy=ddp
 trainer.optimizer=adam -> optimizer=adamw
 trainer.devices=2 -> launch=torchrun launch.nproc_per_node=2
 trainer.seed=3 -> seed=3
+trainer.num_workers=2 -> dataset.workers=2
+dataset=csv -> dataset=image_csv
+dataset=folder -> dataset=image_folder
 trainer.weight_decay=0.1 -> optimizer.weight_decay=0.1
 trainer.label_smoothing=0.1 -> task.label_smoothing=0.1
 trainer.ema_decay=0.99 -> trainer.ema=0.99
@@ -163,6 +166,7 @@ trainer.epochs=3epochs -> trainer.epochs=3
 trainer.epochs=[3] -> trainer.epochs=3
 trainer.epochs=3, -> trainer.epochs=3
 trainer.epochs=３ -> trainer.epochs=3
+trainer.epochs=1,000 -> trainer.epochs=1000
 trainer.epochs:3 -> trainer.epochs=3
 trainer/epochs=3 -> trainer.epochs=3
 trainer epochs=3 -> trainer.epochs=3
@@ -191,8 +195,14 @@ resume=true -> resume=<a run folder>
 resume= -> resume=null
 "sweep.constraints=optimizer.lr < 1" -> 'sweep.constraints=["optimizer.lr < 1"]'
 sweep.search=grid -> sweep.search=<one of them>
+"sweep.constraints=[optimizer.lr < 1]" -> 'sweep.constraints=["optimizer.lr < 1"]'
+optimizer.no_decay=[bias -> 'optimizer.no_decay=[bias]'
+dataset.mean=(0.5,) -> 'dataset.mean=[0.5]'
+dataset.batch_transforms=mixup -> dataset.batch_transforms=[{_target_:lockstep.data.transforms.RandomErasing,p:0.25}]
+trainer.ema=99.9% -> trainer.ema=0.999
 watch.timeout=60s -> watch.timeout=60
 profiler=true -> profiler.enabled=true
+profiler=on -> profiler.enabled=true
 """
 
 

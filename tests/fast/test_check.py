@@ -215,12 +215,30 @@ class Counting(Simple):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(3, 4, sparse=True)
+        self.table = nn.Embedding(3, 2, sparse=True)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls = self.calls + 1
-        return super().forward(inputs * self.calls + self.table(inputs.argmax(1) % 3))
+        out: Tensor = super().forward(inputs * self.calls) + self.table(inputs.argmax(1) % 3)
+        return out
+
+
+class Odd(Simple):
+    """Weights of half precision, and a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.bfloat16()
+        self.register_buffer("eye", torch.eye(3).to_sparse())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.bfloat16()).float()
+
+
+class Activated(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 2))
 
 
 class Dropped(nn.Sequential):
@@ -282,6 +300,8 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Normed, Points, ["trainer.ema=0.9"], YES),
     (Simple, Points, ["strategy=fsdp", *BATCH], YES),
     (LateBuffer, Points, [], YES),
+    (Odd, Points, ["trainer.precision=fp32"], YES),
+    (Activated, Points, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"], YES),
     (Counting, Points, ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false"], YES),
     (Spare, Points, ["strategy.find_unused_parameters=true"], YES),
     (Simple, OwnGenerator, [], ("a sample is another one on another rank", "a sample read twice is another one", "")),

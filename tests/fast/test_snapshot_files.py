@@ -141,13 +141,15 @@ def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog, monkeypa
 
 def test_resume_wants_a_snapshot(tmp_path):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
-    (tmp_path / "notes.txt").write_text("hello")
+    for name in ("notes.txt", "run.json"):
+        (tmp_path / name).write_text("hello")
     save_snapshot(tmp_path / "snapshots", "step_00000007", {"step": 7}, keep_last=1)
     elsewhere = tmp_path / "elsewhere"
     weights = f"model.pt holds only weights, and training also needs the optimizer's state; type resume={tmp_path}"
     for where, said in (
         ("model.pt", weights),
         ("notes.txt", f"notes.txt is not a snapshot; type resume={tmp_path}"),
+        ("run.json", f"run.json is not a snapshot; type resume={tmp_path}"),
         ("nowhere", "nowhere does not exist; to start afresh leave resume= out"),
     ):
         with pytest.raises(ConfigError) as refused:

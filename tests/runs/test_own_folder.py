@@ -1,5 +1,6 @@
 """Somebody's own work: its files change after a run, its task fails, its model and its data are slow."""
 
+import hashlib
 import json
 import re
 import signal
@@ -102,13 +103,17 @@ def test_an_error_of_a_tasks_constructor_is_told_without_a_traceback(
     assert "Traceback" not in output
 
 
-def test_each_evaluation_has_a_file_that_says_what_was_evaluated(
+def test_each_evaluation_has_a_file_that_says_what_was_evaluated_and_a_resumed_run_a_hash(
     start: Start, own: dict[str, str], tmp_path: Path
 ) -> None:
     start(*OWN, *NET, "hydra.run.dir=run", **own).finish()
     evaluate = [*OWN[:3], "mode=evaluate", "resume=run"]
     for words in ([], ["dataset.test.scale=2.0"], ["mode.split=train"], []):
         start(*evaluate, *words, **own).finish()
+    start(*OWN, *NET, "resume=run", "trainer.epochs=2", "hydra.run.dir=more", **own).finish()
+    (snapshot,) = (tmp_path / "run" / "snapshots").glob("step_*.pt")
+    began_with = json.loads((tmp_path / "more" / "run.json").read_text())["data"]["resume"]
+    assert began_with == hashlib.sha256(snapshot.read_bytes()).hexdigest()[:16]
     files = sorted(path.name for path in (tmp_path / "run").glob("evaluation*"))
     assert files == ["evaluation.json", "evaluation_2.json", "evaluation_3.json"]
     found = [json.loads((tmp_path / "run" / name).read_text()) for name in files]

@@ -35,7 +35,7 @@ FROM_DATA = ("shape", "classes")  # null in a config: the training data tells
 LARGEST_NUMBER: dict[type, float] = {int: 2**63 - 1, float: sys.float_info.max}
 SPELLED_TRUTHS = {"yes": True, "on": True, "1": True, "no": False, "off": False, "0": False}
 SPELLED_NULLS = ("", "none", "nil", "nan", "false", "off", "no", "never", "0", "-1")
-NUMBER_AND_UNIT = re.compile(r"([-+]?[\d.]+)\s*(%|s|sec|seconds?|epochs?|steps?|[a-z]*)", re.IGNORECASE)
+NUMBER_AND_UNIT = re.compile(r"([-+]?[\d.]+(?:e[-+]?\d+)?)\s*(%|s|sec|seconds?|epochs?|steps?|[a-z]*)", re.IGNORECASE)
 IN_NUMBER = ("s", "sec", "second", "seconds", "epoch", "epochs", "step", "steps")  # units that an option's help names
 YAML_BOOLEANS = {"False": "off", "True": "on"}  # what YAML makes of off and on without quotes
 
@@ -196,7 +196,7 @@ class Rule:
             if slash and dividend is not None and divisor:
                 number = dividend / divisor
             elif parts is not None and parts[2] == "%":
-                number = float(parts[1]) / 100
+                number = round(float(parts[1]) / 100, 12)
             elif parts is not None and parts[2] in IN_NUMBER:
                 number = as_number(parts[1])
         if number is None or not abs(number) < LARGEST_SEED:
@@ -301,7 +301,7 @@ def _rule(annotation: Any) -> Rule | None:
         origin, members = get_origin(hint), get_args(hint)
         if origin is Annotated:
             waiting.insert(0, members[0])
-            for extra in members[1:]:
+            for extra in reversed(members[1:]):  # Annotated[Names, Limits()] has those of Names first
                 if isinstance(extra, Limits):
                     limits = {name: value for name, value in asdict(extra).items() if value is not None} | limits
                 elif isinstance(extra, str):

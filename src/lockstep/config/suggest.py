@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lockstep.config.schema import (
     GROUPS,
     SECTIONS,
+    SPELLED_TRUTHS,
     OptimizerKeys,
     Rule,
     default_of,
@@ -91,13 +92,13 @@ def no_option(group: str, option: str, options: Iterable[str]) -> str:
 
 
 def _meant_option(group: str, option: str, names: Sequence[str]) -> str | None:
-    """The option that was probably meant: spelled alike, or the only one that is in the word, or begins with it."""
+    """The option that was probably meant: spelled alike, or the only one that is in the word, or has it."""
     word = option.lower()
     if group == "backend" and word in DEVICE_BACKENDS:
         return DEVICE_BACKENDS[word]
     if group == "task" and word in TASKS_OF_LOSSES:
         return TASKS_OF_LOSSES[word]
-    parts = [name for name in names if len(word) > 2 and name.startswith(word) or len(name) > 2 and name in word]
+    parts = [name for name in names if len(word) > 2 and word in name or len(name) > 2 and name in word]
     meant = closest(option, names) or (parts[0] if len(parts) == 1 else None)
     numbers = [set(re.findall(r"\d+", text)) for text in (word, meant or "")]
     return None if all(numbers) and numbers[0] != numbers[1] else meant  # no cifar10 for cifar100
@@ -115,8 +116,8 @@ def value_for_section(key: str, value: str) -> str:
     """The sentence for a value in the place of a whole section. value: as typed."""
     if key == "dataset.augment":
         typed = "dataset.augment.pad=0 dataset.augment.flip=false"
-    elif key == "profiler" and value in ("true", "false"):
-        typed = f"profiler.enabled={value}"
+    elif key == "profiler" and value in ("true", "false", *SPELLED_TRUTHS):
+        typed = f"profiler.enabled={str(SPELLED_TRUTHS.get(value, value == 'true')).lower()}"
     elif key in GROUPS:
         typed = f"`override /{key}: {value}` in the defaults list of its YAML file"
     else:
@@ -178,6 +179,8 @@ def replacement(
         return f"task={TASKS_OF_LOSSES[typed.lower()]}"
     meant = OTHER_NAMES.get(last)
     can_have = meant != RANKS or RANKS in keys or chosen.get("launch") in (None, _default_option("launch"))
+    if meant == RANKS and RANKS not in keys:
+        chosen = {**chosen, "launch": "torchrun"}
     if meant is not None and can_have and _key_accepts(meant, value, chosen):
         launcher = "launch=torchrun " if meant == RANKS and RANKS not in keys else ""
         return f"{launcher}{meant}={typed}"
@@ -250,7 +253,8 @@ def _closest_key(key: str, value: str | None, keys: Sequence[str], chosen: Mappi
     does not accept it is none that was meant. None if unknown.
     """
     section, dot, last = key.rpartition(".")
-    same = [candidate for candidate in keys if candidate.rpartition(".")[2] == last and last != "name"]
+    plain = "_".join(word for word in last.split("_") if word not in ADD_NOTHING)
+    same = [key for key in keys if key.rpartition(".")[2] in (last, plain) and last != "name"]
     same = [last] if last in same else [] if section.partition(".")[0] in HOW_NOT_WHAT else same
     own = [candidate for candidate in keys if candidate.rpartition(".")[0] == section]
     near = own if dot else [candidate for candidate in keys if candidate.count(".") < 2]

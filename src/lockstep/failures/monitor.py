@@ -109,7 +109,6 @@ class Monitor:
             self._note(rank, message)
         if not rank.reader.is_open:  # it has left the monitor, or has ended
             self.selector.unregister(rank.connection)
-            rank.connected = False
             if rank.pid_file is None:
                 rank.note_death()
 
@@ -198,7 +197,7 @@ class Monitor:
         answer = {"exit_code": self.report["exit_code"]}
         answer["screen"] = screen(self.report) if self.options.is_printed_by_rank else None
         for rank in self.ranks:
-            if rank.connected:
+            if rank.reader.is_open:
                 with suppress(OSError):
                     send(rank.connection, answer | {"is_first": rank.rank == self.report["first"]["rank"]})
 

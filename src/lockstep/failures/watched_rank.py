@@ -43,7 +43,6 @@ class WatchedRank:
     resumed_step: int = 0
     failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record; or of a hang
     ended: str | None = None  # "finished" or "stopped"
-    connected: bool = True
     died_at: float | None = None
     exit_code: int | None = None
     killed_by_monitor: bool = False
@@ -72,7 +71,7 @@ class WatchedRank:
     @property
     def is_alive(self) -> bool:
         """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
-        return self.died_at is None and (self.connected or self.ended is None and self.failure is None)
+        return self.died_at is None and (self.reader.is_open or self.ended is None and self.failure is None)
 
     @property
     def has_failed(self) -> bool:

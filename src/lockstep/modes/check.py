@@ -242,10 +242,11 @@ def checked(cfg: DictConfig, folder: Path, few: int, always: Sequence[str]) -> "
 
     two, one = take(TWO), take(ONE)
     precision = cfg.trainer.precision
-    numbers = parting(TWO, compare(folder, ONE, TWO), TOLERANCES[precision])
-    rows = [same_numbers(one, two, numbers, precision)]
+    tolerance = max(TOLERANCES[precision], TOLERANCES[one.coarsest])
+    numbers = parting(TWO, compare(folder, ONE, TWO), tolerance)
     if cfg.trainer.compile and one.draws:
-        rows[0].reasons.append("compiled, dropout and noise are drawn for a rank; type trainer.compile=false")
+        always = [*always, "compiled, dropout and noise are drawn for a rank; type trainer.compile=false"]
+    rows = [same_numbers(one, two, numbers, precision)]
 
     # In float32 a rounding error may turn a ReLU off: only float64 tells.
     if rows[0].reasons == [numbers.cause] and precision != "fp64" and numbers.stage not in ("start", "samples"):
@@ -259,7 +260,7 @@ def checked(cfg: DictConfig, folder: Path, few: int, always: Sequence[str]) -> "
                 f"float64 would tell whether this is rounding alone, but the step fails there ({failed})"
             )
         else:
-            exact = parting(TWO_FINE, compare(folder, ONE_FINE, TWO_FINE), TOLERANCES["fp64"])
+            exact = parting(TWO_FINE, compare(folder, ONE_FINE, TWO_FINE), TOLERANCES[fine[0].coarsest])
             rows[0] = same_numbers(*fine, exact, "fp64")
 
     reasons, resume = [*two.resume, *one.resume], Parting({})

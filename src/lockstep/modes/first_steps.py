@@ -69,6 +69,7 @@ class Facts:
 
     fingerprint: str = ""  # of the training data
     draws: bool = False  # whether a forward pass draws random numbers
+    coarsest: str = "fp64"  # the precision of the weights with the fewest bits
     trained: int = 0  # how many numbers have a gradient
     nbytes: dict[str, int] = field(default_factory=dict)  # {what: bytes} that this rank holds
     peak: float = 0.0  # MiB of the process
@@ -227,6 +228,8 @@ class FirstSteps(Watcher):
         noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
         has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
         has_drawn = has_moved if noise is None else noise.has_drawn
+        sizes = [torch.finfo(p.dtype).bits for _, p in named if p.is_floating_point() or p.is_complex()]
+        facts.coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
         facts.draws = any(self.world.all_gather_json(has_drawn))
         facts.trained = sum(value.numel() for value in gradients.values())
         facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
@@ -266,7 +269,8 @@ class FirstSteps(Watcher):
         """Tensors of the whole model, on rank 0."""
         whole = self.state.strategy.full_state(named)
         tensors = {name: value.detach().cpu() for name, value in whole.items() if isinstance(value, Tensor)}
-        return {name: (torch.view_as_real(v) if v.is_complex() else v).clone() for name, v in tensors.items()}
+        dense = {name: v if v.layout == torch.strided else v.to_dense() for name, v in tensors.items()}
+        return {name: (torch.view_as_real(v) if v.is_complex() else v).clone() for name, v in dense.items()}
 
 
 def sums_by_sample(values: Any, rows: int) -> Tensor | None:

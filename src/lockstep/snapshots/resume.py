@@ -121,7 +121,7 @@ def _named_snapshots(name: str | Path, keys: Keys, key: str) -> list[Path]:
 
 def _require_companion(path: Path, keys: Keys, key: str) -> None:
     """Raise ConfigError for a file without a companion, and say what it is instead of a snapshot."""
-    if path.with_suffix(".json").exists():
+    if path.suffix != ".json" and path.with_suffix(".json").exists():
         return
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
