@@ -19,7 +19,7 @@ from lockstep.config.schema import Count
 from lockstep.data.partition import Part
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.model_parallel import layer_groups
 from lockstep.strategies.tensor_bytes import map_only, whole_block
@@ -93,6 +93,7 @@ class Pipeline(Strategy):
                 "strategy=pipeline needs a model that is a plain sequence of layers (torch.nn.Sequential); "
                 "type model=convnet, model=mlp or model=toy_parallel"
             )
+        refuse_scripted(model, "pipeline")
         _refuse_shared_parameters(layer_groups(model, world_size))
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
