@@ -55,7 +55,7 @@ sample of the batch two sums over the inputs, and over what a layer returned for
 gradients, and weights with the buffers after the step: of the whole model."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Facts:
     """What a world of ranks has found, as sentences, and what it takes. Plain values: a pipe carries them."""
 
@@ -95,8 +95,7 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
                 require_same_data(world, "training data", len(loader), fingerprint)
                 state = build.train_state(cfg, strategy, loader)
                 needs_all = not cfg.strategy.get("find_unused_parameters", True)
-                facts = FirstSteps(state, loader, variant, folder, needs_all).take()
-                facts.fingerprint = fingerprint
+                facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
             except (ConfigError, RuntimeError, TypeError) as error:
@@ -122,7 +121,9 @@ class FirstSteps(Watcher):
         self.is_saved = variant.is_plain and self.world.size == 1
         self.kept_steps = (1, 2) if self.is_saved else (variant.step,)
         self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
-        self.facts = Facts()
+        self.unchecked, self.draws, self.coarsest, self.trained = NO_STEP, False, "fp64", 0  # as in `Facts`
+        self.likely, self.numbers, self.resume, self.fits, self.notes = (list[str]() for _ in range(5))
+        self.nbytes = dict[str, int]()
         weights = self._whole(dict(self.model.named_parameters()))
         self.trace: Trace = {"start": {name: digest(value).cpu() for name, value in weights.items()}}
         self.ends, self.handles = list[float](), list[Any]()
@@ -132,13 +133,13 @@ class FirstSteps(Watcher):
 
     def take(self) -> Facts:
         """Take the steps, and read some samples before and after them. A collective."""
-        state, loader, facts = self.state, self.loader, self.facts
+        state, loader = self.state, self.loader
         if self.variant.step > 1:
             restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
         reads_again = loader.reader is not None and not loader.is_stream
         samples = _read(loader) if reads_again else []
         if loader.is_stream and self.is_saved:
-            facts.notes.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
+            self.notes.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
         self._watch_layers()
         try:
             while not state.finished:
@@ -146,51 +147,62 @@ class FirstSteps(Watcher):
         except _Enough:
             pass
         except TrainingDiverged as error:
-            facts.fits.append(str(error))
+            self.fits.append(str(error))
         except BuffersDiffer as error:
-            facts.unchecked = str(error)
+            self.unchecked = str(error)
         if reads_again and _read(loader, turn=-1) != samples:
-            facts.resume.append(REREAD)
+            self.resume.append(REREAD)
         self._tell_causes()
         times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
-        facts.seconds = statistics.median(times) if times else None
-        facts.batch = state.settings.batch_size
-        facts.steps = state.settings.steps_per_epoch, state.settings.total_steps
-        facts.peak = peak_memory(self.world.device)
-        return facts
+        return Facts(
+            unchecked=self.unchecked,
+            likely=self.likely,
+            numbers=self.numbers,
+            resume=self.resume,
+            fits=self.fits,
+            notes=self.notes,
+            draws=self.draws,
+            coarsest=self.coarsest,
+            trained=self.trained,
+            nbytes=self.nbytes,
+            peak=peak_memory(self.world.device),
+            seconds=statistics.median(times) if times else None,
+            batch=state.settings.batch_size,
+            steps=(state.settings.steps_per_epoch, state.settings.total_steps),
+        )
 
     def _tell_causes(self) -> None:
-        state, facts, strategy = self.state, self.facts, self.state.strategy
+        state, strategy = self.state, self.state.strategy
         unsynced, norms_see = unsynced_batch_norms(self.model), strategy.batch_norm_sees()
         if unsynced and norms_see:
             advice = "sync_bn=auto" if strategy.supports_sync_bn else "strategy=ddp, or a model without batch norm"
-            facts.likely.append(f"batch norm sees {norms_see}: {first_of(unsynced)}; type {advice}")
+            self.likely.append(f"batch norm sees {norms_see}: {first_of(unsynced)}; type {advice}")
         buffers = [*state.buffers.averaged, *state.buffers.own]
         if buffers:
-            facts.likely.append(
+            self.likely.append(
                 f"a rank changes {first_of(buffers)} by its own share, and the ranks' mean is not what one rank has; "
                 f"gather the samples of all ranks in the module"
             )
-        if facts.draws and state.noise is None:
-            facts.likely.append(
+        if self.draws and state.noise is None:
+            self.likely.append(
                 "the ranks of this strategy draw dropout and noise for their own parts of the model; type "
                 "strategy=ddp, or model.dropout=0 if the model has it"
             )
         elif state.noise is not None and state.noise.has_drawn_by_rank:
-            facts.likely.append(
+            self.likely.append(
                 "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
                 "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
             )
         if self.unused and self.needs_all:
-            facts.likely.append("parameters without a gradient, see below")
-            facts.fits.append(
+            self.likely.append("parameters without a gradient, see below")
+            self.fits.append(
                 f"parameters without a gradient: {first_of(self.unused)}; type strategy.find_unused_parameters=true, "
                 f"or freeze=[{','.join(self.unused[:4])}]"
             )
         for name in state.early_steps.no_sums:
-            facts.numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
+            self.numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
         if state.early_steps.unowned:
-            facts.fits.append(state.early_steps.unowned)
+            self.fits.append(state.early_steps.unowned)
 
     def _watch_layers(self) -> None:
         self.handles.append(self.model.register_forward_pre_hook(self._before_forward))
@@ -216,30 +228,30 @@ class FirstSteps(Watcher):
     def on_gradients_ready(self) -> None:
         if self.state.progress.step + 1 not in self.kept_steps:
             return
-        facts, named = self.facts, list(self.model.named_parameters())
+        named = list(self.model.named_parameters())
         gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
         gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
         self.trace["gradients"] = self._whole(gradients)
         self.unused = [name for name, p in named if p.requires_grad and p.grad is None]
         not_finite = [name for name, value in gradients.items() if not local_part(value).isfinite().all()]
         if not_finite and not self.state.scaler.is_enabled():  # it looks for the scale at which they are finite
-            facts.unchecked = "not checked: the gradients of the first step are not finite"
-            facts.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
+            self.unchecked = "not checked: the gradients of the first step are not finite"
+            self.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
         noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
         has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
         has_drawn = has_moved if noise is None else noise.has_drawn
         sizes = [torch.finfo(p.dtype).bits for _, p in named if p.is_floating_point() or p.is_complex()]
-        facts.coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
-        facts.draws = any(self.world.all_gather_json(has_drawn))
-        facts.trained = sum(value.numel() for value in gradients.values())
-        facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
+        self.coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
+        self.draws = any(self.world.all_gather_json(has_drawn))
+        self.trained = sum(value.numel() for value in gradients.values())
+        self.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
 
     def after_step(self, samples: int) -> None:
         state, step = self.state, self.state.progress.step
         if step in self.kept_steps:
             self._keep(step)
         if step == 1:
-            self.facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
+            self.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
             if self.is_saved:
                 saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
                 torch.save(plain_copy(saved), self.folder / SAVED)
@@ -262,8 +274,8 @@ class FirstSteps(Watcher):
         by_sample = {name: torch.cat(sums) for name, sums in self.by_sample.items()}
         torch.save(trace | {"by_sample": by_sample}, self.folder / f"{self.variant.name}-{step}-{self.world.rank}.pt")
         self.by_sample = {}
-        if self.facts.unchecked == NO_STEP:
-            self.facts.unchecked = ""
+        if self.unchecked == NO_STEP:
+            self.unchecked = ""
 
     def _whole(self, named: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors of the whole model, on rank 0."""
