@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.config.schema import Count, Limits
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks, refuse_scripted
 from lockstep.strategies.gradient_sync import GradientSync
@@ -32,28 +33,36 @@ WATCHED_PASSES = 20  # of each block, in which its weights must not change
 
 
 class FirstPasses:
-    """Refuses a block whose forward pass changes its weights, as that of a teacher may: the change is made to gathered
-    weights, which are forgotten. It looks at the first passes: a teacher that begins as a copy of the student does not
-    change in the first one.
+    """Looks at the first passes of a block for what FSDP2 would do wrong without a word.
 
-    It is made before FSDP2 wraps the block, so that its last hook comes before the weights are cut again.
+    A change of weights in the forward pass, as in a teacher, is made to gathered weights and forgotten. And the
+    gradients that a rank has of a block are added to those of other ranks by their places: each must have the same.
+
+    It is made before FSDP2 wraps the block, so that its last hook comes before the weights are cut again. A teacher
+    that begins as a copy of the student does not change in the first pass: so it looks at several.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block, self.passes, self.hooks = block, 0, [block.register_forward_hook(self._compare)]
+    def __init__(self, block: nn.Module, name: str) -> None:
+        self.block, self.prefix, self.passes_left = block, f"{name}.".lstrip("."), WATCHED_PASSES
+        self.hooks = [block.register_forward_hook(self._compare)]
+        self.with_gradient = set[str]()  # in this pass
 
     def begin(self) -> None:
         """After FSDP2 has wrapped the block: this hook comes when the weights are gathered."""
         self.hooks.append(self.block.register_forward_pre_hook(self._note))
 
     def _note(self, block: nn.Module, inputs: Any) -> None:
+        self.with_gradient.clear()
         self.before = self._sums()
+        if self.passes_left == WATCHED_PASSES:
+            for name, weight in self._gathered().items():
+                if weight.requires_grad:
+                    self.hooks.append(weight.register_post_accumulate_grad_hook(partial(self._found, name)))
+
+    def _found(self, name: str, weight: Tensor) -> None:
+        self.with_gradient.add(name)
 
     def _compare(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
-        self.passes += 1
-        if self.passes == WATCHED_PASSES:
-            for hook in self.hooks:
-                hook.remove()
         changed = [name for name, value in self._sums().items() if value != self.before.get(name, value)]
         if changed:
             raise ConfigError(
@@ -61,11 +70,22 @@ class FirstPasses:
                 f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
             )
 
+    def end_pass(self) -> None:
+        """After the backward pass."""
+        self.passes_left -= 1
+        if not self.passes_left:
+            for hook in self.hooks:
+                hook.remove()
+
+    def _gathered(self) -> dict[str, nn.Parameter]:
+        """The weights that this block gathers: those of blocks inside of it are in parts."""
+        named = self.block.named_parameters()
+        return {self.prefix + name: weight for name, weight in named if not isinstance(weight, DTensor)}
+
     def _sums(self) -> dict[str, float]:
-        """Of the weights that this block gathers: those of blocks inside of it are in parts."""
-        weights = {n: p.detach() for n, p in self.block.named_parameters() if not isinstance(p, DTensor)}
-        sums = torch.stack([weight.abs().double().sum() for weight in weights.values()]) if weights else torch.empty(0)
-        return dict(zip(weights, sums.nan_to_num(-1).tolist(), strict=True))
+        weights = self._gathered()
+        sums = [weight.detach().abs().double().sum() for weight in weights.values()]
+        return dict(zip(weights, torch.stack(sums).nan_to_num(-1).tolist(), strict=True)) if sums else {}
 
 
 class FSDP(Strategy):
@@ -148,12 +168,15 @@ class FSDP(Strategy):
             mesh = init_device_mesh(world.device.type, (world.size,))
         else:  # a row for each replica, whose columns torch keeps equal
             ranks, shares_model, holds_same = replica_groups(self.replicas, world)
-            names, groups = ("replicate", "shard"), [holds_same, shares_model]
-            mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
+            groups, axes = [holds_same, shares_model], ("replicate", "shard")
+            mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=axes)
+        names = {module: name for name, module in model.named_modules()}
+        self.first_passes = list[FirstPasses]()
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
-            first_passes = FirstPasses(block)
+            first_passes = FirstPasses(block, names[block])
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
             first_passes.begin()
+            self.first_passes.append(first_passes)
         for wrapped in self._wrapped_modules():
             # The loss is weighted for a sum over ranks, and gloo has no average.
             wrapped.set_gradient_divide_factor(1.0)
@@ -175,6 +198,23 @@ class FSDP(Strategy):
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        if self.world.size > 1 and self.first_passes:
+            self._require_same_gradients()
+
+    def _require_same_gradients(self) -> None:
+        """Raise ConfigError, on all ranks, if some have a gradient in this pass that others lack."""
+        mine = sorted(name for passes in self.first_passes for name in passes.with_gradient)
+        ranks = [set(names) for names in self.world.all_gather_json(mine)]
+        for passes in self.first_passes:
+            passes.end_pass()
+        if not self.first_passes[0].passes_left:
+            self.first_passes = []
+        some = sorted(set.union(*ranks) - set.intersection(*ranks))
+        if some:
+            raise ConfigError(
+                f"only some ranks have a gradient of {first_of(some)} in a step, and strategy=fsdp adds up gradients "
+                f"by their places; type strategy=ddp strategy.find_unused_parameters=true, or use all weights in a pass"
+            )
 
     def eval_step(
         self,
