@@ -48,7 +48,11 @@ def model_and_data(
     reporter.enter("prepare")
     if loaded is None:
         world.once_per_machine(lambda: prepare(cfg))
-    import_targets(cfg)  # a module that seeds torch when it is imported does so here
+    config = as_dict(cfg)
+    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+        for _, node in nodes_with_target(config.get(group)):
+            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
+                get_object(node["_target_"])  # a module that seeds torch when it is imported does so here
     reporter.enter("build")
     require_same_code(world)
     train_data, test_data = loaded or datasets(cfg)
@@ -94,21 +98,12 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
-def import_targets(cfg: DictConfig) -> None:
-    """Import what every rank instantiates later. What fails here fails there again, with a message."""
-    config = as_dict(cfg)
-    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        for _, node in nodes_with_target(config.get(group)):
-            with suppress(Exception):
-                get_object(node["_target_"])
-
-
 def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    trainer, samples = cfg.trainer, len(loader)
+    trainer = cfg.trainer
     with seeded(cfg.seed):
         task = instantiate_as(Task, cfg.task, "task")
     shares = strategy.data_parallel_size(strategy.world.size)
@@ -117,6 +112,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         module.to(strategy.world.device)
     settings = TrainSettings(
         epochs=trainer.epochs,
+        epoch_samples=len(loader),
         max_steps=trainer.max_steps,
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
@@ -138,8 +134,8 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
     facts = {
-        "steps_per_epoch": settings.steps_per_epoch(samples),
-        "total_steps": settings.total_steps(samples),
+        "steps_per_epoch": settings.steps_per_epoch,
+        "total_steps": settings.total_steps,
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
@@ -167,11 +163,11 @@ def snapshots(
     weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    samples, data = len(train_loader), data_fingerprint(train_loader.dataset)
-    require_same_data(state.strategy.world, "training data", samples, data)
+    count, data = len(train_loader), data_fingerprint(train_loader.dataset)
+    require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
-        "training samples": samples,
+        "training samples": count,
         "training data": data,
         "seed": cfg.seed,
     }
@@ -180,7 +176,6 @@ def snapshots(
         cfg.run_dir,
         fingerprint,
         agreed_on(record.shown),
-        epoch_samples=len(train_loader),
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,
@@ -199,16 +194,18 @@ def weight_check(cfg: DictConfig, state: TrainState) -> WeightCheck:
     return WeightCheck(state, cfg.watch.every, cfg.watch.weights)
 
 
-def running_metrics(
-    cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList
-) -> tuple[RunningMetrics, StepTimer]:
+def running_metrics(cfg: DictConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
-    world, strategy = state.strategy.world, state.strategy
-    measures = timer(cfg, state, train_loader, loggers)
+    world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
+    if cfg.profiler.enabled:
+        from lockstep.training.step_records import StepProfiler
+
+        every, after, steps = cfg.profiler.every, cfg.profiler.trace_after, cfg.profiler.trace_steps
+        timer = StepProfiler(state, loggers, cfg.run_dir, every, after, steps)
     if cfg.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
-        return RunningMetrics(state, loggers), measures
+        return RunningMetrics(state, loggers), timer
     parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, measures)
+    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, timer)
     return RunningMetrics(state, loggers, stragglers), stragglers
 
 
@@ -219,23 +216,6 @@ def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: 
 
 def _wanted(cfg: DictConfig) -> Wanted:
     return wanted_by(cfg.get("logger", {}).values())  # logger=[] leaves no section
-
-
-def timer(cfg: DictConfig, state: TrainState, train_loader: BatchLoader, loggers: LoggerList) -> StepTimer:
-    """The profiler with profiler.enabled=true, else a timer that does nothing."""
-    if not cfg.profiler.enabled:
-        return StepTimer()
-    from lockstep.training.step_records import StepProfiler
-
-    return StepProfiler(
-        state,
-        loggers,
-        cfg.run_dir,
-        whole_batches_per_epoch=len(train_loader) // state.settings.batch_size,
-        every=cfg.profiler.every,
-        trace_after=cfg.profiler.trace_after,
-        trace_steps=cfg.profiler.trace_steps,
-    )
 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor
     from torch.optim.lr_scheduler import LRScheduler
 
 # Python's library, seen in 3.11.
@@ -129,18 +128,15 @@ def tree_map() -> Callable[..., Any]:
     return function
 
 
-def shape_and_offsets_of_part(
-    shape: "Sequence[int]", mesh: "DeviceMesh", placements: "Sequence[Placement]"
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor of `shape`, and where it begins in each dimension.
+def shape_and_offsets_of_part(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part of `tensor`, and where it begins in each dimension.
 
     Two meshes can cut one dimension, and no public function tells where a part begins then. Missing: an ImportError,
     and no sharded snapshot can be written or read.
     """
-    from torch import Size
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    part, offsets = compute_local_shape_and_global_offset(Size(shape), mesh, placements)
+    part, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(part), tuple(offsets)
 
 

@@ -119,7 +119,11 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
-    validate_digest(cfg.trainer.digest, ranks_agree, job.world_size)
+    if cfg.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
+        raise ConfigError(
+            f"trainer.digest={cfg.trainer.digest} needs the same weights and gradients on all ranks, which this "
+            f"strategy or gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )
     if launcher.plans and not gradient_sync.sends_as_much_each_step:
         raise ConfigError(
             f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
@@ -225,13 +229,4 @@ def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
         raise ConfigError(
             "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
             "type watch.nan=stop, or trainer.precision=bf16"
-        )
-
-
-def validate_digest(setting: str | int, ranks_agree: bool, world_size: int) -> None:
-    """Raise ConfigError where rank 0 does not hold all weights and the averaged gradients of all of them."""
-    if setting != "off" and world_size > 1 and not ranks_agree:
-        raise ConfigError(
-            f"trainer.digest={setting} needs the same weights and gradients on all ranks, which this strategy or "
-            f"gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
         )

@@ -28,7 +28,7 @@ from support.refusals import answer, assert_advice_helps
 FILLED_IN = "\0"  # of an f-string
 WORD = re.compile(rf"[+~]*(?P<key>[a-z_]+(\.[a-z_]+)*)=(?P<value>[^\s{FILLED_IN}<>.…][^\s{FILLED_IN}<>]*)?")
 # Words that are no keys of the config: in a sentence about a file, about Hydra, or about the user's own code.
-OTHERS = frozenset({"key", "sweep.dir", "run.dir", "reduction", "env"})
+OTHERS = frozenset({"key", "sweep.dir", "run.dir", "reduction", "env", "sparse", "use_reentrant"})
 
 
 def sentences() -> Iterator[tuple[str, str]]:

@@ -32,9 +32,10 @@ def in_plan(words: list[str], ranks: int, *numbers: int) -> list[Any]:
 
 
 def held_by_a_real_rank(cfg: DictConfig, folder: Path) -> dict[str, int]:
-    from lockstep.modes.first_steps import Variant, find_facts
+    from lockstep.modes.check import Variant
+    from lockstep.modes.first_steps import find_facts
 
-    return find_facts(cfg, folder, Variant(timed=True)).nbytes
+    return find_facts(cfg, folder, Variant("three", 3)).nbytes
 
 
 def test_a_planned_rank_holds_what_the_real_one_holds(tmp_path: Path) -> None:

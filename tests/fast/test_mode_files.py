@@ -46,5 +46,5 @@ def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:
     ],
 )
 def test_a_plan_says_what_is_left_of_an_epoch(samples: int, ranks: int, said: str) -> None:
-    lines = about_job(TrainSettings(epochs=1, batch_size=64), samples, ranks, ranks)
+    lines = about_job(TrainSettings(epochs=1, epoch_samples=samples, batch_size=64), ranks, ranks)
     assert lines.partition(" in the run")[2] == said

@@ -28,7 +28,8 @@ def fresh(name: str, world: World) -> TrainState:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     strategy.setup(model, world, GradientSync())
     optimizer = getattr(torch.optim, name)(strategy.module.parameters(), lr=0.05, **OPTIONS.get(name, {}))
-    return TrainState(TrainSettings(epochs=1), Regression({"loss": "min"}, "loss", None, {}), strategy, optimizer)
+    task = Regression({"loss": "min"}, "loss", None, {})
+    return TrainState(TrainSettings(epochs=1, epoch_samples=SAMPLES), task, strategy, optimizer)
 
 
 def take(state: TrainState, steps: range) -> None:
@@ -58,7 +59,7 @@ def run(folder: Path, begins: bool) -> dict[str, dict[str, list[float]]]:
                     torch.save(plain_copy(saved), folder / f"{name}.pt")
                 world.barrier()
             state = fresh(name, world)
-            restore_state(state, torch.load(folder / f"{name}.pt", weights_only=True), SAMPLES)
+            restore_state(state, torch.load(folder / f"{name}.pt", weights_only=True))
             take(state, AFTER)
             whole = model_state(state.strategy)
             found[name] = {key: value.flatten().tolist() for key, value in whole.items()} if world.is_rank_zero else {}

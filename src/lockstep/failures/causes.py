@@ -83,6 +83,11 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "type strategy.find_unused_parameters=false, or pass use_reentrant=False to checkpoint",
     ),
     (
+        r"cannot be called on meta tensors",
+        "a pipeline finds shapes without values, and the model's forward pass decides by values",
+        "type strategy=ddp, or compute with torch.where in place of if, .item() and x[mask]",
+    ),
+    (
         r"DataLoader worker.* (killed|exited)",
         "a process that loads data has ended",
         "type dataset.workers=0 to see its error here",

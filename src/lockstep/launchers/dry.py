@@ -205,7 +205,7 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
             plan = Plan(state, parts=ranks // cfg.strategy.get("replicas", 1), has_own_share=shares == ranks)
             with plan, suppress(_StepTaken):
                 train_epoch(state, loader, watchers=[plan])
-            return plan, about_job(state.settings, len(loader), ranks, shares)
+            return plan, about_job(state.settings, ranks, shares)
     except TrainingDiverged:  # its sentence names other ranks, of which this one knows nothing
         raise TrainingDiverged(
             f"the loss or the gradient of rank {rank} is not finite in its first step; "
@@ -215,12 +215,15 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
         dist.destroy_process_group()
 
 
-def about_job(settings: TrainSettings, samples: int, ranks: int, shares: int) -> str:
-    """Two lines: its batch, which is cut into `shares`, and its steps. samples: of an epoch."""
-    left, last = samples % settings.batch_size, ""
+def about_job(settings: TrainSettings, ranks: int, shares: int) -> str:
+    """Two lines: its batch, which is cut into `shares`, and its steps."""
+    left, last = settings.epoch_samples % settings.batch_size, ""
     if left:
-        which, what = "only" if samples < settings.batch_size else "last", "sample" if left == 1 else "samples"
+        which, what = (
+            "only" if settings.epoch_samples < settings.batch_size else "last",
+            "sample" if left == 1 else "samples",
+        )
         last = f"; the {which} one of an epoch has {left} {what}{shares_in_words(left, ranks, shares)}"
-    epoch, whole = settings.steps_per_epoch(samples), settings.total_steps(samples)
+    epoch, whole = settings.steps_per_epoch, settings.total_steps
     batch = f"{settings.batch_size} samples{shares_in_words(settings.batch_size, ranks, shares)}"
     return f"a batch:    {batch}\nsteps:      {epoch} in an epoch, {whole} in the run{last}"

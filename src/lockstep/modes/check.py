@@ -1,11 +1,13 @@
 """mode=check: which promises hold for this model and this data, and why not.
 
-`lockstep.modes.first_steps` is what its ranks do. No torch at the top: `main` imports this.
+It takes the first steps of the run in several ways, the variants below, and compares what each stage of a step has
+computed. The first stage that parts tells the cause. `lockstep.modes.first_steps` is what the ranks do. No torch at the
+top: `main` imports this.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +32,87 @@ FEW_SAMPLES = 4  # of a rank
 LITTLE = 0.05  # relative; what rounding makes of ReLUs in deep nets is less
 # How far the first steps of one and of two ranks may be apart, relative to the largest value.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
-UNKNOWN = "cause not found; perhaps a layer or the loss compares the samples of a batch with each other"
-NAMED = 4  # parameters or modules that a line names
+RESULTS = ("loss", "gradients", "weights")  # the stages that decide; those before them explain
+
+OF_RANKS = {
+    "start": "initial weights are not drawn from torch's generator: {names}",
+    "samples": "a sample is another one on another rank: draw from torch, numpy or random, which are seeded for it",
+    "layers": "cause not found; {first} is the first layer with other outputs for the same samples: perhaps it "
+    "compares the samples of a batch with each other, or draws from numpy, random or a generator of its own",
+    "loss": "cause not found; the loss is another one for the same outputs: perhaps the task compares the samples of a "
+    "batch with each other, or draws",
+    "gradients": "cause not found; the gradients of {names} are others for the same loss: perhaps a layer or the loss "
+    "compares the samples of a batch with each other",
+    "weights": "the same gradients change {names} otherwise: it depends on the share of the batch that a rank has",
+}
+REREAD = (
+    "a sample read twice is another one: draw from torch, numpy or random, which are seeded for it, and change a copy "
+    "of what the data set keeps"
+)
+HIDDEN = (
+    "the model or the loss keeps what no snapshot has, such as a count in a plain attribute, or draws from numpy, "
+    "random or a generator of its own; make it a buffer, return it in get_extra_state, or draw from torch's generator"
+)
+OF_RESUME = {
+    "samples": REREAD,
+    "layers": f"after a resume the outputs of {{first}} are others: {HIDDEN}",
+    "gradients": f"after a resume the gradients of {{names}} are others: {HIDDEN}",
+    "weights": "after a resume {names} is updated otherwise by the same gradients: the optimizer keeps what its "
+    "state_dict does not give back; keep it in self.state[parameter]",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to take the first steps.
+
+    ranks: how many take them.
+    precision: another one than the command's. Some models cannot compute in it.
+    step: the step that is compared with that of one rank. The second one is taken after a resume.
+    causes: {a stage: why a variant parts there first from one rank}, of the stages that are compared. {names} are those
+        that part, {first} the first of them.
+    """
+
+    name: str
+    ranks: int
+    precision: str | None = None
+    step: int = 1
+    causes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the steps of the command."""
+        return self.precision is None and self.step == 1
+
+
+ONE = Variant("one", 1)
+TWO = Variant("two", RANKS, causes=OF_RANKS)
+RESUMED = Variant("resumed", 1, step=2, causes=OF_RESUME)
+ONE_FINE = Variant("fine-one", 1, precision="fp64")
+TWO_FINE = Variant("fine-two", RANKS, precision="fp64", causes=OF_RANKS)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How far a variant is apart from one rank. apart: at most, in each of `RESULTS`; empty: there was no step.
+
+    stage: the first one that parts. cause: why; empty: the results are near enough.
+    """
+
+    apart: Mapping[str, float]
+    stage: str = ""
+    cause: str = ""
+
+
+def parting(variant: Variant, distances: Mapping[str, Mapping[str, float]], tolerance: float) -> Parting:
+    """distances: see `first_steps.differences`. tolerance: of each of them."""
+    apart = {stage: max(distances[stage].values(), default=0.0) for stage in RESULTS if stage in distances}
+    if any(not apart[stage] <= tolerance for stage in variant.causes if stage in apart):
+        for stage, cause in variant.causes.items():
+            names = [name for name, distance in distances[stage].items() if not distance <= tolerance]
+            if names:
+                return Parting(apart, stage, cause.format(first=names[0], names=first_of(names)))
+    return Parting(apart)
 
 
 class Check(Mode):
@@ -54,8 +135,6 @@ class Check(Mode):
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
         from multiprocessing.util import get_temp_dir
 
-        import torch
-
         from lockstep.preflight import as_taken, check_batch_size, check_model, check_options, prepare_data
 
         if cfg.resume is not None:
@@ -68,8 +147,8 @@ class Check(Mode):
             _remove_new_folder(Path(cfg.run_dir))
         cfg = as_taken(cfg)
         strategy, ranks = check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
-        shares, options = strategy.data_parallel_size(ranks), options_of(cfg, strategy)
-        changes: dict[str, Any] = {"backend.name": "gloo", "trainer.compile": False, "profiler.enabled": False}
+        shares, always = strategy.data_parallel_size(ranks), known_before(cfg, strategy)
+        changes: dict[str, Any] = {"backend.name": "gloo", "profiler.enabled": False}
         changes |= {"trainer.batch_size": check_batch_size(cfg, shares), "trainer.batch_size_per_rank": None}
         replicas = cfg.strategy.get("replicas", 1)
         if replicas > 1:  # each has two ranks or more
@@ -82,20 +161,13 @@ class Check(Mode):
             raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
         prepare_data(small)
         check_model(small, strategy, RANKS)
-        torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
-        one, two, apart = _compare_worlds(small, folder, timed=True)
-        resumed = _resume(small, folder)
-        found = rows(one, two, apart, options)
-        found[1] = replace(found[1], reasons=[*found[1].reasons, *what_a_resume_changes(resumed)])
-        # In float32 a rounding error may turn a ReLU off: only float64 tells.
-        if UNKNOWN in found[0].reasons and options.precision != "fp64":
-            smallest = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS))
-            found[0] = _in_float64(small, folder, found[0], options, max(apart.values(), default=0.0), smallest)
+        few = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS)) * cfg.trainer.gradient_accumulation_steps
+        rows, one, two = checked(small, folder, few, always)
         lines = figures(one, two, ranks, shares)
         if replicas > 1:
             lines.append(f"replicas:  the two ranks were checked with strategy.replicas=1, not {replicas}")
-        print("\n".join([*table(found), "", *lines]), flush=True)
-        if any(row.reasons for row in found):
+        print("\n".join([*table(rows), "", *lines]), flush=True)
+        if any(row.reasons for row in rows):
             raise StoppedEarly("a promise does not hold, as the table says", EXIT_PROMISES)
 
 
@@ -119,46 +191,17 @@ def _forks(ranks: int) -> "SpawnLauncher":
     return launcher
 
 
-def _compare_worlds(cfg: DictConfig, folder: Path, timed: bool) -> tuple["Facts", "Facts", dict[str, float]]:
-    """What one rank finds, what two find, and how far their first steps are apart. timed: see `Variant`."""
-    import torch
+def known_before(cfg: DictConfig, strategy: "Strategy") -> list[str]:
+    """Why the numbers depend on the number of ranks, whatever the first step shows."""
+    from lockstep.strategies.gradient_sync import GradientSync
 
-    from lockstep.modes.first_steps import Variant, differences, find_facts
-
-    two = _forks(RANKS).launch(find_facts, cfg, folder, Variant(timed))
-    one = _forks(1).launch(find_facts, cfg, folder, Variant(timed))
-    if not (one.has_step and two.has_step):
-        return one, two, {}
-    return one, two, differences(*[torch.load(folder / f"{number}.pt", weights_only=True) for number in (1, RANKS)])
-
-
-def _resume(cfg: DictConfig, folder: Path) -> "Facts | None":
-    """What one rank finds that goes on from what another one has saved; None if that one has taken no two steps."""
-    from lockstep.modes.first_steps import SECOND, Variant, find_facts
-
-    return _forks(1).launch(find_facts, cfg, folder, Variant(resumes=True)) if (folder / SECOND).exists() else None
-
-
-def _in_float64(cfg: DictConfig, folder: Path, row: "Row", options: "Options", apart: float, smallest: int) -> "Row":
-    """The first row, computed again in float64, which tells rounding from a cause; `row` with a reason if it fails.
-
-    apart: how far the worlds were apart. If that was little, a few samples tell as much, and convolutions take ten
-    times as long in float64.
-    smallest: samples of a micro-batch that are enough.
-    """
-    changes: dict[str, Any] = {"trainer.precision": "fp64"}
-    if apart < LITTLE:
-        few = smallest * cfg.trainer.gradient_accumulation_steps
-        changes["trainer.batch_size"] = min(cfg.trainer.batch_size, few)
-    one, two, distance = _compare_worlds(with_values(cfg, changes), folder, timed=False)
-    failed = one.failed or two.failed
-    if failed is not None:
-        reason = f"float64 would tell whether this is rounding alone, but the step fails there ({failed})"
-        return replace(row, reasons=[*row.reasons, reason])
-    return rows(one, two, distance, replace(options, precision="fp64"))[0]
-
-
-# Reasons.
+    reasons = []
+    sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
+    if not sync.is_exact:
+        reasons.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
+    if cfg.trainer.batch_size_per_rank is not None and strategy.data_parallel_size(RANKS) > 1:
+        reasons.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -170,156 +213,83 @@ class Row:
     seen: str
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the config says, as far as reasons name it."""
+def checked(cfg: DictConfig, folder: Path, few: int, always: Sequence[str]) -> "tuple[list[Row], Facts, Facts]":
+    """The promises, and what one rank and two have found.
 
-    precision: str
-    inexact_sync: str | None  # the gradient_sync, if it is not the exact mean
-    per_rank: bool  # whether trainer.batch_size_per_rank makes the batch grow with the ranks
-    finds_unused: bool  # strategy.find_unused_parameters, or a strategy that does not need it
-    norms_see: str = "a rank's share"  # what a batch norm sees that is not synchronised, see `Strategy.batch_norm_sees`
-    norms_advice: str = "sync_bn=auto"
+    folder: of what worlds leave for each other.
+    few: samples of a batch that are enough for a look in float64.
+    always: reasons why the numbers depend on the number of ranks.
+    """
+    import torch
 
+    from lockstep.modes.first_steps import compare, find_facts
 
-def options_of(cfg: DictConfig, strategy: "Strategy") -> Options:
-    from lockstep.strategies.gradient_sync import GradientSync
+    torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
 
-    sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
-    grows = strategy.data_parallel_size(1) != strategy.data_parallel_size(RANKS)
-    return Options(
-        precision=cfg.trainer.precision,
-        inexact_sync=None if sync.is_exact else sync.name,
-        per_rank=cfg.trainer.batch_size_per_rank is not None and grows,
-        finds_unused=bool(cfg.strategy.get("find_unused_parameters", True)),
-        norms_see=strategy.batch_norm_sees(),
-        norms_advice="sync_bn=auto" if strategy.supports_sync_bn else "strategy=ddp, or a model without batch norm",
-    )
+    def take(variant: Variant, **changes: Any) -> "Facts":
+        changes |= {"trainer.precision": variant.precision or cfg.trainer.precision, "trainer.compile": False}
+        facts: Facts = _forks(variant.ranks).launch(find_facts, with_values(cfg, changes), folder, variant)
+        return facts
 
+    def same_numbers(one: "Facts", two: "Facts", numbers: Parting, precision: str) -> Row:
+        unchecked = two.unchecked or one.unchecked
+        known = [unchecked] if unchecked else [*one.numbers, *two.numbers, *always]
+        if numbers.cause and not unchecked:
+            known = [*two.likely, *known] or [numbers.cause]
+        apart = ", ".join(f"{what} {value:.1e}" for what, value in numbers.apart.items())
+        unit = " (in float64)" if precision == "fp64" else ""
+        return Row("the same numbers on any number of ranks, up to rounding", known, f"apart by at most: {apart}{unit}")
 
-def rows(one: "Facts", two: "Facts", apart: dict[str, float], options: Options) -> list[Row]:
-    """The promises. one, two: of the worlds of one rank and of two. apart: see `first_steps.differences`."""
-    changing = what_changes(one, two)
-    far = float("inf") if one.loss is None or two.loss is None else abs(one.loss - two.loss) / max(abs(one.loss), 1e-30)
-    distance = {"loss": far} | apart
-    numbers = list[str]()
-    if two.parting:
-        numbers, distance = [two.parting], {}
-    elif not (one.has_step and two.has_step):
-        numbers, distance = ["not checked: there is no first step"], {}
-    elif one.not_finite or two.not_finite:
-        numbers, distance = ["not checked: the gradients of the first step are not finite"], {}
-    else:
-        if not max(distance.values()) <= TOLERANCES[options.precision]:
-            numbers = known_causes(one, two, options) or changing
-            numbers = numbers or ([UNKNOWN] if options.inexact_sync is None else [])
-        # What the first step may not show.
-        for name in dict.fromkeys([*one.no_sums, *two.no_sums]):
-            numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
-        if options.inexact_sync is not None:
-            numbers.append(f"gradient_sync={options.inexact_sync} is not the exact mean; type gradient_sync=auto")
-        if options.per_rank:
-            numbers.append(
-                "trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>"
+    two, one = take(TWO), take(ONE)
+    precision = cfg.trainer.precision
+    numbers = parting(TWO, compare(folder, ONE, TWO), TOLERANCES[precision])
+    rows = [same_numbers(one, two, numbers, precision)]
+    if cfg.trainer.compile and one.draws:
+        rows[0].reasons.append("compiled, dropout and noise are drawn for a rank; type trainer.compile=false")
+
+    # In float32 a rounding error may turn a ReLU off: only float64 tells.
+    if rows[0].reasons == [numbers.cause] and precision != "fp64" and numbers.stage not in ("start", "samples"):
+        # If they were little apart, a few samples tell as much: convolutions take ten times as long in float64.
+        is_little = max(numbers.apart.values()) < LITTLE
+        batch = {"trainer.batch_size": min(cfg.trainer.batch_size, few)} if is_little else {}
+        fine = take(ONE_FINE, **batch), take(TWO_FINE, **batch)
+        failed = fine[0].failed or fine[1].failed
+        if failed:
+            rows[0].reasons.append(
+                f"float64 would tell whether this is rounding alone, but the step fails there ({failed})"
             )
-    seen = ", ".join(f"{what} {value:.1e}" for what, value in distance.items())
-    unit = " (in float64)" if options.precision == "fp64" else ""
-    return [
-        Row("the same numbers on any number of ranks, up to rounding", numbers, f"apart by at most: {seen}{unit}"),
-        Row("stopped and resumed, the bits of an unbroken run", changing, "samples and outputs are the same twice"),
-        Row("your own work fits", what_fails(one, two, options), f"{one.trained:,} numbers get a finite gradient"),
-    ]
+        else:
+            exact = parting(TWO_FINE, compare(folder, ONE_FINE, TWO_FINE), TOLERANCES["fp64"])
+            rows[0] = same_numbers(*fine, exact, "fp64")
 
-
-def known_causes(one: "Facts", two: "Facts", options: Options) -> list[str]:
-    """What is known to make the numbers depend on the number of ranks."""
-    causes = []
-    if two.unsynced and options.norms_see:
-        norms = first_of(two.unsynced, NAMED)
-        causes.append(f"batch norm sees {options.norms_see}: {norms}; type {options.norms_advice}")
-    if two.buffers:
-        causes.append(
-            f"a rank changes {first_of(two.buffers, NAMED)} by its own share, and the ranks' mean is not what one rank "
-            f"has; gather the samples of all ranks in the module"
-        )
-    if two.unused and not options.finds_unused:
-        causes.append("parameters without a gradient, see below")
-    if one.seed_counts and not one.outputs_drawn:
-        which = f" ({first_of(one.dropouts, NAMED)})" if one.dropouts else ""
-        causes.append(
-            f"the model or the loss draws random numbers{which}, other ones on each rank; "
-            f"type strategy=virtual_ranks, or model.dropout=0 if the model has it"
-        )
-    return causes
-
-
-def what_changes(one: "Facts", two: "Facts") -> list[str]:
-    """What is another one the second time, whatever the seed is."""
-    reasons = []
-    other_data = two.other_data
-    if one.fingerprint != two.fingerprint or (one.first_samples != two.first_samples and not one.samples_drawn):
-        other_data = other_data or "training data"
-    if other_data:
-        reasons.append(f"the {other_data} is another one at each start: draw it from a seed of its own")
-    other = [name for name, value in one.digests.items() if two.digests.get(name, value) != value]
-    if other:
-        reasons.append(f"initial weights are not drawn from torch's generator: {first_of(other, NAMED)}")
-    if one.samples_drawn:
-        reasons.append("a sample read twice is another one: draw from torch, numpy or random, which are seeded for it")
-    if one.outputs_drawn:
-        reasons.append(
-            "the model or the loss computed twice gives other values: it draws from numpy, random or a generator of "
-            "its own, or keeps what is no saved buffer; draw from torch's generator"
-        )
-    return reasons
-
-
-def what_a_resume_changes(resumed: "Facts | None") -> list[str]:
-    """Why the step after a resume is another one than that of the run which went on."""
-    if resumed is None:
-        return []
-    if resumed.resume_failed or resumed.failed:
-        reason = resumed.resume_failed or resumed.failed
-        return [
-            f"what is saved after a step cannot be loaded by a new model ({reason}): register each buffer in __init__, "
-            f"in the shape that it keeps"
-        ]
-    if resumed.resumed.get("gradients"):
-        return [
-            f"after a resume the gradients of {first_of(resumed.resumed['gradients'], NAMED)} are others: the model "
-            f"or the loss keeps what no snapshot has, such as a count in a plain attribute; make it a buffer, or "
-            f"return it in get_extra_state"
-        ]
-    if resumed.resumed.get("weights"):
-        return [
-            f"after a resume {first_of(resumed.resumed['weights'], NAMED)} is updated otherwise by the same gradients: "
-            f"the optimizer keeps what its state_dict does not give back; keep it in self.state[parameter]"
-        ]
-    return []
-
-
-def what_fails(one: "Facts", two: "Facts", options: Options) -> list[str]:
-    """Why the model and the data cannot be trained as they are."""
-    reasons = list(filter(None, [one.diverged or two.diverged, one.unowned or two.unowned]))
-    not_finite = list(dict.fromkeys([*one.not_finite, *two.not_finite]))
-    if not_finite:
-        reasons.append(f"NaN or infinite gradients: {first_of(not_finite, NAMED)}")
-    unused = list(dict.fromkeys([*one.unused, *two.unused]))
-    if unused and not options.finds_unused:
-        reasons.append(
-            f"parameters without a gradient: {first_of(unused, NAMED)}; type strategy.find_unused_parameters=true, or "
-            f"freeze=[{','.join(unused[:NAMED])}]"
-        )
-    return reasons
+    reasons, resume = [*two.resume, *one.resume], Parting({})
+    if one.fingerprint != two.fingerprint and not reasons:
+        reasons.append("the training data is another one at each start: draw it from a seed of its own")
+    if numbers.stage == "start":
+        reasons.append(numbers.cause)
+    if not reasons and list(folder.glob(f"{ONE.name}-{RESUMED.step}-*")):
+        failed = take(RESUMED).failed
+        resume = parting(RESUMED, compare(folder, ONE, RESUMED), 0.0)
+        if failed:
+            reasons.append(
+                f"what is saved after a step cannot be loaded by a new model ({failed}): register each buffer in "
+                f"__init__, in the shape that it keeps"
+            )
+        elif resume.cause:
+            reasons.append(resume.cause)
+    seen = "one rank that resumes takes the same second step" if resume.apart else "samples are the same twice"
+    rows.append(Row("stopped and resumed, the bits of an unbroken run", reasons, seen))
+    rows.append(Row("your own work fits", one.fits or two.fits, f"{one.trained:,} numbers get a finite gradient"))
+    return [replace(row, reasons=list(dict.fromkeys(row.reasons))) for row in rows], one, two
 
 
 # The screen.
 
 
-def table(found: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Row]) -> list[str]:
     """The lines: a promise, whether it holds, and why not."""
     cells = [("promise", "holds", "because")]
-    for row in found:
+    for row in rows:
         first, *others = row.reasons or [row.seen]
         cells.append((row.promise, "no" if row.reasons else "yes", first))
         cells += [("", "", reason) for reason in others]
@@ -337,7 +307,7 @@ def figures(one: "Facts", two: "Facts", ranks: int, shares: int) -> list[str]:
         f"a batch:   {one.batch} samples{shares_in_words(one.batch, ranks, shares)}",
         f"steps:     {epoch} in an epoch, {whole} in the run",
     ]
-    worlds = {"1 rank": one.seconds, f"{two.ranks} ranks": two.seconds}
+    worlds = {"1 rank": one.seconds, f"{RANKS} ranks": two.seconds}
     times = [f"{seconds * epoch:.3g} s with {name}" for name, seconds in worlds.items() if seconds]
     if times:
         lines.append(f"an epoch:  about {' or '.join(times)} on CPUs of this machine, without its evaluation")

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, printable
 from lockstep.failures.record import exception_record
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
@@ -115,21 +115,7 @@ def write_net(net: "TrainedNet", samples: "Tensor", path: Path, format: str) -> 
 
     samples: raw ones, two or more: to torch.export a batch of one is the only size.
     """
-    write = write_onnx if format == "onnx" else write_program
-    try:
-        with redirect_stderr(io.StringIO()):  # torch prints the whole graph of a net that it cannot export
-            exported = write(net, samples, path)
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:  # torch's exporters raise many kinds
-        if isinstance(error.__context__, OSError):  # of a full disk
-            raise
-        failed = exception_record(error)
-        reason = failed["message"].partition("\n")[0].strip()
-        raise ConfigError(
-            f"mode.format={format} cannot hold this net: {reason} at {failed.get('file')}:{failed.get('line')}; "
-            f"change that line, or type mode.format=state_dict, which holds the weights alone"
-        ) from error
+    exported = write_onnx(net, samples, path) if format == "onnx" else write_program(net, samples, path)
     batches = [samples, samples[:1]]
     if is_tokens(samples):
         batches.append(samples[:, : samples.shape[1] // 2])
@@ -198,7 +184,17 @@ def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     """torch.export. `torch.export.load(path).module()` is the net."""
     import torch
 
-    program = torch.export.export(net, (samples,), dynamic_shapes=dynamic_shapes(samples))
+    try:
+        with redirect_stderr(io.StringIO()):  # torch prints the whole graph of a net that it cannot export
+            program = torch.export.export(net, (samples,), dynamic_shapes=dynamic_shapes(samples))
+    except Exception as error:  # what it raises has no common type
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        failed = exception_record(error)
+        place = f", at {failed['file']}:{failed['line']}" if "file" in failed else ""
+        raise ConfigError(
+            f"torch cannot export this net ({printable(first).strip()}{place}); type mode.format=state_dict, or write "
+            f"x.shape[0] for len(x), and torch.where for if, in the model"
+        ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
         with open(path, "wb") as file:

@@ -1,13 +1,16 @@
-"""What mode=check finds in one world of ranks: what is drawn at random, and what its first steps compute and hold."""
+"""What mode=check does in one world of ranks: it takes the first steps of the run, as a training does, and keeps what
+each stage of a step computed, so that the step can be compared with the same one of another world.
+"""
 
 import copy
 import logging
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +25,51 @@ from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
 from lockstep.distributed.sync_batch_norm import unsynced_batch_norms
-from lockstep.distributed.world import OtherData, World, init_distributed, require_same_data
-from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures
+from lockstep.distributed.world import OtherData, init_distributed, require_same_data
+from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures, first_of
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
+from lockstep.modes.check import REREAD, Variant
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Strategy
 from lockstep.training.buffers import BuffersDiffer
-from lockstep.training.loop import batches, set_seed, train_epoch
-from lockstep.training.setup import autocast, set_determinism
+from lockstep.training.loop import train_epoch
+from lockstep.training.setup import set_determinism
 from lockstep.training.state import TrainState
 from lockstep.training.timing import peak_memory
 from lockstep.training.watchers import Watcher
 from lockstep.training.weight_check import digest, local_part
 
 SAMPLES_READ = 8  # twice
-TIMED_STEPS = 5  # after the first one, which takes longer
+TIMED_STEPS = 5  # after those that are kept, which take longer
 TIMED_SECONDS = 1.0
-SAVED, SECOND = "saved.pt", "second.pt"  # what one rank leaves: its state after a step, and its second step
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+NO_STEP = "not checked: there is no first step"
+SAVED = "saved.pt"  # the state of one rank after its first step
+BY_SAMPLE = ("samples", "layers")
+STAGES = ("start", *BY_SAMPLE, "loss", "gradients", "weights")
 
-Named = dict[str, Tensor]
+Trace = dict[str, dict[str, Tensor]]
+"""Of a step, for each of `STAGES`: {name: tensor}. start: digests of the initial weights. samples, layers: for each
+sample of the batch two sums over the inputs, and over what a layer returned for it, in the order of the calls. loss,
+gradients, and weights with the buffers after the step: of the whole model."""
 
 
 @dataclass
 class Facts:
-    """What a world of `ranks` ranks found. Plain values: a pipe carries them."""
+    """What a world of ranks has found, as sentences, and what it takes. Plain values: a pipe carries them."""
 
-    ranks: int
-    failed: str | None = None  # the error of a step in float64
-    other_data: str | None = None  # the data that is not the same on all ranks, such as "test data"
+    unchecked: str = NO_STEP  # why its numbers are not compared
+    likely: list[str] = field(default_factory=list)  # why they depend on the number of ranks, if they do
+    numbers: list[str] = field(default_factory=list)  # why they do, whatever the first step shows
+    resume: list[str] = field(default_factory=list)  # why a resumed run is another one
+    fits: list[str] = field(default_factory=list)  # why model and data cannot be trained as they are
+    failed: str = ""  # the error of a variant that is not plain
     notes: list[str] = field(default_factory=list)  # lines about what breaks no promise
 
-    # Before the first step.
-    unsynced: list[str] = field(default_factory=list)  # names of batch norms that are not synchronised
-    digests: dict[str, int] = field(default_factory=dict)  # of the weights
     fingerprint: str = ""  # of the training data
-    first_samples: list[int] = field(default_factory=list)  # digests of some
-
-    # Of one rank: whether samples, and what the model and the loss compute, are other ones the second time.
-    samples_drawn: bool = False
-    outputs_drawn: bool = False
-    seed_counts: bool = False  # whether what they compute depends on the seed, which is another one on each rank
-    dropouts: list[str] = field(default_factory=list)  # names of modules that make it do so
-
-    # The first step.
-    has_step: bool = False
-    loss: float | None = None
-    unused: list[str] = field(default_factory=list)  # names of parameters without a gradient
-    not_finite: list[str] = field(default_factory=list)  # with a NaN or an infinite one
+    draws: bool = False  # whether a forward pass draws random numbers
     trained: int = 0  # how many numbers have a gradient
-    diverged: str | None = None  # why this step or a later one was none
-
-    # What a training would warn of, or refuse.
-    no_sums: list[str] = field(default_factory=list)  # what the task returns as a sum, and is none
-    unowned: str = ""  # weights that no optimizer has
-    parting: str = ""  # the sentence about buffers that differ between ranks
-    buffers: list[str] = field(default_factory=list)  # those that each rank changes by its own share
-
-    # Saved after the first step, and loaded by a new process that takes the second one.
-    resume_failed: str = ""  # why that cannot be done
-    resumed: dict[str, list[str]] = field(default_factory=dict)  # {gradients or weights: names of those that differ}
-
-    # What it takes.
     nbytes: dict[str, int] = field(default_factory=dict)  # {what: bytes} that this rank holds
     peak: float = 0.0  # MiB of the process
     seconds: float | None = None  # of a later step
@@ -93,21 +77,8 @@ class Facts:
     steps: tuple[int, int] = (0, 0)  # of an epoch, and of the whole run
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How a world takes the first steps.
-
-    timed: look at what is drawn, and take some steps for their time. Otherwise take the first step alone, in float64,
-        which some models cannot compute in: that is no failure then.
-    resumes: go on from what one rank has saved after its first step, and compare the second step with its own.
-    """
-
-    timed: bool = False
-    resumes: bool = False
-
-
 def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
-    """What one rank of a world of one or two ranks does. Rank 0 writes what its first step computed to `folder`."""
+    """What one rank does in the world of `variant`. It leaves what its steps computed in `folder`."""
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
@@ -118,23 +89,21 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
             np.random.seed()
             set_determinism(cfg.seed, cfg.trainer.deterministic)
             try:
-                facts = _build_and_step(cfg, world, strategy, folder, variant)
+                cfg, loader, _ = build.model_and_data(cfg, world, strategy)
+                fingerprint = data_fingerprint(loader.dataset)
+                require_same_data(world, "training data", len(loader), fingerprint)
+                state = build.train_state(cfg, strategy, loader)
+                needs_all = not cfg.strategy.get("find_unused_parameters", True)
+                facts = FirstSteps(state, loader, variant, folder, needs_all).take()
+                facts.fingerprint = fingerprint
             except OtherData as error:
-                facts = Facts(world.size, other_data=error.name)
+                facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
             except (ConfigError, RuntimeError, TypeError) as error:
-                if variant.timed:
+                if variant.is_plain:
                     raise
-                facts = Facts(world.size, failed=str(error).partition("\n")[0])
+                facts = Facts(failed=" ".join(str(error).split()))
         warnings = [record.getMessage() for record in logs.kept if record.levelno >= logging.WARNING]
     return replace(facts, notes=[*facts.notes, *(f"warning:   {text}" for text in dict.fromkeys(warnings))])
-
-
-def _build_and_step(cfg: DictConfig, world: World, strategy: Strategy, folder: Path, variant: Variant) -> Facts:
-    cfg, loader, _ = build.model_and_data(cfg, world, strategy)
-    fingerprint = data_fingerprint(loader.dataset)
-    require_same_data(world, "training data", len(loader), fingerprint)
-    steps = FirstSteps(build.train_state(cfg, strategy, loader), loader, fingerprint, variant, folder)
-    return steps.resume() if variant.resumes else steps.take()
 
 
 class _Enough(Exception):
@@ -142,163 +111,187 @@ class _Enough(Exception):
 
 
 class FirstSteps(Watcher):
-    """Takes the first steps of a run. Of the first one it keeps the gradients, before clipping, and the weights.
+    """Takes the first steps of a run, and keeps the first one, or the second one after a resume, or both."""
 
-    facts: an attribute, what it has found so far.
-    """
-
-    def __init__(
-        self, state: TrainState, loader: BatchLoader, fingerprint: str, variant: Variant, folder: Path
-    ) -> None:
-        """fingerprint: of the training data. folder: of what worlds leave for each other."""
-        self.state, self.loader, self.timed, self.folder = state, loader, variant.timed, folder
-        self.saves = variant.timed and state.strategy.world.size == 1
+    def __init__(self, state: TrainState, loader: BatchLoader, variant: Variant, folder: Path, needs_all: bool) -> None:
+        """folder: of what worlds leave for each other. needs_all: each parameter must get a gradient."""
+        self.needs_all = needs_all
+        self.state, self.loader, self.variant, self.folder = state, loader, variant, folder
+        self.world, self.model = state.strategy.world, state.strategy.model
+        self.is_saved = variant.is_plain and self.world.size == 1
+        self.kept_steps = (1, 2) if self.is_saved else (variant.step,)
         self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
-        self.facts = Facts(state.strategy.world.size, fingerprint=fingerprint)
-        self.gradients, self.ends = Named(), list[float]()
-        self.whole: dict[str, Any] = {}
+        self.facts = Facts()
+        weights = self._whole(dict(self.model.named_parameters()))
+        self.trace: Trace = {"start": {name: digest(value).cpu() for name, value in weights.items()}}
+        self.ends, self.handles = list[float](), list[Any]()
+        self.by_sample = dict[str, list[Tensor]]()  # {layer and call: its sums, for each part of this rank}
+        self.rows, self.calls = 0, Counter[str]()  # of the forward pass that goes on; 0: none does
+        self.unused = list[str]()  # parameters without a gradient
 
     def take(self) -> Facts:
-        """Look at what is drawn, and take the steps. A collective.
-
-        Rank 0 writes what it kept to <number of ranks>.pt in the folder.
-        """
-        settings, world, loader = self.state.settings, self.state.strategy.world, self.loader
-        if loader.reader is not None and not loader.is_stream:
-            self.facts.first_samples = [int(digest(tensor)) for tensor in _read(loader)]
-        if self.timed and world.size == 1:
-            self._look_at_draws()
-        model = self.state.strategy.model
-        self.facts.unsynced = unsynced_batch_norms(model)
-        parameters = self._whole(dict(model.named_parameters()))
-        self.facts.digests = {name: int(digest(value)) for name, value in parameters.items()}
+        """Take the steps, and read some samples before and after them. A collective."""
+        state, loader, facts = self.state, self.loader, self.facts
+        if self.variant.step > 1:
+            restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
+        reads_again = loader.reader is not None and not loader.is_stream
+        samples = _read(loader) if reads_again else []
+        if loader.is_stream and self.is_saved:
+            facts.notes.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
+        self._watch_layers()
         try:
-            train_epoch(self.state, loader, watchers=[self])
+            while not state.finished:
+                train_epoch(state, loader, watchers=[self])
         except _Enough:
             pass
         except TrainingDiverged as error:
-            self.facts.diverged = str(error)
+            facts.fits.append(str(error))
         except BuffersDiffer as error:
-            self.facts.parting = str(error)
-        if world.is_rank_zero:
-            torch.save(self.whole, self.folder / f"{world.size}.pt")
-        state = self.state
-        self.facts.no_sums, self.facts.unowned = state.early_steps.no_sums, state.early_steps.unowned or ""
-        self.facts.buffers = [*state.buffers.averaged, *state.buffers.own]
+            facts.unchecked = str(error)
+        if reads_again and _read(loader, turn=-1) != samples:
+            facts.resume.append(REREAD)
+        self._tell_causes()
         times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
-        self.facts.seconds = statistics.median(times) if times else None
-        self.facts.batch = settings.batch_size
-        self.facts.steps = settings.steps_per_epoch(len(loader)), settings.total_steps(len(loader))
-        self.facts.peak = peak_memory(world.device)
-        return self.facts
+        facts.seconds = statistics.median(times) if times else None
+        facts.batch = state.settings.batch_size
+        facts.steps = state.settings.steps_per_epoch, state.settings.total_steps
+        facts.peak = peak_memory(self.world.device)
+        return facts
 
-    def resume(self) -> Facts:
-        """Load what one rank has saved after its first step, take the next one, and compare it with that rank's."""
-        saved = torch.load(self.folder / SAVED, weights_only=True)
-        self.whole = torch.load(self.folder / SECOND, weights_only=True)
-        try:
-            restore_state(self.state, saved, len(self.loader))
-        except (RuntimeError, ConfigError) as error:  # of load_state_dict
-            self.facts.resume_failed = " ".join(str(error).split())
-            return self.facts
-        with suppress(_Enough):
-            train_epoch(self.state, self.loader, watchers=[self])
-        return self.facts
+    def _tell_causes(self) -> None:
+        state, facts, strategy = self.state, self.facts, self.state.strategy
+        unsynced, norms_see = unsynced_batch_norms(self.model), strategy.batch_norm_sees()
+        if unsynced and norms_see:
+            advice = "sync_bn=auto" if strategy.supports_sync_bn else "strategy=ddp, or a model without batch norm"
+            facts.likely.append(f"batch norm sees {norms_see}: {first_of(unsynced)}; type {advice}")
+        buffers = [*state.buffers.averaged, *state.buffers.own]
+        if buffers:
+            facts.likely.append(
+                f"a rank changes {first_of(buffers)} by its own share, and the ranks' mean is not what one rank has; "
+                f"gather the samples of all ranks in the module"
+            )
+        if facts.draws and state.noise is None:
+            facts.likely.append(
+                "the ranks of this strategy draw dropout and noise for their own parts of the model; type "
+                "strategy=ddp, or model.dropout=0 if the model has it"
+            )
+        elif state.noise is not None and state.noise.has_drawn_by_rank:
+            facts.likely.append(
+                "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
+                "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
+            )
+        if self.unused and self.needs_all:
+            facts.likely.append("parameters without a gradient, see below")
+            facts.fits.append(
+                f"parameters without a gradient: {first_of(self.unused)}; type strategy.find_unused_parameters=true, "
+                f"or freeze=[{','.join(self.unused[:4])}]"
+            )
+        for name in state.early_steps.no_sums:
+            facts.numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
+        if state.early_steps.unowned:
+            facts.fits.append(state.early_steps.unowned)
 
-    def _save(self) -> None:
-        state = self.state
-        contents = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
-        torch.save(plain_copy(contents), self.folder / SAVED)
+    def _watch_layers(self) -> None:
+        self.handles.append(self.model.register_forward_pre_hook(self._before_forward))
+        for name, module in self.model.named_modules():
+            kind = type(module).__name__
+            shown = f"{name} ({kind})" if name else kind
+            self.handles.append(module.register_forward_hook(partial(self._after_layer, shown)))
 
-    def _look_at_draws(self) -> None:
-        """What is drawn outside the seeds: read some samples twice, and compute the first batch three times."""
-        state, loader = self.state, self.loader
-        model = state.strategy.model.train()
-        self.facts.dropouts = [
-            name for name, part in model.named_modules() if isinstance(part, DROPOUTS) and part.p > 0
-        ]
-        part = next(iter(batches(state, loader, slice(0, 1)))).parts[0]
-        saved = model.state_dict().keys()  # what a snapshot keeps: other state has to be found
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in saved}
-        computed: list[list[Tensor]] = []
-        with torch.no_grad(), autocast(state.strategy.world.device, state.settings.precision):
-            for seed in (0, 0, 1):
-                set_seed(seed)
-                outputs = state.strategy.module(part.inputs)
-                both = outputs, state.task(outputs, part.targets)
-                computed.append([tensor.clone() for tensor in tensors_in(both)])
-                # A model may have put new tensors in the place of its buffers, so they are found by their names.
-                for name, buffer in model.named_buffers():
-                    if name in buffers and buffer.shape == buffers[name].shape:
-                        buffer.copy_(buffers[name])
-        first, again, other = computed
-        self.facts.outputs_drawn, self.facts.seed_counts = not _same(first, again), not _same(first, other)
-        if loader.reader is not None:  # the second time backwards; a stream has its order
-            self.facts.samples_drawn = not _same(_read(loader), _read(loader, turn=1 if loader.is_stream else -1))
-        if loader.is_stream:
-            note = "iterable:  samples come in the data set's own order, and every rank reads all of them"
-            self.facts.notes.append(note)
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        self.rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
+        self.calls.clear()
+        self._after_layer("samples", module, (), inputs)
+
+    def _after_layer(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.calls[name] += 1
+        call = f", call {self.calls[name]}" if self.calls[name] > 1 else ""
+        sums = sums_by_sample(outputs, self.rows) if self.rows else None
+        if sums is not None:
+            self.by_sample.setdefault(name + call, []).append(sums)
+        if module is self.model and name != "samples":
+            self.rows = 0  # a checkpointed block computes again in the backward pass
 
     def on_gradients_ready(self) -> None:
-        if len(self.ends) > 1:
+        if self.state.progress.step + 1 not in self.kept_steps:
             return
-        named = list(self.state.strategy.model.named_parameters())
+        facts, named = self.facts, list(self.model.named_parameters())
         gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
-        self.gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
-        if self.ends:
-            return
-        self.facts.unused = [name for name, p in named if p.requires_grad and p.grad is None]
-        if not self.state.scaler.is_enabled():  # it looks for the scale at which gradients are finite
-            not_finite = [name for name, value in self.gradients.items() if not local_part(value).isfinite().all()]
-            self.facts.not_finite = not_finite
-        self.facts.trained = sum(value.numel() for value in self.gradients.values())
-        self.facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(self.gradients.values())}
+        gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
+        self.trace["gradients"] = self._whole(gradients)
+        self.unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        not_finite = [name for name, value in gradients.items() if not local_part(value).isfinite().all()]
+        if not_finite and not self.state.scaler.is_enabled():  # it looks for the scale at which they are finite
+            facts.unchecked = "not checked: the gradients of the first step are not finite"
+            facts.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
+        noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
+        has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
+        has_drawn = has_moved if noise is None else noise.has_drawn
+        facts.draws = any(self.world.all_gather_json(has_drawn))
+        facts.trained = sum(value.numel() for value in gradients.values())
+        facts.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
 
     def after_step(self, samples: int) -> None:
-        state = self.state
-        now = {"weights": state.strategy.model.state_dict(), "gradients": self.gradients}
-        if self.whole and "second" in self.whole:
-            for what, unbroken in self.whole["second"].items():
-                whole = self._whole(now[what])
-                others = [name for name in unbroken if name not in whole or not _same([unbroken[name]], [whole[name]])]
-                self.facts.resumed[what] = others
-            raise _Enough
-        if self.saves and len(self.ends) == 1:
-            second = {what: self._whole(named) for what, named in now.items()}
-            torch.save({"second": second}, self.folder / SECOND)
-        if not self.ends:
-            self.facts.has_step, self.facts.loss = True, state.meter.means()["loss"]
+        state, step = self.state, self.state.progress.step
+        if step in self.kept_steps:
+            self._keep(step)
+        if step == 1:
             self.facts.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
-            self.whole = {what: self._whole(named) for what, named in now.items()}
-            if self.saves:
-                self._save()
-        self.ends.append(time.perf_counter())
-        enough = not self.timed or len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
-        fails_next = bool(self.facts.unused) and self.facts.ranks > 1  # in DistributedDataParallel
-        if any(state.strategy.world.all_gather_json(enough or fails_next)):
-            raise _Enough
+            if self.is_saved:
+                saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
+                torch.save(plain_copy(saved), self.folder / SAVED)
+        if step >= self.kept_steps[-1]:
+            self.ends.append(time.perf_counter())
+            for handle in self.handles:
+                handle.remove()
+            enough = len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
+            fails_next = bool(self.unused) and self.world.size > 1  # in DistributedDataParallel
+            if any(self.world.all_gather_json(enough or fails_next or not self.variant.is_plain)):
+                raise _Enough
 
-    def _whole(self, named: dict[str, Any]) -> Named:
+    def _keep(self, step: int) -> None:
+        """Write the trace of `step`: rank 0 all that belongs to the whole model, each rank what belongs to samples."""
+        averages = {} if self.state.ema is None else self._whole(self.state.ema.state())
+        self.trace["weights"] = self._whole(self.model.state_dict())
+        self.trace["weights"] |= {f"the average of {name}": value for name, value in averages.items()}
+        self.trace["loss"] = {"loss": torch.tensor(self.state.meter.means()["loss"], dtype=torch.float64)}
+        trace = self.trace if self.world.is_rank_zero else {}
+        by_sample = {name: torch.cat(sums) for name, sums in self.by_sample.items()}
+        torch.save(trace | {"by_sample": by_sample}, self.folder / f"{self.variant.name}-{step}-{self.world.rank}.pt")
+        self.by_sample = {}
+        if self.facts.unchecked == NO_STEP:
+            self.facts.unchecked = ""
+
+    def _whole(self, named: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors of the whole model, on rank 0."""
         whole = self.state.strategy.full_state(named)
         tensors = {name: value.detach().cpu() for name, value in whole.items() if isinstance(value, Tensor)}
         return {name: (torch.view_as_real(v) if v.is_complex() else v).clone() for name, v in tensors.items()}
 
 
-def _read(loader: BatchLoader, turn: int = 1) -> list[Tensor]:
-    """The tensors of the first samples of an epoch, in their order. turn: -1 to read them backwards."""
+def sums_by_sample(values: Any, rows: int) -> Tensor | None:
+    """(rows, 2) in float64: two sums over what each of `rows` samples has in `values`. None: nothing is by samples."""
+    total = None
+    for tensor in tensors_in(values):
+        if not tensor.numel() or not tensor.dim() or len(tensor) % rows or tensor.layout != torch.strided:
+            continue
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        flat = (real if real.dtype == torch.float64 else real.float()).reshape(rows, -1)
+        weighted = flat * torch.linspace(1, 2, flat.shape[1], dtype=flat.dtype, device=flat.device)
+        sums = torch.stack([weighted.sum(1), weighted.abs().sum(1)], 1).double().cpu() / flat.shape[1]
+        total = sums if total is None else 1.5 * total + sums
+    return total
+
+
+def _read(loader: BatchLoader, turn: int = 1) -> list[int]:
+    """Digests of the first samples of an epoch, in their order. turn: -1 to read them backwards."""
     samples = loader.samples
     numbers = list(range(min(SAMPLES_READ, len(samples))))
     read = samples.read([(0, number) for number in numbers[::turn]])
     collated = samples.collate(read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn]))
     if isinstance(collated, ConfigError):
         raise collated
-    return list(tensors_in(collated))
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Bit by bit, but that a NaN is like a NaN."""
-    return all(torch.equal(first.nan_to_num(), second.nan_to_num()) for first, second in zip(one, other, strict=True))
+    return [int(digest(tensor)) for tensor in tensors_in(collated)]
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -309,27 +302,59 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 # How far two worlds are apart.
 
 
-def differences(one: dict[str, Named], two: dict[str, Named]) -> dict[str, float]:
-    """{"gradients": ..., "weights": ...}: how far two worlds are apart, at most, relative to a tensor's largest value.
+def compare(folder: Path, one: Variant, other: Variant) -> dict[str, dict[str, float]]:
+    """How far the step of `other` is apart from that of `one`, see `differences`. Empty if one has not taken it."""
+    first, second = (_trace(folder, variant.name, other.step) for variant in (one, other))
+    return differences(first, second, other.step > 1) if first and second else {}
 
-    Rounding leaves something of a gradient that is zero, and an optimizer such as Adam makes a whole step of it. So
-    gradients are compared with a hundredth of the largest of all at least, and weights only where they had one.
+
+def _trace(folder: Path, name: str, step: int) -> Trace:
+    """What the ranks of a world have left. The samples are in an order that does not depend on the ranks."""
+    ranks = [torch.load(file, weights_only=True) for file in sorted(folder.glob(f"{name}-{step}-*.pt"))]
+    if not ranks:
+        return {}
+    rows = [rank.pop("by_sample") for rank in ranks]
+    by_sample = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if all(name in row for row in rows)}
+    samples = by_sample.pop("samples", torch.zeros(0, 2))
+    order = samples.sum(1).argsort()
+    layers = {name: sums[order] for name, sums in by_sample.items() if len(sums) == len(order)}
+    trace: Trace = ranks[0] | {"samples": {"samples": samples[order]}, "layers": layers}
+    return trace
+
+
+def differences(one: Trace, other: Trace, exact: bool) -> dict[str, dict[str, float]]:
+    """{stage: {name: how far two traces are apart there, relative to the largest value of the tensor}}.
+
+    Rounding leaves something of a gradient or of a running mean that is zero, and an optimizer such as Adam makes a
+    whole step of it. So gradients are compared with a hundredth of the largest of all at least, weights and buffers
+    with a thousandth of the largest weight, and weights only where they had a gradient. exact: bits are compared.
     """
-    gradients = one["gradients"]
-    floor = 1e-2 * max(map(_largest, gradients.values()), default=0.0)
-    apart = {"gradients": 0.0, "weights": 0.0}
-    for name, value in gradients.items():
-        apart["gradients"] = max(apart["gradients"], _distance(value, two["gradients"].get(name), floor))
-    for name, value in one["weights"].items():
-        noise = gradients[name].abs() < floor if name in gradients else torch.zeros((), dtype=torch.bool)
-        apart["weights"] = max(apart["weights"], _distance(value, two["weights"].get(name), 0.0, noise))
+    gradients, weights = one["gradients"], [one["weights"][name] for name in one["start"] if name in one["weights"]]
+    floors = dict.fromkeys(STAGES, 0.0)
+    if not exact:
+        floors["gradients"] = 1e-2 * max(map(_largest, gradients.values()), default=0.0)
+        floors["weights"] = 1e-3 * max(map(_largest, weights), default=0.0)
+    apart: dict[str, dict[str, float]] = {stage: {} for stage in STAGES}
+    for stage in STAGES:
+        for name, value in one[stage].items():
+            theirs = other[stage].get(name)
+            if stage in BY_SAMPLE and (theirs is None or theirs.shape != value.shape):
+                continue  # a part of the model that this world's ranks do not call, or call for other samples
+            is_moved = stage == "weights" and name in gradients and not exact
+            left_out = gradients[name].abs() < floors["gradients"] if is_moved else None
+            apart[stage][name] = _distance(value, theirs, floors[stage], left_out)
     return apart
 
 
-def _distance(one: Tensor, other: Tensor | None, floor: float, left_out: Tensor | None = None) -> float:
-    if other is None or one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
+def _distance(one: Tensor, other: Tensor | None, floor: float, left_out: Tensor | None) -> float:
+    if other is None or one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
-    distance = (one.double() - other.double()).abs().nan_to_num(0.0)  # both are NaN there, or infinite
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else float("inf")
+    first, second = one.double(), other.double()
+    if not torch.equal(first.isfinite(), second.isfinite()):
+        return float("inf")
+    distance = (first - second).abs().nan_to_num(0.0)  # both are NaN there, or infinite
     if left_out is not None:
         distance = distance.masked_fill(left_out, 0)
     if not distance.numel() or not distance.any():

@@ -41,7 +41,7 @@ class Train(Mode):
                     write_hydra_files(world, cfg.run_dir, record.hydra_files, state.progress.step)
                 loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
                 evaluate = build.evaluator(cfg, state, eval_loader, loggers)
-                running, timer = build.running_metrics(cfg, state, train_loader, loggers)
+                running, timer = build.running_metrics(cfg, state, loggers)
                 watchers = [running, weights, snapshots]
                 with signals.stop_after_saving():
                     return fit(state, train_loader, evaluate, snapshots, loggers, watchers, timer, Path(cfg.run_dir))

@@ -172,12 +172,6 @@ def read_digests(folder: Path) -> StepTable | None:
     return StepTable(names, rows)
 
 
-def steps_of(path: Path) -> list[int]:
-    """The steps of a file's whole rows."""
-    table = read_digests(path.parent)
-    return [] if table is None else list(table.rows)
-
-
 def first_differing_step(one: StepTable, other: StepTable, with_loss: bool) -> str:
     """The sentence about the first step at which two runs have other digests, and the tensors that differ there.
 

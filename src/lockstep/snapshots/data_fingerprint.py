@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, SupportsFloat
 from weakref import WeakKeyDictionary
 
@@ -54,10 +55,26 @@ def file_times(dataset: Any) -> str | None:
 def _fingerprint(dataset: Any) -> str:
     images = image_files(dataset)
     if images is not None:
-        return _of_files(*images)
+        folder, files = images
+        names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
+        sizes = [size for size, _ in _sizes_and_times(files)]
+        return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
     if isinstance(dataset, InMemoryDataset):
         return _of_tensors(dataset)
-    targets = _numeric_targets(dataset)
+    targets: list[float | None] = []
+    with random_states_kept():  # the data set may draw random numbers; the run's must not change
+        for index in _evenly_spaced(len(dataset), ITEMS):
+            number = None
+            with suppress(Exception):  # the data set's own code, or several numbers: training will show what is wrong
+                item = dataset[index]
+                if isinstance(item, Mapping):
+                    target = next((item[key] for key in TARGET_KEYS if key in item), None)
+                else:
+                    target = item[-1] if isinstance(item, tuple | list) and item else None
+                if isinstance(target, torch.Tensor | np.ndarray):
+                    target = target.item()  # one number, whatever its shape
+                number = float(target) if isinstance(target, SupportsFloat) else None
+            targets.append(number)
     return f"{_hash(len(dataset), targets)} of the length and {len(targets)} targets"
 
 
@@ -95,12 +112,6 @@ def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, Target]]] | None
     return None
 
 
-def _of_files(folder: str, files: Sequence[tuple[Any, Target]]) -> str:
-    names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
-    sizes = [size for size, _ in _sizes_and_times(files)]
-    return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
-
-
 def _sizes_and_times(files: Sequence[tuple[Any, Target]]) -> list[tuple[int, int]]:
     """(bytes, ns) of up to `FILES` files; (0, 0) of one that is gone: training will show it."""
     found = []
@@ -117,25 +128,3 @@ def _evenly_spaced(length: int, count: int) -> list[int]:
     """Up to `count` indices below `length`, evenly spaced, the first included."""
     count = min(count, length)
     return [index * length // count for index in range(count)]
-
-
-def _numeric_targets(dataset: Any) -> list[float | None]:
-    """The targets of a few items; None for a target that is not a number."""
-    with random_states_kept():  # the data set may draw random numbers; the run's must not change
-        return [_numeric_target(dataset, index) for index in _evenly_spaced(len(dataset), ITEMS)]
-
-
-def _numeric_target(dataset: Any, index: int) -> float | None:
-    try:
-        target = _target_of(dataset[index])
-        if isinstance(target, torch.Tensor | np.ndarray):
-            return float(target.item())  # one number, whatever its shape
-        return float(target) if isinstance(target, SupportsFloat) else None
-    except Exception:  # the data set's own code, or several numbers: training will show what is wrong
-        return None
-
-
-def _target_of(item: Any) -> Any:
-    if isinstance(item, Mapping):
-        return next((item[key] for key in TARGET_KEYS if key in item), None)
-    return item[-1] if isinstance(item, tuple | list) and item else None

@@ -88,7 +88,6 @@ class SnapshotManager(Watcher):
         run_dir: str | Path,
         fingerprint: dict[str, Any],
         config: dict[str, Any],
-        epoch_samples: int,
         every: str,
         keep_last: int,
         form: str,
@@ -98,7 +97,6 @@ class SnapshotManager(Watcher):
         """
         fingerprint: flat dict of plain values, what a snapshot must have in common with the run that resumes from it.
         config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
-        epoch_samples: global samples in an epoch.
         every: see SaveInterval.
         keep_last, form: see Saver.
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
@@ -108,7 +106,6 @@ class SnapshotManager(Watcher):
         self.state, self.world, self.run_dir = state, state.strategy.world, Path(run_dir)
         self.folder = self.run_dir / "snapshots"
         self.fingerprint, self.config = fingerprint, config
-        self.epoch_samples = epoch_samples
         self.interval = SaveInterval(every)
         self.before_save, self.compare_weights = before_save, compare_weights
         self.vote = StopVote(self.world, flags=2)
@@ -166,11 +163,11 @@ class SnapshotManager(Watcher):
         for group, fresh in zip(self.state.optimizer.param_groups, copy.deepcopy(self.fresh_groups), strict=True):
             group.update(fresh)
         with self.world.disk_access():  # parts are read from their files now
-            restore_state(self.state, saved, self.epoch_samples)
+            restore_state(self.state, saved)
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
-        self.is_due = self.state.progress.samples == self.epoch_samples
+        self.is_due = self.state.progress.samples == self.state.settings.epoch_samples
         self.resumed_from = path
         reporter.resumed(str(path.absolute()), self.start_step)
         log.info("resumed from %s", path)
@@ -185,7 +182,6 @@ class SnapshotManager(Watcher):
         Raises `error` itself if `watch.nan` is another, without a snapshot, and after a few rollbacks in a row.
         """
         nan = self.state.nan
-        self._name_newest(error)
         if nan.action != "rollback" or error.step is None:
             raise error
         self.rollbacks_in_a_row = self.rollbacks_in_a_row + 1 if error.step <= self.last_bad_step + 1 else 1
@@ -198,22 +194,21 @@ class SnapshotManager(Watcher):
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
         nan.leave_out(error.step)
         step = self.state.progress.step
-        log.warning("%s; back to step %d, and step %d will leave out its batch", error, step, error.step)
+        log.warning("%s; back to step %d, and step %d will leave out its batch", error.what, step, error.step)
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot."""
+        """What all ranks raise in the block, because weights or gradients are bad, names the last good snapshot.
+
+        Then a collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet.
+        """
         try:
             yield
         except (TrainingDiverged, RanksDiffer) as error:
-            self._name_newest(error)
+            newest = self.world.broadcast_json(str(self.newest() or ""))
+            if newest:
+                error.name_snapshot(Path(newest))
             raise
-
-    def _name_newest(self, error: TrainingDiverged | RanksDiffer) -> None:
-        """A collective: rank 0 waits for the snapshot that it writes, and the others may not see it yet."""
-        newest = self.world.broadcast_json(str(self.newest() or ""))
-        if newest:
-            error.name_snapshot(Path(newest))
 
     # When to save, and when to stop.
 
@@ -229,7 +224,7 @@ class SnapshotManager(Watcher):
         self.is_due = self.is_due or due_by_clock or due_by_step
         if stop:
             self.stop_before_evaluation()
-        if self.is_due and progress.samples < self.epoch_samples:
+        if self.is_due and progress.samples < self.state.settings.epoch_samples:
             self.save()
 
     def after_epoch(self) -> None:
@@ -239,7 +234,7 @@ class SnapshotManager(Watcher):
 
     def stop_before_evaluation(self) -> NoReturn:
         """Save the run as it was after its last step, so that a resumed run evaluates what is due then. Then stop."""
-        self.state.await_evaluation(self.epoch_samples)
+        self.state.await_evaluation()
         self.stop()
 
     def stop(self) -> NoReturn:

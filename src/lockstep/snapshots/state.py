@@ -75,20 +75,31 @@ def collect_state(
     }
 
 
-def restore_state(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
+def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
     """Bring `state` to what `collect_state` gave, also if it has trained since. Every rank passes all of it.
 
     The world and the strategy may be others than the snapshot's. What the config of this run changes stays changed.
-    epoch_samples: global samples in an epoch.
     Raises ConfigError if the optimizer has another number of parameter groups.
     """
     restore_weights(state, saved)
     for name, value in saved["progress"].items():  # in place: a rollback happens while others hold it
         setattr(state.progress, name, value)
-    _restore_optimizer_and_schedule(state, saved, epoch_samples)
+    _restore_optimizer_and_schedule(state, saved)
     if saved["scaler"]:  # empty after a run without loss scaling
         state.scaler.load_state_dict(saved["scaler"])
-    _restore_measurements(state, saved)
+    state.nan.restore(*saved["skipped"])
+    # The sums of the epoch and the best evaluation go on, unless something else is measured now.
+    step = state.progress.step
+    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
+        state.meter.restore(saved["meter"]["totals"])
+    else:
+        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
+    if saved["objective"] != list(state.objective):
+        log.info("the objective changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
+    elif (state.ema is None) != (saved["ema"] is None):
+        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
+        state.forget_best()
 
 
 def restore_weights(state: TrainState, saved: dict[str, Any]) -> None:
@@ -181,11 +192,11 @@ def plain_copy(value: Any, copy: Callable[[Tensor], Tensor] = copy_to_cpu) -> An
     return value.item() if _is_number(value) else None
 
 
-def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], epoch_samples: int) -> None:
+def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) -> None:
     """A schedule goes on from its own state. Another one, or one whose steps are of another batch size, is moved to
     the run's position instead. One that follows evaluations keeps its state."""
     scheduler, schedule = state.scheduler, saved["scheduler"]
-    place, same_steps = state.schedule_place(epoch_samples), schedule["batch_size"] == state.settings.batch_size
+    place, same_steps = state.schedule_place, schedule["batch_size"] == state.settings.batch_size
     goes_on = schedule["class"] == _class_name(scheduler) and (same_steps or isinstance(scheduler, FollowsObjective))
     state.trained.unfreeze(saved["optimizer"]["state"])
 
@@ -219,22 +230,6 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any], ep
     _restore_scheduler(scheduler, schedule["built"], schedule["state"])
     if isinstance(scheduler, FollowsObjective) and not same_steps:
         scheduler.resume_at(place)
-
-
-def _restore_measurements(state: TrainState, saved: dict[str, Any]) -> None:
-    """Go on with the sums of the epoch and the best evaluation, unless something else is measured now."""
-    step = state.progress.step
-    if saved["meter"]["names"] == state.meter.names and len(saved["meter"]["totals"]) == len(state.meter.sums):
-        state.meter.restore(saved["meter"]["totals"])
-    else:
-        log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    state.nan.restore(*saved["skipped"])
-    if saved["objective"] != list(state.objective):
-        log.info("the objective changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
-    elif (state.ema is None) != (saved["ema"] is None):
-        log.info("trainer.ema changed: the best evaluation before step %d does not count", step)
-        state.forget_best()
 
 
 def without_parameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,44 @@ from lockstep.strategies.tensor_bytes import parameters_on_disk
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+WATCHED_PASSES = 20  # of each block, in which its weights must not change
+
+
+class FirstPasses:
+    """Refuses a block whose forward pass changes its weights, as that of a teacher may: the change is made to gathered
+    weights, which are forgotten. It looks at the first passes: a teacher that begins as a copy of the student does not
+    change in the first one.
+
+    It is made before FSDP2 wraps the block, so that its last hook comes before the weights are cut again.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block, self.passes, self.hooks = block, 0, [block.register_forward_hook(self._compare)]
+
+    def begin(self) -> None:
+        """After FSDP2 has wrapped the block: this hook comes when the weights are gathered."""
+        self.hooks.append(self.block.register_forward_pre_hook(self._note))
+
+    def _note(self, block: nn.Module, inputs: Any) -> None:
+        self.before = self._sums()
+
+    def _compare(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.passes += 1
+        if self.passes == WATCHED_PASSES:
+            for hook in self.hooks:
+                hook.remove()
+        changed = [name for name, value in self._sums().items() if value != self.before[name]]
+        if changed:
+            raise ConfigError(
+                f"the forward pass changes the weight {changed[0]}, and strategy=fsdp forgets that; "
+                f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
+            )
+
+    def _sums(self) -> dict[str, float]:
+        """Of the weights that this block gathers: those of blocks inside of it are in parts."""
+        weights = {n: p.detach() for n, p in self.block.named_parameters() if not isinstance(p, DTensor)}
+        sums = torch.stack([weight.abs().double().sum() for weight in weights.values()]) if weights else torch.empty(0)
+        return dict(zip(weights, sums.nan_to_num(-1).tolist(), strict=True))
 
 
 class FSDP(Strategy):
@@ -109,21 +147,20 @@ class FSDP(Strategy):
         self.ranks_per_model = world.size // self.replicas
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 cannot cut another layout
-        mesh = self._mesh(world)
+        if self.replicas == 1:
+            mesh = init_device_mesh(world.device.type, (world.size,))
+        else:  # a row for each replica, whose columns torch keeps equal
+            ranks, shares_model, holds_same = replica_groups(self.replicas, world)
+            names, groups = ("replicate", "shard"), [holds_same, shares_model]
+            mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
         for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
+            first_passes = FirstPasses(block)
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+            first_passes.begin()
         for wrapped in self._wrapped_modules():
             # The loss is weighted for a sum over ranks, and gloo has no average.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
-
-    def _mesh(self, world: World) -> DeviceMesh:
-        """All ranks in a row; with replicas a row for each, whose columns torch keeps equal."""
-        if self.replicas == 1:
-            return init_device_mesh(world.device.type, (world.size,))
-        ranks, shares_model, holds_same = replica_groups(self.replicas, world)
-        names = ("replicate", "shard")
-        return DeviceMesh.from_group([holds_same, shares_model], world.device.type, ranks, mesh_dim_names=names)
 
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():

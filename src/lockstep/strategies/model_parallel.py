@@ -53,10 +53,10 @@ class _MoveInputs:
         self.device = device
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return tree_map(self._moved, (inputs, keywords), is_leaf=_can_move)
+        def moved(value: Any) -> Any:
+            return value.to(self.device) if _can_move(value) else value
 
-    def _moved(self, value: Any) -> Any:
-        return value.to(self.device) if _can_move(value) else value
+        return tree_map(moved, (inputs, keywords), is_leaf=_can_move)
 
 
 def _can_move(value: Any) -> bool:

@@ -163,17 +163,13 @@ class Pipeline(Strategy):
         self.loss_function = loss_function
         rows = max(1, -(-len(inputs) // self.micro_batches))
         even = len(inputs) // rows * rows
+        is_first, is_last = self.world.rank == 0, self.world.rank == self.world.size - 1
+        with_backward = torch.is_grad_enabled()
         for some, some_targets in ((inputs[:even], targets[:even]), (inputs[even:], targets[even:])):
             if len(some):
-                self._run_even(some, some_targets, rows)
-
-    def _run_even(self, inputs: Tensor, targets: Tensor, rows: int) -> None:
-        """Micro-batches of at most `rows` rows: forward and, with gradients on, backward."""
-        with_backward = torch.is_grad_enabled()
-        schedule = self._schedule(-(-len(inputs) // rows), inputs[:rows], with_backward)
-        run = schedule.step if with_backward else schedule.eval
-        is_first, is_last = self.world.rank == 0, self.world.rank == self.world.size - 1
-        run(*([inputs] if is_first else []), target=targets if is_last else None)
+                schedule = self._schedule(-(-len(some) // rows), some[:rows], with_backward)
+                run = schedule.step if with_backward else schedule.eval
+                run(*([some] if is_first else []), target=some_targets if is_last else None)
 
     def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
         """The schedule for `count` micro-batches of this size. It is built once and kept."""

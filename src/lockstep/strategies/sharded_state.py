@@ -1,6 +1,7 @@
 """The state of a model whose parameters are DTensors: gathered or in parts for a snapshot, and cut again."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +20,15 @@ def gather_full(named: dict[str, Any], world: World) -> dict[str, Any]:
     """
 
     def gathered(tensor: DTensor) -> Tensor | None:
-        full = _full(tensor)
+        dtype, sent = tensor.dtype, tensor.dtype
+        if dtype not in TYPES_SENT:  # gloo knows few types: it travels in one that holds it
+            sent = torch.float32 if dtype.is_floating_point else torch.int32
+        wide: Any = tensor.to(sent)
+        full: Tensor = wide.full_tensor().to(dtype)
         return on_disk(full.cpu()) if world.is_rank_zero else None
 
     result: dict[str, Any] = map_only(DTensor, gathered, named)
     return result
-
-
-def _full(tensor: DTensor) -> Tensor:
-    """The whole tensor on every rank. A collective. gloo knows few types, so others travel in one that holds them."""
-    dtype = tensor.dtype
-    if dtype in TYPES_SENT:
-        return tensor.full_tensor()
-    wide: Any = tensor.to(torch.float32 if dtype.is_floating_point else torch.int32)
-    full: Tensor = wide.full_tensor().to(dtype)
-    return full
 
 
 def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = True) -> dict[str, Any]:
@@ -48,7 +43,7 @@ def own_blocks(named: dict[str, Any], world: World, is_first_replica: bool = Tru
             return whole_block(tensor) if world.is_rank_zero else replace(whole_block(tensor), values=None)
         mesh, placements = tensor.device_mesh, tensor.placements
         copies = [mesh.get_local_rank(dim) for dim, placed in enumerate(placements) if isinstance(placed, Replicate)]
-        _, offsets = shape_and_offsets_of_part(tensor.shape, mesh, placements)
+        _, offsets = shape_and_offsets_of_part(tensor)
         values = tensor.to_local() if is_first_replica and not any(copies) else None
         return Block(values, tuple(offsets), tuple(tensor.shape), tensor.dtype)
 
@@ -61,29 +56,21 @@ def cut_like_parameters(named: dict[str, Any], model: nn.Module) -> dict[str, An
 
     Of a StoredTensor only this rank's part is read.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: _cut_like(parameters.get(name), values) for name, values in named.items()}
 
-
-def _cut_like(parameter: nn.Parameter | None, values: Any) -> Any:
-    if not isinstance(parameter, DTensor):
-        return values
-
-    def cut(tensor: Tensor | StoredTensor) -> Tensor | StoredTensor:
+    def cut(parameter: DTensor, tensor: Tensor | StoredTensor) -> Tensor | StoredTensor:
         if tensor.shape != parameter.shape:  # a step count
             return tensor
-        if isinstance(tensor, StoredTensor):
-            return _read_part(parameter, tensor)
-        whole = tensor.contiguous().to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if isinstance(tensor, Tensor):
+            whole = tensor.contiguous().to(parameter.device)
+            return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        shape, offsets = shape_and_offsets_of_part(parameter)
+        local = tensor.read(offsets, shape).to(parameter.device)
+        stride = parameter.stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
 
-    return map_only((Tensor, StoredTensor), cut, values)
-
-
-def _read_part(parameter: DTensor, tensor: StoredTensor) -> DTensor:
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, offsets = shape_and_offsets_of_part(parameter.shape, mesh, placements)
-    local = tensor.read(offsets, shape).to(parameter.device)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    found = dict(named)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in named and isinstance(parameter, DTensor):
+            found[name] = map_only((Tensor, StoredTensor), partial(cut, parameter), named[name])
+    return found

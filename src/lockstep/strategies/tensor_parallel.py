@@ -296,9 +296,7 @@ class TensorPlan:
         named = self.named(model)
         for name, style in named.items():
             if not isinstance(style, ParallelStyle):
-                _require_whole_parts(name, model, style, size)
-                _require_whole_heads(name, model, size)
-                _require_own_weight(name, model)
+                _require_cuttable(name, model, style, size)
         if size > 1:
             _require_both_halves(model, named)
 
@@ -309,17 +307,11 @@ class TensorPlan:
         for pattern, style in self.entries:
             matched = [name for name in modules if fnmatchcase(name, pattern)]
             if not matched:
-                raise ConfigError(
-                    f"strategy.plan: the model has no {pattern}{_nearest(pattern, modules[1:])}; "
-                    f"type model=gpt, or {EXAMPLE}"
-                )
+                near = difflib.get_close_matches(pattern, modules[1:], 3, 0.0)
+                hint = f"; the nearest names are {', '.join(near)}" if near else ", as it is one layer"
+                raise ConfigError(f"strategy.plan: the model has no {pattern}{hint}; type model=gpt, or {EXAMPLE}")
             found |= dict.fromkeys(matched, style)
         return found
-
-
-def _nearest(pattern: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(pattern, names, 3, 0.0)
-    return f"; the nearest names are {', '.join(near)}" if near else ", as it is one layer"
 
 
 def _parallel_style(style: str | ParallelStyle, layer: nn.Module) -> ParallelStyle:
@@ -332,7 +324,8 @@ def _parallel_style(style: str | ParallelStyle, layer: nn.Module) -> ParallelSty
     return ColwiseParallel(output_layouts=Replicate()) if style == "gathered" else ColwiseParallel()
 
 
-def _require_whole_parts(name: str, model: nn.Module, style: str, size: int) -> None:
+def _require_cuttable(name: str, model: nn.Module, style: str, size: int) -> None:
+    """Raise ConfigError for a layer that cannot be cut in this style into `size` equal parts, one for each rank."""
     layer = model.get_submodule(name)
     if not isinstance(layer, nn.Linear | nn.Embedding):
         raise ConfigError(
@@ -347,24 +340,15 @@ def _require_whole_parts(name: str, model: nn.Module, style: str, size: int) -> 
             f"strategy.plan: {style} cannot cut the {length} {'inputs' if style == 'rowwise' else 'outputs'} of {name} "
             f"into {size} equal parts; type --nproc_per_node={ranks} or launch.nproc_per_node={ranks}"
         )
-
-
-def _require_whole_heads(name: str, model: nn.Module, size: int) -> None:
-    """Raise ConfigError if a rank would get a part of a head. An attention says by `heads` how many it has."""
-    parent = name.rpartition(".")[0]
+    parent = name.rpartition(".")[0]  # an attention says by `heads` how many it has
     heads = getattr(model.get_submodule(parent), "heads", size)
     if isinstance(heads, int) and heads % size:
         raise ConfigError(
             f"strategy=tensor_parallel cannot share the {heads} heads of {parent} among {size} ranks; "
             f"type model.heads={size}, or another number of ranks"
         )
-
-
-def _require_own_weight(name: str, model: nn.Module) -> None:
-    """Raise ConfigError if another layer uses the same weight: only one of them would be cut."""
-    mine = model.get_submodule(name).weight
     for other, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter is mine and other != f"{name}.weight":
+        if parameter is layer.weight and other != f"{name}.weight":  # only one of them would be cut
             raise ConfigError(
                 f"strategy.plan cuts {name}.weight, which is also {other}; type model.tied=false if model=gpt, or "
                 f"strategy.plan=[...] without it"

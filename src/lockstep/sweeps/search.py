@@ -273,8 +273,9 @@ class Constraint:
             raise ConfigError(f"{CONSTRAINTS}: {text} compares nothing; type {EXAMPLE}")
         if not all(isinstance(comparison, COMPARISONS) for comparison in compared.ops):
             raise self._unreadable()
-        compared.left, *compared.comparators = map(self._checked, [compared.left, *compared.comparators])
-        self.code = compile(tree, CONSTRAINTS, "eval")
+        first, *others = map(self._checked, [compared.left, *compared.comparators])
+        checked = ast.Expression(ast.Compare(first, compared.ops, others))
+        self.code = compile(ast.fix_missing_locations(checked), CONSTRAINTS, "eval")
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """values: of the keys that it names, which a job has. Raises ConfigError for a value that is no number."""
@@ -294,15 +295,15 @@ class Constraint:
     def _checked(self, node: ast.expr) -> ast.expr:
         """An expression in which each key, such as optimizer.lr, is one name. Raises ConfigError for another."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ARITHMETIC):
-            node.left, node.right = self._checked(node.left), self._checked(node.right)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            node.operand = self._checked(node.operand)
-        elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
+            return ast.BinOp(self._checked(node.left), node.op, self._checked(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return ast.UnaryOp(node.op, self._checked(node.operand))
+        if not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
             key = ast.unparse(node)
             if not isinstance(node, ast.Name | ast.Attribute) or not re.fullmatch(r"\w+(\.\w+)*", key):
                 raise self._unreadable(f": {key}")
             self.keys[key] = None
-            return ast.copy_location(ast.Name(key, ast.Load()), node)
+            return ast.Name(key, ast.Load())
         return node
 
     def _unreadable(self, part: str = "") -> ConfigError:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import Count
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
@@ -88,15 +87,15 @@ class AsyncParameterServer(Strategy):
         self.staleness = []
         start, batch_size = state.progress.samples, state.settings.batch_size
         begin_epoch(state, watchers)
-        while steps := min(self.sync_every, state.steps_left(len(loader))):
+        while steps := min(self.sync_every, state.steps_left):
             if self.world.is_rank_zero:
-                self._serve(state, steps, is_last=steps == state.steps_left(len(loader)))
+                self._serve(state, steps, is_last=steps == state.steps_left)
             else:
                 self._work(state, loader, steps)
             self._broadcast_weights(state)
             end_steps(state, min(steps * batch_size, len(loader) - state.progress.samples), steps, timer, watchers)
         samples = state.progress.samples - start
-        state.end_epoch(len(loader))
+        state.end_epoch()
         return samples
 
     def _serve(self, state: TrainState, steps: int, is_last: bool) -> None:
@@ -127,8 +126,16 @@ class AsyncParameterServer(Strategy):
         Running statistics travel with the gradients; the server keeps those that arrived last.
         """
         turns = slice(self.world.rank - 1, steps, self.world.size - 1)
+        precision = autocast(self.world.device, state.settings.precision)
         for ahead, batch in zip(range(steps)[turns], batches(state, loader, turns), strict=True):
-            self._compute_gradients(state, loader, batch, state.progress.step + ahead + 1)
+            step = state.progress.step + ahead + 1
+            reporter.current_batch(batch)
+            state.nan.begin(step, state.progress.epoch, batch)
+            loss = StepLoss(state, batch, step)
+            for number, part in enumerate(batch.parts, start=1):
+                state.early_steps.check_inputs(part.inputs)
+                with draws_of(state, loader.seed, step, batch, part):
+                    self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
             has_gradient = torch.tensor([p.grad is not None for p in self.model.parameters()])
             message = to_bytes([*gradients, *self.model.buffers(), has_gradient.to(self.world.device)]).cpu()
@@ -137,15 +144,6 @@ class AsyncParameterServer(Strategy):
             weights = message[: -len(has_gradient)]  # the answer is as long, without the flags
             dist.recv(weights, 0, group=self.world.control)
             from_bytes(weights, model_tensors(self.model))
-
-    def _compute_gradients(self, state: TrainState, loader: BatchLoader, batch: Batch, step: int) -> None:
-        reporter.current_batch(batch)
-        state.nan.begin(step, state.progress.epoch, batch)
-        loss, precision = StepLoss(state, batch, step), autocast(self.world.device, state.settings.precision)
-        for number, part in enumerate(batch.parts, start=1):
-            state.early_steps.check_inputs(part.inputs)
-            with draws_of(state, loader.seed, step, batch, part):
-                self.forward_backward(part.inputs, part.targets, loss, precision, number == len(batch.parts))
 
     def _broadcast_weights(self, state: TrainState) -> None:
         """Copy the server's weights, buffers and moving average to every rank."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lockstep.data.partition import Batch, LoadedPart, Part, fold_in
 from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
+from lockstep.snapshots.manager import SnapshotManager
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
@@ -25,29 +26,11 @@ from lockstep.training.watchers import Watcher
 UNTIMED = StepTimer()  # it keeps nothing
 
 
-class Snapshots(Protocol):
-    """What the loop asks of the snapshots, see `lockstep.snapshots.manager`. All of it is collective."""
-
-    def explaining_errors(self) -> AbstractContextManager[None]: ...
-
-    def roll_back(self, error: TrainingDiverged) -> None: ...
-
-    def after_epoch(self) -> None: ...
-
-    def save(self, name: str) -> None: ...
-
-    def stop(self) -> NoReturn: ...
-
-    def stop_before_evaluation(self) -> NoReturn: ...
-
-    def export(self) -> None: ...
-
-
 def fit(
     state: TrainState,
     loader: BatchLoader,
     evaluate: Evaluator,
-    snapshots: Snapshots,
+    snapshots: SnapshotManager,
     loggers: Logger,
     watchers: Sequence[Watcher],
     timer: StepTimer,
@@ -59,8 +42,7 @@ def fit(
     watchers: called in their order. What saves snapshots is the last one.
     """
     settings, progress, speed = state.settings, state.progress, Speed()
-    name, direction = state.objective
-    objective = name.removeprefix("test/")
+    objective = state.objective[0].removeprefix("test/")
     train = state.strategy.own_epoch() or train_epoch
     tested: dict[str, float] = {}
     with snapshots.explaining_errors():
@@ -84,7 +66,7 @@ def fit(
             loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
             if state.evaluation_due:
                 tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
-                if state.update_best(tested[objective], direction):
+                if state.update_best(tested[objective]):
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
@@ -135,14 +117,14 @@ def train_epoch(
                 state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
-            update(state, step, is_last=state.steps_left(len(loader)) == 1)
+            update(state, step, is_last=state.steps_left == 1)
             end_steps(state, batch.count, 1, timer, watchers)
-            timer.step_end(state.whole_steps_left(len(loader)))
+            timer.step_end(state.whole_steps_left)
             timer.phase("data")
     finally:
         timer.epoch_end()
     samples = progress.samples - start
-    state.end_epoch(len(loader))
+    state.end_epoch()
     return samples
 
 
@@ -176,7 +158,7 @@ def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) 
         return state.strategy.parts(batch, settings.gradient_accumulation_steps)
 
     epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-    return islice(epoch, len(range(state.steps_left(len(loader)))[turns]))
+    return islice(epoch, len(range(state.steps_left)[turns]))
 
 
 class StepLoss:

@@ -43,21 +43,18 @@ class Meter:
         """sums, count: what `task` returned for some samples of this rank. Never waits for the device.
 
         What is added for one step, counted from 1, can be taken out by `discard` until the next step is added.
+        Raises ConfigError if the task does not return all sums.
         """
         if len(self.buffered) >= BUFFERED_STEPS and (step == 0 or step != self.buffered[-1][0]):
             self._add_buffered()
-        self.recent_losses.append((step, sums["loss"].detach()))
-        self.buffered.append((step, count, self._values(sums)))
-
-    def _values(self, sums: dict[str, Tensor]) -> list[Tensor]:
-        """The sums in the order of `names`. Raises ConfigError if the task does not return them all."""
         missing = [name for name in self.names if name not in sums]
         if missing:
             raise ConfigError(
                 f"{type(self.task).__name__} returns no sum {missing[0]}, but {', '.join(sums)}; "
                 f"leave task.metrics.{missing[0]} out, or type task=<an option in conf/task>"
             )
-        return [sums[name].detach() for name in self.names]
+        self.recent_losses.append((step, sums["loss"].detach()))
+        self.buffered.append((step, count, [sums[name].detach() for name in self.names]))
 
     def discard(self, step: int) -> None:
         """Take out what was added for `step`, the last one."""
@@ -65,10 +62,6 @@ class Meter:
         kept = [entry for entry in self.recent_losses if entry[0] != step]
         self.recent_losses.clear()
         self.recent_losses.extend(kept)
-
-    def losses_of(self, step: int) -> list[float]:
-        """This rank's sums of losses of `step`, if they were added since the last report."""
-        return [loss.item() for number, loss in self.recent_losses if number == step]
 
     def _add_buffered(self) -> None:
         if self.buffered:

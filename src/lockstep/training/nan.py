@@ -117,7 +117,8 @@ class NanPolicy:
 
     def _describe(self, step: int) -> tuple[str, str]:
         """(the loss of `step`, and which rank's samples broke it; what to do about it). A collective."""
-        losses = [loss for loss in self.meter.losses_of(step) if not math.isfinite(loss)]
+        sums = [loss.item() for number, loss in self.meter.recent_losses if number == step]
+        losses = [loss for loss in sums if not math.isfinite(loss)]
         batch = [(epoch, parts) for number, epoch, parts in self.batches if number == step][:1]
         samples = [(indices, epoch) for epoch, parts in batch for indices in parts]
         mine = {
@@ -131,14 +132,13 @@ class NanPolicy:
             ],
         }
         everyone = self.strategy.world.all_gather_json(mine)
-        advice = self._other_data() if any(found["broken"] for found in everyone) else SMALLER_STEPS
+        advice = SMALLER_STEPS
+        if any(found["broken"] for found in everyone):
+            advice = OTHER_DATA
+            if self.action == "stop":
+                action = "skip" if self.strategy.ranks_agree else "rollback"
+                advice += f", or to leave out their batches type watch.nan={action}"
         return describe_batches(step, everyone), advice
-
-    def _other_data(self) -> str:
-        if self.action != "stop":
-            return OTHER_DATA
-        action = "skip" if self.strategy.ranks_agree else "rollback"
-        return f"{OTHER_DATA}, or to leave out their batches type watch.nan={action}"
 
 
 def describe_batches(step: int, everyone: Sequence[dict[str, Any]]) -> str:

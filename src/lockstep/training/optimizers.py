@@ -104,7 +104,8 @@ class MuonWithSGD(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 if group["use_muon"]:
-                    _normalise(parameter)
+                    norm = parameter.norm()  # of zeros, as a last layer may begin with them, nothing is scaled
+                    parameter.mul_(torch.where(norm > 0, len(parameter) ** 0.5 / norm, 1.0))
                     matrix = self._direction(parameter, parameter.grad, group["momentum"]).flatten(1)
                     update = orthogonalised(matrix, group["steps"]).view(parameter.shape)
                 else:
@@ -141,12 +142,6 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 def _is_filter(parameter: Tensor) -> bool:
     return parameter.dim() >= 2
-
-
-def _normalise(weight: Tensor) -> None:
-    """A weight of zeros, as of a last layer that begins with them, stays as it is."""
-    norm = weight.norm()
-    weight.mul_(torch.where(norm > 0, len(weight) ** 0.5 / norm, 1.0))
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

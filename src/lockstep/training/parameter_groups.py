@@ -71,10 +71,13 @@ class ParameterRules:
         matched = self._matched(model, world)
         kinds = {name: [number for number, names in enumerate(matched) if name in names] for name in trained}
         everyones = [kind for kinds_there in world.all_gather_json(list(kinds.values())) for kind in kinds_there]
-        return [
-            {"params": [trained[name] for name in trained if kinds[name] == list(kind)]} | self._values(kind)
-            for kind in sorted(set(map(tuple, everyones)))
-        ]
+        groups = []
+        for kind in sorted(set(map(tuple, everyones))):
+            group: dict[str, Any] = {"params": [trained[name] for name in trained if kinds[name] == list(kind)]}
+            for number in kind:
+                group |= self.rules[number][2]
+            groups.append(group)
+        return groups
 
     def _matched(self, model: nn.Module, world: World) -> list[set[str]]:
         """The parameters of this rank that each rule names."""
@@ -87,9 +90,3 @@ class ParameterRules:
             require_matches(key, patterns, has_match, [name for _, names in everyones for name in names])
             matched.append(set().union(*found))
         return matched
-
-    def _values(self, kind: Sequence[int]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for number in kind:
-            values |= self.rules[number][2]
-        return values

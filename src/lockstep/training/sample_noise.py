@@ -58,11 +58,12 @@ class SampleNoise(TorchFunctionMode):
 
     is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
     that draw nothing need not pay the microsecond that a look at each function takes.
+    has_drawn_by_rank: an attribute, whether a rank has drawn for itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_drawn, self.is_needed = False, True
+        self.has_drawn, self.has_drawn_by_rank, self.is_needed = False, False, True
         self.draws = _Draws(self)
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -108,7 +109,8 @@ class SampleNoise(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             for generator, before, state in zip(generators, seeded, states, strict=True):
-                self.has_drawn |= not torch.equal(generator.get_state(), before)
+                self.has_drawn_by_rank |= not torch.equal(generator.get_state(), before)
+                self.has_drawn |= self.has_drawn_by_rank
                 generator.set_state(state)
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
@@ -129,6 +131,7 @@ class SampleNoise(TorchFunctionMode):
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
         if dimension is None:
             is_shared = tensor.numel() == 1 and not self.together
+            self.has_drawn_by_rank |= not is_shared
             fill(tensor, self.seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
             return
         rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))

@@ -28,11 +28,13 @@ from lockstep.training.trained_parameters import TrainedParameters
 class TrainSettings:
     """What stays the same from the first step to the last. Batch sizes count samples.
 
+    epoch_samples: of an epoch, over all ranks.
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
     epochs: int
+    epoch_samples: int
     max_steps: int | None = None
     pause_after: int | None = None  # epochs
     batch_size: int = 64
@@ -50,18 +52,20 @@ class TrainSettings:
         """The number of the last epoch, counted from 0, if nothing ends the run before."""
         return (self.epochs if self.pause_after is None else min(self.epochs, self.pause_after)) - 1
 
-    def steps_per_epoch(self, samples: int) -> int:
-        """Optimizer steps in an epoch of `samples` samples."""
-        return math.ceil(samples / self.batch_size)
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch."""
+        return math.ceil(self.epoch_samples / self.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in the whole run."""
+        steps = self.epochs * self.steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def is_logged(self, step: int, steps: int = 1) -> bool:
         """Whether the loss is reported after optimizer step `step`, the last of `steps` that were taken together."""
         return step // self.log_every > (step - steps) // self.log_every
-
-    def total_steps(self, samples: int) -> int:
-        """Optimizer steps in the whole run."""
-        steps = self.epochs * self.steps_per_epoch(samples)
-        return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 @dataclass
@@ -85,6 +89,7 @@ class Progress:
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
 
+    objective: (its name, "min" or "max").
     initial_hyperparameters: of each parameter group, before a scheduler changed any.
     grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
     gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
@@ -157,13 +162,15 @@ class TrainState:
             return "trainer.pause_after"
         return None
 
-    def steps_left(self, epoch_samples: int) -> int:
-        """Optimizer steps to the end of this epoch of `epoch_samples` samples, or to `max_steps` if that is nearer."""
-        return self._to_max_steps(-(-(epoch_samples - self.progress.samples) // self.settings.batch_size))
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to the end of this epoch, or to `max_steps` if that is nearer."""
+        return self._to_max_steps(-(-(self.settings.epoch_samples - self.progress.samples) // self.settings.batch_size))
 
-    def whole_steps_left(self, epoch_samples: int) -> int:
+    @property
+    def whole_steps_left(self) -> int:
         """As `steps_left`, but of steps with whole batches."""
-        return self._to_max_steps((epoch_samples - self.progress.samples) // self.settings.batch_size)
+        return self._to_max_steps((self.settings.epoch_samples - self.progress.samples) // self.settings.batch_size)
 
     def _to_max_steps(self, steps: int) -> int:
         max_steps = self.settings.max_steps
@@ -205,15 +212,15 @@ class TrainState:
         self.progress.samples += samples
         self.progress.step += steps
 
-    def end_epoch(self, epoch_samples: int) -> None:
+    def end_epoch(self) -> None:
         """Go on to the next epoch if all samples of this one are used."""
-        if self.progress.samples >= epoch_samples:
+        if self.progress.samples >= self.settings.epoch_samples:
             self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
 
-    def await_evaluation(self, epoch_samples: int) -> None:
+    def await_evaluation(self) -> None:
         """Go back to the end of the last step: a resumed run ends the epoch again, and evaluates what is due then."""
         if self.progress.samples == 0:
-            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, epoch_samples
+            self.progress.epoch, self.progress.samples = self.progress.epoch - 1, self.settings.epoch_samples
         self.progress.evaluation_pending = self.finished
 
     @property
@@ -224,26 +231,27 @@ class TrainState:
     def _evaluates_each_time(self) -> bool:
         return self.progress.epoch % self.settings.eval_every == 0
 
-    def schedule_place(self, epoch_samples: int) -> int:
+    @property
+    def schedule_place(self) -> int:
         """The steps that the schedule has behind it: those of this batch size up to the run's place in its epochs.
 
         Where trainer.max_steps is the end, a schedule is one of steps, and its place is the run's step.
         """
         settings, progress = self.settings, self.progress
-        per_epoch = settings.steps_per_epoch(epoch_samples)
-        if settings.max_steps is not None and settings.max_steps < settings.epochs * per_epoch:
+        of_all_epochs = settings.epochs * settings.steps_per_epoch
+        if settings.max_steps is not None and settings.max_steps < of_all_epochs:
             return progress.step
-        done = progress.epoch * per_epoch + math.ceil(progress.samples / settings.batch_size)
-        return min(done, settings.epochs * per_epoch)
+        done = progress.epoch * settings.steps_per_epoch + math.ceil(progress.samples / settings.batch_size)
+        return min(done, of_all_epochs)
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Inside the block the model holds the averaged weights, if the run keeps an average."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
-    def update_best(self, value: float, mode: str) -> bool:
-        """Record an evaluation, the same number on every rank. Returns True if it is the best so far.
+    def update_best(self, value: float) -> bool:
+        """Record an evaluation of the objective, the same number on every rank. Returns True if it is the best so far.
 
-        mode: "min" or "max". Where `max_steps` or a pause ends a run in mid-epoch or between two evaluations, nothing
+        Where `max_steps` or a pause ends a run in mid-epoch or between two evaluations, nothing
         is recorded: the same run with more steps would not have evaluated there.
         """
         is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps")
@@ -252,8 +260,8 @@ class TrainState:
             return False
         if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.evaluated(value)
-        best = self.progress.best
-        if best is None or (value < best if mode == "min" else value > best):
+        best, (_, direction) = self.progress.best, self.objective
+        if best is None or (value < best if direction == "min" else value > best):
             self._set_best(value, self.progress.step)
             return True
         self.progress.evals_since_best += 1

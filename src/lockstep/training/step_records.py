@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.loggers.csv_logger import append
-from lockstep.runs.compare import DIGESTS, row_bytes, steps_of
+from lockstep.runs.compare import DIGESTS, read_digests, row_bytes
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, StepTimes
 from lockstep.training.weight_check import digest
@@ -32,7 +32,6 @@ class StepProfiler(StepTimer):
     A measured step is logged as {"profile/data_ms": ..., ..., "profile/step_ms": their sum}, in milliseconds.
 
     run_dir: a trace is run_dir/trace/rank<R>.<step>.pt.trace.json.
-    whole_batches_per_epoch: steps of an epoch that have batches of the full size.
     every: one of `every` steps is measured.
     trace_after: after this many steps, which warm up, `trace_steps` steps are traced, on every rank.
     """
@@ -42,7 +41,6 @@ class StepProfiler(StepTimer):
         state: TrainState,
         logger: Logger,
         run_dir: str | Path,
-        whole_batches_per_epoch: int,
         every: int,
         trace_after: int,
         trace_steps: int,
@@ -51,7 +49,8 @@ class StepProfiler(StepTimer):
         self.device = state.strategy.world.device
         self.every, self.trace_after, self.trace_steps = every, trace_after, trace_steps
         # The warm-up step and the traced steps. An epoch with fewer steps is traced to its end.
-        self._trace_length = min(1 + trace_steps, whole_batches_per_epoch - 1)
+        whole_batches = state.settings.epoch_samples // state.settings.batch_size
+        self._trace_length = min(1 + trace_steps, whole_batches - 1)
         self._traced = False
         self._steps = 0  # of this process
         self._steps_since_measured = 0
@@ -194,7 +193,8 @@ class StepDigests(Logger):
         if step % self.every == 0:
             now = dict(self.model.named_parameters())
             gradients = [now[name].grad if name in now else None for name in self.parameters]
-            self.before = [self._loss(step), *map(self._digest, gradients)]
+            losses = [loss for number, loss in self.state.meter.recent_losses if number == step]
+            self.before = [self._digest(torch.stack(losses) if losses else None), *map(self._digest, gradients)]
 
     def on_step(self, step: int, samples: int) -> None:
         if not self.before:
@@ -229,14 +229,10 @@ class StepDigests(Logger):
             return torch.zeros((), dtype=torch.int64, device=device)
         return digest(in_memory_order(tensor)).to(device)
 
-    def _loss(self, step: int) -> Tensor:
-        losses = [loss for number, loss in self.state.meter.recent_losses if number == step]
-        return self._digest(torch.stack(losses) if losses else None)
-
     def _drop_after(self, step: int) -> None:
         """Keep the whole rows of the file up to `step`."""
-        steps = steps_of(self.path)
-        kept = [number for number in steps if number <= step]
+        table = read_digests(self.path.parent)
+        kept = [number for number in table.rows if number <= step] if table is not None else []
         with open(self.path, "r+b") as file:
             header = file.readline()
             file.truncate(len(header) + len(kept) * row_bytes(len(self.names)))
