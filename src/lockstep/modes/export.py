@@ -2,14 +2,17 @@
 
 import importlib
 import importlib.util
+import io
 import logging
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError, printable
+from lockstep.failures.record import exception_record
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
@@ -102,9 +105,29 @@ class Export(Mode):
         if len(samples) == 1:  # torch.export would take a batch of one for the only size
             samples = torch.cat([samples, samples])
         with torch.no_grad():
-            exported = write_onnx(net, samples, path) if self.format == "onnx" else write_program(net, samples, path)
-            for batch in (samples, samples[:1]):
-                require_same_outputs(net(batch), exported(batch), self.format)
+            write_net(net, samples, path, self.format)
+
+
+def write_net(net: "TrainedNet", samples: "Tensor", path: Path, format: str) -> None:
+    """Write the net with its preprocessing as `format` says, torch_export or onnx, and compare it with the net.
+
+    Raises ConfigError for a net that the format cannot hold, and for a file that computes something else.
+
+    samples: raw ones, two or more: to torch.export a batch of one is the only size.
+    """
+    exported = write_onnx(net, samples, path) if format == "onnx" else write_program(net, samples, path)
+    batches = [samples, samples[:1]]
+    if is_tokens(samples):
+        batches.append(samples[:, : samples.shape[1] // 2])
+    for batch in batches:
+        try:
+            outputs = exported(batch)
+        except Exception:  # torch and onnxruntime have errors of their own for another size
+            if batch.shape[1:] == samples.shape[1:]:
+                raise
+            log.warning("the file takes samples of %d tokens, and no fewer", samples.shape[1])
+        else:
+            require_same_outputs(net(batch), outputs, format)
 
 
 def write_weights(weights: Weights, path: Path, format: str) -> Weights:
@@ -142,18 +165,35 @@ def require_same_weights(ours: Weights, theirs: Weights, format: str) -> None:
             )
 
 
+def is_tokens(samples: "Tensor") -> bool:
+    """Whether samples are token numbers (N, T), of which there may be fewer in another batch."""
+    return samples.dim() == 2 and not samples.is_floating_point() and samples.shape[1] > 1
+
+
+def dynamic_shapes(samples: "Tensor") -> dict[str, dict[int, Any]]:
+    """Any number of samples; of tokens any number up to that of these, where the net can."""
+    import torch
+
+    sizes: dict[int, Any] = {0: torch.export.Dim("batch", min=1)}
+    if is_tokens(samples):
+        sizes[1] = torch.export.Dim.AUTO(min=1, max=samples.shape[1])
+    return {"samples": sizes}
+
+
 def write_program(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     """torch.export. `torch.export.load(path).module()` is the net."""
     import torch
 
-    batch = torch.export.Dim("batch", min=1)
     try:
-        program = torch.export.export(net, (samples,), dynamic_shapes={"samples": {0: batch}})
+        with redirect_stderr(io.StringIO()):  # torch prints the whole graph of a net that it cannot export
+            program = torch.export.export(net, (samples,), dynamic_shapes=dynamic_shapes(samples))
     except Exception as error:  # what it raises has no common type
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        failed = exception_record(error)
+        place = f", at {failed['file']}:{failed['line']}" if "file" in failed else ""
         raise ConfigError(
-            f"torch cannot export this net ({printable(first)}); type mode.format=state_dict, or write x.shape[0] for "
-            f"len(x), and torch.where for if, in the model"
+            f"torch cannot export this net ({printable(first).strip()}{place}); type mode.format=state_dict, or write "
+            f"x.shape[0] for len(x), and torch.where for if, in the model"
         ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found")  # where the storage of a weight has spare room
@@ -171,8 +211,8 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     for name in ("onnxscript", "onnx_ir"):  # they log each of their passes
         logging.getLogger(name).setLevel(logging.WARNING)
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    batch: Any = torch.export.Dim("batch", min=1)
-    names = {"input_names": ["samples"], "output_names": ["outputs"], "dynamic_shapes": {"samples": {0: batch}}}
+    names: dict[str, Any] = {"input_names": ["samples"], "output_names": ["outputs"]}
+    names["dynamic_shapes"] = dynamic_shapes(samples)
     torch.onnx.export(net, (samples,), path, dynamo=True, external_data=False, verbose=False, **names)  # type: ignore[arg-type]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda batch: torch.from_numpy(session.run(["outputs"], {"samples": batch.cpu().numpy()})[0])
