@@ -85,7 +85,8 @@ CHANGES = {
     "accumulation": Change(("trainer.gradient_accumulation_steps=2",), Numbers(accumulation=2)),
     "clipping": Change(("trainer.max_grad_norm=0.05",), Numbers(clip=0.05)),
     "ema": Change(("trainer.ema=0.8",), Numbers(ema=0.8)),
-    "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True)),
+    # Adam divides by the size of a gradient, also where that is rounding alone: a bias before a batch norm.
+    "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True), 1e-6),
     "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
     "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
     "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
@@ -148,6 +149,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
+    "the weights differ between ranks": ({"Experts"}, {"saved", "watched"}),
     "only some ranks have a gradient": ({"Experts"}, set(FSDP)),
     "it ended: SIGABRT": ({"Experts"}, set(FSDP)),  # gloo, where the sizes of what they add up differ
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
@@ -335,7 +337,7 @@ def difference(found: dict[str, Any], right: dict[str, Any], tolerance: float) -
             return f"{name}: {list(other.shape)}, not {list(value.shape)}"
         if value.numel() == 0:
             continue
-        if tolerance <= 1e-9 and other.dtype != value.dtype:
+        if tolerance <= 1e-6 and other.dtype != value.dtype:
             return f"{name}: {other.dtype}, not {value.dtype}"
         if not value.is_floating_point() and not value.is_complex():
             if not torch.equal(value, other):

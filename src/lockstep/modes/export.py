@@ -213,7 +213,7 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     onnxruntime: Any = importlib.import_module("onnxruntime")
     names: dict[str, Any] = {"input_names": ["samples"], "output_names": ["outputs"]}
     names["dynamic_shapes"] = dynamic_shapes(samples)
-    torch.onnx.export(net, (samples,), path, dynamo=True, external_data=False, verbose=False, **names)  # type: ignore[arg-type]
+    torch.onnx.export(net, (samples,), path, dynamo=True, external_data=False, verbose=False, **names)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda batch: torch.from_numpy(session.run(["outputs"], {"samples": batch.cpu().numpy()})[0])
 
