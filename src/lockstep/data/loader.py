@@ -60,7 +60,7 @@ class BatchLoader:
     """Loads one rank's samples: `epoch` for training, `eval_batches` for evaluation.
 
     dataset: tensors in memory, or `Samples`, or any other map-style data set.
-    rank, size: this rank's share, and how many shares there are.
+    rank, size: this rank's share of an evaluation, and how many shares there are; what it trains on, `epoch` is told.
     augment, transforms: of training batches.
     workers: processes that read a data set which is not in memory. They start here.
     """

@@ -123,7 +123,7 @@ class Logger:
         """
 
     def on_gradients_ready(self) -> None:
-        """The gradients of a step are averaged, and not clipped yet. Called at every step, so it must be cheap."""
+        """The gradients of a step are there, and not clipped yet. Called in almost every step, so it must be cheap."""
 
     def on_step(self, step: int, samples: int) -> None:
         """An optimizer step has ended. samples: of its global batch. Called at every step, so it must be cheap."""

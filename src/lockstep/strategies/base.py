@@ -61,11 +61,11 @@ class Strategy:
     ranks_per_model: int
 
     supports_sync_bn = True
-    """Whether ranks run forward passes of one batch at the same time."""
+    """Whether batch norms of several ranks can add up their statistics in each forward pass."""
     ranks_agree = True
     """Whether all ranks have the same gradient, and so the same weights, after every step."""
     communicates_in_forward = False
-    """Whether a rank waits for others in its forward and backward pass."""
+    """Whether a rank waits for the work of others in its passes: then its own time for a step cannot be told."""
     shards_state = False
     """Whether the ranks can save the state in parts: see `own_blocks`."""
 
@@ -169,7 +169,7 @@ class Strategy:
         """Parameters that were trained are no longer. Raises ConfigError, which begins with `what`, as `unfreeze`."""
 
     def average_apart(self) -> None:
-        """Average the gradients that no backward pass has averaged, after a step's last one: see `unfreeze`."""
+        """Average the gradients that no backward pass has averaged: sparse ones, and those of `unfreeze`."""
 
     def counts_samples(self) -> bool:
         """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""

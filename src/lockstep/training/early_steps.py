@@ -1,4 +1,4 @@
-"""What is checked in the first steps of a process, and never again: that model and task fit together, that the task
+"""What is checked in the first steps of a process: that model and task fit together, that the task
 returns sums, that an optimizer has all weights, and that each is trained.
 
 With means the numbers would change with the number of ranks.
@@ -31,8 +31,8 @@ SHARES = ("accuracy", "precision", "recall", "f1", "iou")  # metrics from 0 to 1
 
 
 class EarlySteps:
-    """Checks the first batch that has two samples, some of those after it, and the first steps. Afterwards its methods
-    do nothing.
+    """Checks the first batch that has two samples, some of those after it, and the first steps. Afterwards only
+    metrics are looked at, where they are logged.
 
     Attributes:
     no_sums: names of what the task returns as a sum, and is none.

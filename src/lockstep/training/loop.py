@@ -39,7 +39,7 @@ def fit(
     """Train epoch by epoch, evaluate, save. Returns the last value of the objective.
 
     loader: of the training data.
-    watchers: called in their order. What saves snapshots is the last one.
+    watchers: called in their order; the last one saves snapshots, at a step, after minutes, or when the run is stopped.
     """
     settings, progress, speed = state.settings, state.progress, Speed()
     objective = state.objective[0].removeprefix("test/")
@@ -111,7 +111,7 @@ def train_epoch(
                     with draws_of(state, loader.seed, step, batch, part):
                         is_last = number == len(batch.parts)
                         strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
-                    if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks are one pass
+                    if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
                         state.buffers.after_pass(step, len(part.indices))
                 timer.phase("optimizer")
                 state.after_backward(step)
@@ -166,7 +166,7 @@ class StepLoss:
 
     Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
     divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples or tokens. The count is
-    a collective if the task counts by values. For fp16 the loss is scaled.
+    a collective if the task counts by values. For fp16 the loss is scaled. The early checks look at outputs and loss.
 
     step: its number, counted from 1.
     """
@@ -199,7 +199,7 @@ class StepLoss:
 def update(state: TrainState, step: int, is_last: bool) -> None:
     """One optimizer step with the gradients in `.grad`: clipping, loss scaling, schedule and moving average.
 
-    step: its number, counted from 1. is_last: whether it is the last one of an epoch.
+    step: its number, counted from 1. is_last: whether it is the last one before an evaluation.
     Raises TrainingDiverged as `NanPolicy.accepts` does.
     """
     optimizer, scaler = state.optimizer, state.scaler
@@ -220,7 +220,10 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
 
 
 def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
-    """In the block the forward and backward pass of `part` draw, in optimizer step `step`, counted from 1."""
+    """Seeds torch, and returns the block in which `part` is passed forward and backward.
+
+    step: the number of the optimizer step, counted from 1.
+    """
     if state.noise is None or not state.noise.is_needed:
         set_seed(fold_in(seed, step - 1, part.number))
         return nullcontext()

@@ -27,7 +27,7 @@ OTHER_DATA = "repair these samples or remove them from the data set"
 
 
 class NanPolicy:
-    """Looks at the averaged gradient of every step, and finds the samples of a batch that broke it.
+    """Looks at the averaged gradient of steps in which ranks agree on it, and finds the samples that broke it.
 
     A NaN on one rank is in the averaged gradient of all ranks, so each decides alone and all decide alike. On a GPU
     the norms are kept, and read with the next log: the host does not wait. `skip` needs them before the update, so
@@ -62,7 +62,8 @@ class NanPolicy:
     def accepts(self, step: int, gradients: Sequence[Tensor]) -> bool:
         """Whether the update is to be taken. Call it after the gradients are averaged. `step`: this step's number.
 
-        Raises TrainingDiverged, on all ranks, if the norm of the gradients is not finite and the policy is not `skip`.
+        Raises TrainingDiverged, on all ranks, if gradients are not finite: with `skip` after ten such steps in a row;
+        on a GPU without `skip` later, when the norms are read.
         """
         if not self.checks_gradients or not gradients:
             return True

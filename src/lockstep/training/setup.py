@@ -19,7 +19,7 @@ AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_determinism(seed: int, deterministic: bool) -> None:
-    """Seed the initial weights. With `deterministic`, use only algorithms that give the same bits every time."""
+    """Seed torch. With `deterministic`, use only algorithms that give the same bits every time; else the fastest."""
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -278,9 +278,9 @@ class TrainState:
 
     def average_replicas(self) -> None:
         """Make weights, optimizer state and moving average equal on all ranks, before they are evaluated or saved."""
-        self.strategy.average_replicas(self.replicated_tensors())
+        self.strategy.average_replicas(self.averaged_tensors())
 
-    def replicated_tensors(self) -> Iterator[Tensor]:
+    def averaged_tensors(self) -> Iterator[Tensor]:
         """Weights, optimizer state and moving average: what differs between ranks that step on their own gradients."""
         yield from self.strategy.module.parameters()
         for state in self.optimizer.state.values():

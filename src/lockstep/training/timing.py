@@ -21,7 +21,7 @@ PHASES = ("data", "forward", "backward", "gradient_sync", "optimizer", "logging"
 
 
 class StepTimer:
-    """Measures nothing. The profiler overrides these methods; the loop calls them in every step."""
+    """Measures nothing. The profiler and the watch for slow ranks override these methods; the loop calls them."""
 
     def phase(self, name: str) -> None:
         """The phase `name`, one of PHASES, begins, and the one before ends."""

@@ -26,6 +26,7 @@ class TrainedParameters:
 
     def after_backward(self, step: int) -> None:
         """The gradients of `step` are computed. Whoever was unfrozen in its forward pass is updated with the others.
+        Averages the gradients that no backward pass has averaged.
 
         Raises ConfigError, in the step in which it happens, for what the strategy or the optimizer cannot follow.
         """

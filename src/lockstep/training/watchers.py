@@ -11,13 +11,16 @@ from lockstep.training.timing import StragglerWatch, used_memory
 
 
 class Watcher:
-    """What looks at a run while it trains, on every rank. It may raise to stop. Every method does nothing here."""
+    """What looks at a run while it trains, or saves it, on every rank. It may raise to stop. Here it does nothing."""
 
     def on_epoch_start(self) -> None:
         """The first step of an epoch, or of the rest of one, is about to begin."""
 
     def on_gradients_ready(self) -> None:
-        """The gradients of a step are averaged. They are not clipped yet."""
+        """The gradients of a step are there, averaged if they are averaged in each step, and not clipped yet.
+
+        A step that is left out has none.
+        """
 
     def after_step(self, samples: int) -> None:
         """A step has ended. samples: of all ranks since the last call; a strategy may report several steps at once."""

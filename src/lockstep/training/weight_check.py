@@ -90,7 +90,7 @@ class WeightCheck(Watcher):
     @torch.no_grad()
     def _copy_from(self, rank: int) -> None:
         """Copy weights, optimizer state and moving average of `rank` to all ranks."""
-        tensors = [*self.state.strategy.replicated_tensors().values(), *self.state.replicated_tensors()]
+        tensors = [*self.state.strategy.replicated_tensors().values(), *self.state.averaged_tensors()]
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
             packed = to_bytes([tensor.cpu()])
             dist.broadcast(packed, rank, group=self.world.control)
