@@ -62,7 +62,7 @@ from lockstep.sweeps.summary import say
 from lockstep.sweeps.table import FINISHED, Row, cause_in_words, read_table
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
-PREFLIGHTED = 200  # jobs; their configs stay in memory
+KEPT_CONFIGS = 200  # of jobs, in memory
 MISSING = object()
 
 Checked = Sequence[tuple[Sequence[str], Node]]
@@ -83,7 +83,7 @@ class HydraJobs:
         self.folder = Path(str(master.hydra.sweep.dir))
         setup_globals()
         # Hydra reads twenty files for a config, which takes 0.1 s. The jobs are forked with those that were checked.
-        self.load = lru_cache(PREFLIGHTED)(lambda words: context.config_loader.load_sweep_config(master, list(words)))
+        self.load = lru_cache(KEPT_CONFIGS)(lambda words: context.config_loader.load_sweep_config(master, list(words)))
         self.base: Any = _without_hydra(self.compose(fixed, 0))
         for key in ("search", "trials", "seed"):
             rule = find_rule(f"sweep.{key}")
@@ -171,7 +171,7 @@ class HydraJobs:
                 config = self.compose(overrides, number, str(number))
                 HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
                 values = cli.check_values(_without_hydra(config))
-            if len(checked) < PREFLIGHTED:
+            if len(checked) < KEPT_CONFIGS:
                 checked.append((overrides, values))
         return checked
 

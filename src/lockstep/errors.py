@@ -1,4 +1,7 @@
-"""Errors that end a run, and the exit codes of `src/train.py`."""
+"""Errors that end a run, and the exit codes of `src/train.py`.
+
+A rank's own exit code may be another one: its launcher takes that of the command from the failure report.
+"""
 
 import re
 import shlex
@@ -39,7 +42,9 @@ class RankMissing(CannotStartNow, TimeoutError):
 
 
 class TrainingDiverged(Exception):
-    """The loss is not finite, so training cannot continue. The message says at which step and what to type.
+    """A loss, a gradient or a weight is not finite, so training cannot continue.
+
+    The message says at which step, and what to type.
 
     what: the first words, with the step.
     advice: what to type; empty if `what` says it.
@@ -76,7 +81,10 @@ class RanksDiffer(Exception):
 
 
 class LeftEarly(Exception):
-    """User code called sys.exit in mid-run. The cause is its SystemExit, whose traceback ends at the user's line."""
+    """User code called sys.exit before the end of the command.
+
+    The cause is its SystemExit, whose traceback ends at the user's line.
+    """
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lockstep.sweeps import process
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.summary import plot_sweep, print_summary, sorted_rows
-from lockstep.sweeps.table import Row, SweepTable, crashed_job, read_table
+from lockstep.sweeps.table import Row, SweepTable, read_table, state_after_kill
 from support.commands import ROOT
 from support.made_runs import make_run
 
@@ -120,7 +120,7 @@ def test_what_became_of_a_job_that_no_sweep_has_waited_for(
     if is_submitted:
         (folder / "slurm_job").write_text("17\n")
     known = Row(0, "seed=1", "0", row, cause="as it was")
-    after = crashed_job(known, folder)
+    after = state_after_kill(known, folder)
     assert (after.get("state", known.state), after.get("cause", known.cause)) == (state, cause)
 
 

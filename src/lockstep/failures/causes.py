@@ -160,7 +160,7 @@ def first_failure(ranks: Sequence[WatchedRank]) -> WatchedRank | None:
 
     It is the cause of a hang, or the rank whose end or exception is no error of communication, the earliest of several:
     a rank that is lost makes the others fail, and these can say so before the monitor sees its end. If all ranks fail
-    in communication, it is the earliest of those that ended by themselves.
+    in communication, it is the earliest of those that ended by themselves. One that the monitor killed comes last.
     """
 
     def key(rank: WatchedRank) -> tuple[bool, bool, bool, float]:

@@ -15,7 +15,9 @@ from typing import Any
 Message = dict[str, Any]
 LARGEST_LINE = 2**22  # bytes of one message
 RETRY_SECONDS = 0.01
-ANSWER_SECONDS = 4.0  # for a monitor that has to read logs. It kills ranks 5 s after a failure, also those that wait
+ANSWER_SECONDS = (
+    4.0  # for a monitor that has to read logs. It kills ranks some time after a failure, also those that wait
+)
 
 
 def address_of(name: str) -> str:

@@ -1,4 +1,6 @@
-"""The monitor: a process beside the ranks of one machine, which records how each ends. It ends with them."""
+"""The monitor: a process beside the ranks of one machine, which records how each ends. It ends with
+them, or with their launcher.
+"""
 
 import json
 import os
@@ -21,7 +23,7 @@ from lockstep.failures.watched_rank import WatchedRank, open_pid_file
 POLL_SECONDS = 0.2
 FIRST_RANK_SECONDS = 900.0  # for the first rank, or the launcher, to connect
 END_SECONDS = 0.5  # from the first failure in which the other ranks of the machine report how they end
-# From the first failure until the other ranks are killed: after a hang, while one saves, and else.
+# From the first failure until ranks that still live are killed: after a hang, while one saves, and else.
 GRACE_AFTER_HANG, GRACE_WHILE_SAVING, GRACE_SECONDS = 0.5, 30.0, 5.0
 AGENT_SECONDS = 35.0  # for torchrun to end after its ranks
 
@@ -162,11 +164,11 @@ class Monitor:
             is_hang = any(rank.is_cause_of_hang for rank in self.ranks)
             for rank in self.ranks:
                 grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
-                if rank.is_alive and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
+                if rank.takes_part and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
                     rank.kill()
         elif self.watchdog is not None:
             self.watchdog.look(self.ranks, self.run_dir)
-        is_anyone_alive = any(rank.is_alive for rank in self.ranks)
+        is_anyone_alive = any(rank.takes_part for rank in self.ranks)
         if self.launcher_lost_at is not None and not self.is_over:
             if self.options.temporary_folder is not None:
                 shutil.rmtree(self.options.temporary_folder, ignore_errors=True)

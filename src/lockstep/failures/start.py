@@ -22,7 +22,8 @@ PROGRAM = "import sys; sys.path.insert(0, {source!r}); from lockstep.failures.mo
 
 
 def start_monitor(name: str, options: MonitorOptions) -> None:
-    """Start the monitor called `name` as a process of its own. It ends with the ranks that connect to it.
+    """Start the monitor called `name` as a process of its own. It ends with the ranks that connect to it, or
+    with their launcher.
 
     A monitor that cannot be started costs the report, not the run.
     """
@@ -70,7 +71,8 @@ class MonitorLink:
             self._send({"launcher": True})
 
     def report(self, exit_codes: dict[int, int]) -> dict[str, Any] | None:
-        """The report of the ranks, which have all ended. exit_codes: {pid: code}. None if no rank has failed.
+        """The report of the ranks, which have all ended. exit_codes: {pid: code}. None if no rank has failed, or
+        the monitor does not answer.
 
         The dictionary has the "contents" of failure.json and the "screen".
         """

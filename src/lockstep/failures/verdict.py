@@ -1,6 +1,6 @@
 """From what is known of all ranks that hang to one verdict: whose fault it is, what to do, and the table of all ranks.
 
-Pure functions of the facts that `lockstep.failures.watchdog` gathers: the state in /proc, the Python stacks that
+Functions of the facts that `lockstep.failures.watchdog` gathers: the state in /proc, the Python stacks that
 `faulthandler` writes, torch's flight records, and the progress page.
 """
 
@@ -386,7 +386,7 @@ class Verdict:
 def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
     """The first verdict that fits: those that need no guess come first.
 
-    facts: of all ranks that are known. world_size: the ranks of all machines.
+    facts: of the living ranks of this machine. world_size: the ranks of all machines.
     """
     waiting = [rank for rank in facts if rank.is_waiting]
     free = [rank for rank in facts if not rank.is_waiting]

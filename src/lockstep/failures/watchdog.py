@@ -2,7 +2,7 @@
 
 The monitor calls `Watchdog.look` a few times a second. Silent ranks are examined from /proc, their progress pages,
 their stacks and torch's flight records. All ranks of this machine are asked at the same time, and the answers are in
-after two seconds at most; the monitor does nothing else meanwhile.
+after two seconds, or later where a rank's loader has many workers; the monitor does nothing else meanwhile.
 """
 
 import math
@@ -59,8 +59,11 @@ class Watchdog:
         self.reported: tuple[bool, Kind, tuple[int, ...]] | None = None  # whether it was slow, and the verdict
 
     def look(self, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
-        """With watch.on_hang=stop a hang is the failure of the rank that causes it. run_dir: for hang.txt."""
-        living = [rank for rank in ranks if rank.is_alive and not rank.end_is_known]
+        """With watch.on_hang=stop a hang is the failure of the rank that causes it, if the diagnosis is certain.
+
+        run_dir: for hang.txt.
+        """
+        living = [rank for rank in ranks if rank.takes_part and not rank.end_is_known]
         if living:
             self._say_where_the_first_step_is(living)
         if not living or self.silence(living, time.monotonic()) is None:

@@ -69,13 +69,13 @@ class WatchedRank:
         return self.hello.get("main_thread")
 
     @property
-    def is_alive(self) -> bool:
+    def takes_part(self) -> bool:
         """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
         return self.died_at is None and (self.reader.is_open or self.ended is None and self.failure is None)
 
     @property
     def has_failed(self) -> bool:
-        """An exception, a hang, or an end without a word."""
+        """An exception, a hang, or an end without a word, also of a rank that the monitor has killed."""
         return self.failure is not None or (self.died_at is not None and self.ended is None)
 
     @property

@@ -48,9 +48,10 @@ class Launcher:
 
 
 class RankFailed(Exception):
-    """A rank that this process started has failed.
+    """A rank has failed: one that this process started, or the process itself where something else started it.
 
-    The message is the failure report as one screen, `contents` what failure.json holds (see docs/failures.md).
+    The message is the failure report as one screen, empty if the monitor prints it. contents: what failure.json holds
+    (see docs/failures.md), as far as this process knows it.
     """
 
     def __init__(self, screen: str, contents: dict[str, Any]) -> None:

@@ -34,9 +34,9 @@ from lockstep.sweeps.table import (
     WAITING,
     Row,
     SweepTable,
-    crashed_job,
     lock_sweep,
     reported_cause,
+    state_after_kill,
     write_sweep_record,
 )
 
@@ -125,7 +125,7 @@ class OpenSweep:
         write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept")
         for row in self.table:
             if row.state in (RUNNING, STOPPED):
-                values = crashed_job(row, folder / row.folder) | self.table.read_best(row.number)
+                values = state_after_kill(row, folder / row.folder) | self.table.read_best(row.number)
                 self.table.update(row.number, **values)
         self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
         self.failures = 0  # jobs that have failed in this command

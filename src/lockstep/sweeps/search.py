@@ -67,7 +67,7 @@ class Job:
 
 
 class Search:
-    """Chooses the jobs of a sweep while it runs. `ask` and `tell` are called by the sweep's parent process alone."""
+    """Chooses the jobs of a sweep while it runs. One process asks and tells: the sweep's parent, or rank 0."""
 
     def ask(self) -> Job | None:
         """The next job to start, which has a row in the table. None: none until the next `tell`.
@@ -82,7 +82,7 @@ class Search:
 
 
 class JobList(Search):
-    """The jobs that a command lists. Those that an earlier command has finished in this folder are left out."""
+    """The jobs that a command lists. `to_run` has left out those that an earlier command has ended in this folder."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.waiting = list(jobs)

@@ -239,7 +239,7 @@ def recorded_arguments(folder: Path) -> list[str]:
     return list(map(str, record["arguments"]))
 
 
-def crashed_job(row: Row, folder: Path) -> dict[str, Any]:
+def state_after_kill(row: Row, folder: Path) -> dict[str, Any]:
     """New values for a row that an earlier command has left as running or stopped: its sweep was killed, or its job
     runs in Slurm, which may have started it again since.
 

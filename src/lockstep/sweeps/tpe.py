@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Tpe(Search):
-    """`trials` jobs. Each is drawn where the finished ones were good. The first ten are random.
+    """`trials` jobs. Each is drawn where the finished ones were good; until ten have finished, at random.
 
     Job n is drawn from the results of the jobs 0 to n - slots, whatever else has ended by then. So the jobs depend on
     the number of slots, but not on which job is quicker, and after a kill they are drawn again from the table alone.
