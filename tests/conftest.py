@@ -18,7 +18,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The longest files, those of drills and those of `make test`, by seconds of a core. They run first, so that no core is
 # idle while another one runs the last of them.
-LONG = ("test_kills", "test_promise", "test_bench", "test_faults", "test_slurm_jobs", "test_early_interrupts")
+LONG = (
+    "test_zoo",
+    "test_kills",
+    "test_promise",
+    "test_bench",
+    "test_faults",
+    "test_slurm_jobs",
+    "test_early_interrupts",
+)
 LONG += ("test_starters", "test_interrupted_runs", "test_extending", "test_sweeps", "test_strategies")
 
 

@@ -9,7 +9,7 @@ from zoo.combinations import Zoo, pairwise
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(0)]
 
-SHARE = 8  # of the combinations: `make zoo` runs all of them, and others that are drawn
+SHARE = 10  # of the combinations: `make zoo` runs all of them, and others that are drawn
 
 
 @pytest.mark.parametrize("part", range(4))
