@@ -47,6 +47,9 @@ def _write_images(folder: Path) -> None:
             images.mkdir(parents=True)
             for number in range(count):
                 Image.fromarray(_pixels(40, 48, 3)).save(images / f"{number}.jpg")
+    files = sorted(folder.glob("t*/*/*.jpg"))
+    lines = [f"{file.relative_to(folder)},{file.parent.name},{file.parent.parent.name}\n" for file in files]
+    (folder / "labels.csv").write_text("file,label,split\n" + "".join(lines))
 
 
 def _write_text(folder: Path) -> None:

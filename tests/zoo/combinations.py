@@ -149,7 +149,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
-    "the weights differ between ranks": ({"Experts"}, {"saved", "watched"}),
+    "the weights differ between ranks": ({"Experts", "Unused"}, {"saved", "watched"}),
     "only some ranks have a gradient": ({"Experts"}, set(FSDP)),
     "it ended: SIGABRT": ({"Experts"}, set(FSDP)),  # gloo, where the sizes of what they add up differ
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
