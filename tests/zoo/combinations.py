@@ -11,7 +11,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+import lockstep
 from support.commands import ROOT
 from support.small_commands import Answer, answer_of
 from zoo.data import CLASSES, KINDS, TRUTHS
 from zoo.modules import BODIES
-from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, trained
+from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, new_net, trained
 
 FORK = ["launch=fork", "backend=gloo"]
 COMMON = [
@@ -297,9 +298,7 @@ class Zoo:
             if way == "pipeline" and (body in DRAWS or body in CHANGED):
                 return None  # a stage draws by itself
             return self._plain_run(Combination(body, kind, change=change))
-        if (
-            body == "EmbeddedSparse" and change == "adamw"
-        ):  # torch's has no sparse gradients; virtual ranks make dense ones
+        if body == "EmbeddedSparse" and change == "adamw":  # torch refuses it; virtual ranks have dense gradients
             return None
         numbers = CHANGES[change].numbers
         numbers = replace(numbers, accumulation=numbers.accumulation * WAYS[way].micro_batches)
@@ -384,12 +383,6 @@ def resume(combination: Combination, place: Path, found: dict[str, Any], loss: f
     answer = answer_of(
         [*combination.words_on(WAYS[combination.way].resumed_on), "run_dir=second", f"resume={snapshot}"], place
     )
-    return _same_end(combination, answer, place, found, loss)
-
-
-def _same_end(
-    combination: Combination, answer: Answer, place: Path, found: dict[str, Any], loss: float
-) -> Outcome | None:
     if answer.code:
         return refused_or_wrong(combination, answer)
     again = torch.load(place / "second" / "model.pt", weights_only=True)
@@ -439,6 +432,21 @@ def _outputs(combination: Combination, weights: dict[str, Any]) -> Tensor:
     return outputs
 
 
+def _computes_the_same(
+    combination: Combination, trained_net: Callable[[Tensor], Tensor], found: dict[str, Any], what: str
+) -> Outcome | None:
+    """Of a net that takes samples as the data set gives them."""
+    samples = _raw_samples(combination.kind)
+    if samples is None:
+        return None
+    with torch.no_grad():
+        outputs = trained_net(samples)
+    if combination.body in DRAWS or TRUTHS[combination.kind](False).draws:
+        return None
+    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
+    return None if apart < 1e-3 else Outcome(combination, "wrong", f"{what}: {apart:.1e} from the right value")
+
+
 LOADING = Lock()  # torch.export.load works in one thread at a time
 
 
@@ -455,35 +463,14 @@ def export(combination: Combination, place: Path, found: dict[str, Any], loss: f
     answer = _follow(combination, place, "mode=export", "resume=run")
     if answer.code:
         return refused_or_wrong(combination, answer)
-    samples = _raw_samples(combination.kind)
-    if samples is None:
-        return None
     with LOADING:
         module = torch.export.load(place / "run" / "last.pt2").module()
-    with torch.no_grad():
-        outputs = module(samples)
-    if combination.body in DRAWS or TRUTHS[combination.kind](False).draws:
-        return None
-    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
-    return None if apart < 1e-3 else Outcome(combination, "wrong", f"mode=export: {apart:.1e} from the right value")
+    return _computes_the_same(combination, module, found, "mode=export")
 
 
 def load(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
-    import lockstep
-    from zoo.modules import net
-
-    truth, samples = TRUTHS[combination.kind](False), _raw_samples(combination.kind)
-    places = 36 if truth.task == "segmentation" else 1
-    classes = 1 if combination.kind == "amounts" else CLASSES
-    trained_net = lockstep.load(place / "run", model=net(combination.body, [1, 6, 6], classes, places))
-    if samples is None:
-        return None
-    with torch.no_grad():
-        outputs = trained_net(samples)
-    if combination.body in DRAWS or truth.draws:
-        return None
-    apart = float((outputs.double() - _outputs(combination, found)[:4]).abs().max())
-    return None if apart < 1e-3 else Outcome(combination, "wrong", f"lockstep.load: {apart:.1e} from the right value")
+    trained_net = lockstep.load(place / "run", model=new_net(combination.body, combination.kind))
+    return _computes_the_same(combination, trained_net, found, "lockstep.load")
 
 
 AFTERWARDS = {

@@ -105,13 +105,17 @@ def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
     return F.cross_entropy(outputs, targets.double() if targets.is_floating_point() else targets)
 
 
+def new_net(body: str, kind: str) -> nn.Module:
+    """The net for the targets of a kind of data, with weights that are drawn now."""
+    places = 36 if data.TRUTHS[kind](True).task == "segmentation" else 1
+    return net(body, [1, 6, 6], 1 if kind == "amounts" else data.CLASSES, places)
+
+
 def first_model(body: str, kind: str) -> nn.Module:
     """The net with the weights that a run of seed 0 begins with: `seeded(0)` is torch.manual_seed(0)."""
     truth = data.TRUTHS[kind](True)
     torch.manual_seed(0)
-    places = 36 if truth.task == "segmentation" else 1
-    classes = 1 if kind == "amounts" else data.CLASSES
-    model = net(body, [1, 6, 6], classes, places)
+    model = new_net(body, kind)
     cast(model)
     with torch.no_grad():
         if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
