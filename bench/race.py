@@ -202,6 +202,8 @@ def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
     runs: list[dict[str, Any]] = []
     complete = True
     groups = [[one for one in group if one.parts & set(asked.only)] for group in contenders(settings)]
+    if not harness.native_bf16():  # 8 times slower than fp32, so hours
+        groups = [[one for one in group if "bf16" not in one.name] for group in groups]
     for turn in range(asked.rounds):
         for group in groups:
             if turn >= -(-asked.rounds // 2) and all(one.parts <= SLOW_PARTS for one in group):
