@@ -1,5 +1,6 @@
 """What mode=check says of kinds of models, data and tasks. tests/runs/test_check_commands.py runs whole commands."""
 
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,18 @@ class OwnNumbers(Simple):
         return super().forward(inputs * float(self.numbers.random()))
 
 
-class NumpyNoise(Simple):
+class Coin(Simple):
+    """One number for all samples."""
+
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs * float(np.random.rand()))
+        return super().forward(inputs * (np.random.rand() + random.random()))
+
+
+class NumpyNoise(Simple):
+    """A number for each sample, from a generator that does not know which samples they are."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs * torch.from_numpy(np.random.rand(len(inputs), 1)))
 
 
 class Noisy4(Simple):
@@ -257,7 +267,9 @@ class MeanTimesN(Classification):
         return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
 
 
-class OwnLoss(Classification):
+class DrawnLoss(Classification):
+    """One number for all samples, too."""
+
     def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
         loss, sums = super().__call__(outputs, targets)
         return loss * (1 + np.random.rand()), sums
@@ -310,7 +322,9 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (OwnWeights, Points, [], ("initial weights are not drawn from torch's gen", "initial weights are not drawn", "")),
     (Annealed, Points, [], ("", f"after a resume the outputs of Annealed are others: {COUNTED}", "")),
     (OwnNumbers, Points, [], ("", f"after a resume the outputs of layer (Linear) are others: {COUNTED}", "")),
-    (NumpyNoise, Points, [], ("layer (Linear) is the first layer with other outputs", "the outputs of layer", "")),
+    (Coin, Points, [], YES),
+    (Coin, Points, BATCH, YES),
+    (NumpyNoise, Points, [], ("draws from numpy.random, which gives the same numbers to each of the 2 parts", "", "")),
     (Noisy4, Points, [], ("draws random numbers that belong to no sample", "", "")),
     (Compares, Points, [], ("centre (Centre) is the first layer with other outputs for the same samples", "", "")),
     (Normed, Points, ["sync_bn=off"], ("batch norm sees a rank's share: 1; type sync_bn=auto", "", "")),
@@ -329,12 +343,7 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     ),
     (Infinite, Points, [], ("not checked: ", "", "NaN or infinite gradients: layer.weight, layer.bias")),
     (Simple, Points, [f"task._target_={__name__}.MeanTimesN"], ("the loss of the task does not add up", "", "")),
-    (
-        Simple,
-        Points,
-        [f"task._target_={__name__}.OwnLoss"],
-        ("does not add up over the samples", "gradients of layer.w", ""),
-    ),
+    (Simple, Points, [f"task._target_={__name__}.DrawnLoss"], YES),
     (Simple, Points, OUTSIDE, ("", "is updated otherwise by the same gradients: the optimizer keeps", "")),
     (Simple, Points, ["gradient_sync=powersgd"], ("gradient_sync=powersgd is not the exact mean; type gra", "", "")),
     (Dropping, Points, ["trainer.compile=true"], ("compiled, dropout and noise are drawn for a rank", "", "")),

@@ -1,10 +1,12 @@
 """What the first steps of a run find, and what is done with buffers and with parameters that are unfrozen."""
 
 import logging
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -167,6 +169,19 @@ class FromZero(nn.Module):
         return out - out.mean(1, keepdim=True) + self.head.bias.detach()
 
 
+class Mixed(nn.Module):
+    """Scales a whole batch, and leaves a layer out, by numbers that are not torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1) * np.random.beta(2, 2)
+        out: Tensor = self.head(flat if self.training and random.random() < 0.5 else self.layer(flat))
+        return out
+
+
 class RunningScale(nn.Module):
     """A loss with a running value of its own."""
 
@@ -199,6 +214,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign,misc]
             logging.getLogger("lockstep").addHandler(handler)
             set_determinism(0, False)
+            random.seed()  # as in processes that are not forks of one
+            np.random.seed()
             strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
             try:
                 cfg, loader, tested = build.model_and_data(cfg, world, strategy)
@@ -226,15 +243,16 @@ def test_what_two_ranks_do_is_what_one_does(tmp_path: Path) -> None:
     means = words(Centred, "trainer.buffers=mean")
     replaced = words(Centred, "trainer.buffers=mean", "+model.replaces=true")
     normed, unfrozen = words(Normed), words(Unfrozen)
-    one = in_world(1, trained, [normed, means, replaced, unfrozen, words(Unfrozen, "+model.detaches=true")])[0]
-    two = in_world(2, trained, [normed, means, replaced, unfrozen])
-    for single, *ranks in zip(one[:4], *two, strict=True):
+    mixed = words(Mixed, "strategy.find_unused_parameters=true")
+    one = in_world(1, trained, [normed, means, replaced, mixed, unfrozen, words(Unfrozen, "+model.detaches=true")])[0]
+    two = in_world(2, trained, [normed, means, replaced, mixed, unfrozen])
+    for single, *ranks in zip(one[:5], *two, strict=True):
         assert [sentence for _, sentence, _ in (single, *ranks)] == [""] * 3
         for rank in ranks:
             require_near(single[0], rank[0])
-    require_near(one[4][0], one[3][0])  # as if an optimizer had had the backbone from the start
+    require_near(one[5][0], one[4][0])  # as if an optimizer had had the backbone from the start
     start = in_world(1, trained, [words(Unfrozen, "trainer.max_steps=1")])[0][0][0]
-    moved = (torch.tensor(one[3][0]["back.weight"]) - torch.tensor(start["back.weight"])).norm()
+    moved = (torch.tensor(one[4][0]["back.weight"]) - torch.tensor(start["back.weight"])).norm()
     assert moved > 0.1
 
 
@@ -267,8 +285,12 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     more = words(Normed, *counts, "trainer.batch_size=32")
     later = words(FromZero, f"task._target_={__name__}.Weighted")
     running = words(FromZero, f"task.loss={{_target_:{__name__}.RunningScale}}")
-    found = in_world(1, trained, [words(Listed), more, words(Normed, "+model.classes=11"), later, running])[0]
-    listed, counted, absent, counted_later, kept = (logged for _, _, logged in found)
+    mixed = words(Mixed), words(Mixed, "trainer.gradient_accumulation_steps=2")
+    cases = [words(Listed), more, words(Normed, "+model.classes=11"), later, running, *mixed]
+    found = in_world(1, trained, cases)[0]
+    listed, counted, absent, counted_later, kept, whole, cut = (logged for _, _, logged in found)
+    shared = "the model or the loss draws from numpy.random and random, which gives the same numbers to each of the 2 p"
+    assert (whole.count("draws from"), cut.count(shared)) == (0, 1)
     assert "the loss or the task changes RunningScale.scale in a step: each rank has its own value" in kept
     assert "changes" not in counted
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed

@@ -38,7 +38,7 @@ OF_RANKS = {
     "start": "initial weights are not drawn from torch's generator: {names}",
     "samples": "a sample is another one on another rank: draw from torch, numpy or random, which are seeded for it",
     "layers": "cause not found; {first} is the first layer with other outputs for the same samples: perhaps it "
-    "compares the samples of a batch with each other, or draws from numpy, random or a generator of its own",
+    "compares the samples of a batch with each other, or draws from a generator of its own",
     "loss": "cause not found; the loss is another one for the same outputs: perhaps the task compares the samples of a "
     "batch with each other, or draws",
     "gradients": "cause not found; the gradients of {names} are others for the same loss: perhaps a layer or the loss "
@@ -50,8 +50,8 @@ REREAD = (
     "of what the data set keeps"
 )
 HIDDEN = (
-    "the model or the loss keeps what no snapshot has, such as a count in a plain attribute, or draws from numpy, "
-    "random or a generator of its own; make it a buffer, return it in get_extra_state, or draw from torch's generator"
+    "the model or the loss keeps what no snapshot has, such as a count in a plain attribute, or draws from a "
+    "generator of its own; make it a buffer, return it in get_extra_state, or draw from torch's generator"
 )
 OF_RESUME = {
     "samples": REREAD,

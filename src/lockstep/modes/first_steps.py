@@ -193,6 +193,8 @@ class FirstSteps(Watcher):
                 "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
                 "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
             )
+        if state.early_steps.shared_draws:
+            self.likely.append(state.early_steps.shared_draws)
         if self.unused and self.needs_all:
             self.likely.append("parameters without a gradient, see below")
             self.fits.append(

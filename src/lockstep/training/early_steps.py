@@ -6,14 +6,18 @@ With means the numbers would change with the number of ranks.
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.compat import versions
 from lockstep.data.dataset import count_samples, map_tensors, tensors_in
+from lockstep.data.partition import random_states_kept
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task, modules_of
@@ -37,14 +41,17 @@ class EarlySteps:
     Attributes:
     no_sums: names of what the task returns as a sum, and is none.
     unowned: what is said of weights that the loss depends on and that no parameter of the model is; or "".
+    shared_draws: what is said of numbers that several parts of a batch share; or "".
     """
 
-    def __init__(self, task: Task, strategy: Strategy) -> None:
-        self.task, self.strategy, self.model = task, strategy, strategy.model
+    def __init__(self, task: Task, strategy: Strategy, parts: int) -> None:
+        """parts: in which a batch is passed forward, on all ranks together."""
+        self.task, self.strategy, self.model, self.parts = task, strategy, strategy.model, parts
         self.is_checked = False
         self.steps_to_watch = WATCHED_STEPS
         self.no_sums: list[str] = []
         self.unowned: str | None = None
+        self.shared_draws = ""
         self.without_gradient: dict[str, nn.Parameter] = {}
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
@@ -86,6 +93,23 @@ class EarlySteps:
                 self.targets = torch.zeros(outputs.shape[1], device=outputs.device)
             inside = targets.clamp(0, len(self.targets) - 1)
             self.targets.index_add_(0, inside, (inside == targets).to(self.targets))
+
+    @contextmanager
+    def watching_draws(self) -> Iterator[None]:
+        """In the block a part of a batch is passed forward and backward, with numpy and random seeded as for all."""
+        if not self.steps_to_watch or self.parts == 1 or self.shared_draws:
+            yield
+            return
+        before = _random_states()
+        yield
+        drawn_from = [name for name, state in _random_states().items() if state != before[name]]
+        if drawn_from:
+            self.shared_draws = (
+                f"the model or the loss draws from {' and '.join(drawn_from)}, which gives the same numbers to each of "
+                f"the {self.parts} parts of a batch: right for one number that all samples share, and wrong for a "
+                f"number of each sample; type torch.rand(len(<inputs>)) for these"
+            )
+            log.warning("%s", self.shared_draws)
 
     def after_backward(self) -> None:
         """The gradients of a step are there."""
@@ -143,6 +167,11 @@ class EarlySteps:
                 "dataset.classes=<how many>",
                 *(sum(classes), first_of(absent), len(classes)),
             )
+
+
+def _random_states() -> dict[str, Any]:
+    state: Any = np.random.get_state()  # its name, its numbers, the place in them, and others
+    return {"numpy.random": (state[1].tobytes(), state[2]), "random": random.getstate()}
 
 
 def weights_beside(model: nn.Module, loss: Tensor) -> str:
@@ -241,7 +270,7 @@ def find_no_sums(task: Task, outputs: Any, targets: Any) -> list[str] | None:
         return []
     count = count_samples(targets)
     if count < 2:
-        with torch.no_grad():
+        with torch.no_grad(), random_states_kept():
             _require_form(task, task(outputs, targets))
         return None
     half = count // 2
@@ -306,7 +335,8 @@ def _rows(values: Any, part: slice) -> Any:
 
 
 def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:
-    found = task(outputs, targets)
+    with random_states_kept():  # a resumed run looks again, at another step
+        found = task(outputs, targets)
     _require_form(task, found)
     loss, sums = found
     return {"loss": loss.double()} | {name: value.double() for name, value in sums.items() if name != "loss"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.loader import BatchLoader
-from lockstep.data.partition import Batch, LoadedPart, Part, fold_in
+from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, seed_numpy_and_random
 from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
@@ -108,7 +108,7 @@ def train_epoch(
                 for number, part in enumerate(batch.parts, start=1):
                     timer.phase("forward")
                     state.early_steps.check_inputs(part.inputs)
-                    with draws_of(state, loader.seed, step, batch, part):
+                    with draws_of(state, loader.seed, step, batch, part), state.early_steps.watching_draws():
                         is_last = number == len(batch.parts)
                         strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
                     if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
@@ -220,10 +220,14 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
 
 
 def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:
-    """Seeds torch, and returns the block in which `part` is passed forward and backward.
+    """Seeds torch, numpy and random, and returns the block in which `part` is passed forward and backward.
+
+    numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of one
+    process.
 
     step: the number of the optimizer step, counted from 1.
     """
+    seed_numpy_and_random(fold_in(seed, step - 1))
     if state.noise is None or not state.noise.is_needed:
         set_seed(fold_in(seed, step - 1, part.number))
         return nullcontext()

@@ -135,9 +135,10 @@ class TrainState:
         self.progress = Progress()
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
-        self.early_steps = EarlySteps(task, strategy)
+        shares = strategy.data_parallel_size(strategy.world.size)
+        self.early_steps = EarlySteps(task, strategy, shares * settings.gradient_accumulation_steps)
         # Ranks that compute the same samples draw for their own parts of the model.
-        shares_samples = strategy.data_parallel_size(strategy.world.size) < strategy.world.size
+        shares_samples = shares < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
         self.grad_norm: tuple[int, Tensor] | None = None
         self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
