@@ -175,7 +175,7 @@ def processor() -> str:
 
 
 def native_bf16() -> bool:
-    """Whether the CPU multiplies in bfloat16, as far as Linux tells: x86 with avx512_bf16 or amx_bf16, ARM with bf16."""
+    """Whether the CPU multiplies in bfloat16, as far as Linux tells: avx512_bf16 or amx_bf16 on x86, bf16 on ARM."""
     about = Path("/proc/cpuinfo")
     return not about.exists() or "bf16" in about.read_text()
 
