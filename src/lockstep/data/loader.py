@@ -21,39 +21,22 @@ VALUES_AT_ONCE = 2**20
 
 
 class _Share(NamedTuple):
-    """Samples that one forward pass of this rank uses.
+    """Samples that one forward pass of this rank reads. The fields below `indices` are of a training only.
 
     augmentation: their rows of the augmentation's plan, which is drawn for the global batch and cut as the batch is.
     plans: their rows of the plan of each batch transform.
+    part: the samples that the pass uses: a batch transform may mix in others.
+    batch_samples: of the global batch, over all ranks.
+    ends_batch: whether this is the last part that the rank has of the batch.
     """
 
     epoch: int
     indices: Tensor
     augmentation: Tensor | None = None
     plans: Sequence[Tensor] = ()
-
-
-class _Planned(NamedTuple):
-    """A global batch of an epoch that is not read yet, and this rank's parts of it.
-
-    start: samples of the epoch before it. samples: how many it has, over all ranks. shares: what is read for each part.
-    """
-
-    start: int
-    samples: int
-    parts: list[Part]
-    shares: list[_Share]
-
-
-class _Pass(NamedTuple):
-    """Batches in their order, some of which are read ahead, and what is read for each of their parts.
-
-    next_call: (epoch, batch_size, skip, turns) of the call of `epoch` that may use the rest of it.
-    """
-
-    next_call: tuple[int, int, int, slice]
-    planned: Iterator[_Planned]
-    loaded: Iterator[tuple[Any, Any]]
+    part: Part | None = None
+    batch_samples: int = 0
+    ends_batch: bool = False
 
 
 class BatchLoader:
@@ -84,7 +67,8 @@ class BatchLoader:
         self.is_stream = False  # whether samples come in the data set's own order
         self.leaves_out = False  # whether an evaluation may miss samples, which cannot be read
         self.reads_ahead = False  # whether workers go on with the next epoch while this one is still used
-        self._pass: _Pass | None = None  # that the next epoch may go on with
+        # What the workers read ahead: the arguments of the call of `epoch` that will use it, and its batches.
+        self._ahead: tuple[tuple[int, int, int, slice], Iterator[Batch]] | None = None
         if isinstance(dataset, InMemoryDataset):
             self.dataset = dataset.to(converter.device)
             self.index_device = self.dataset.samples.device
@@ -128,36 +112,58 @@ class BatchLoader:
         turns: which of the batches, if ranks take turns.
         last_epoch: the number of the last epoch that will be asked for. Workers go on with the epochs up to it.
         """
-        starts, call = range(skip, len(self), batch_size)[turns], (epoch, batch_size, skip, turns)
+        call, steps = (epoch, batch_size, skip, turns), len(range(skip, len(self), batch_size)[turns])
         # A pass over some turns can end before its epoch does, so the next epoch is not read ahead.
-        last = max(epoch, last_epoch) if self.reads_ahead and turns == slice(None) else epoch
-        current, self._pass = self._pass, None
-        if current is None or current.next_call != call:
-            # What is read is some batches ahead of what is used: `tee` keeps the plans in between, and no others exist.
-            planned, ahead = tee(self._plans(range(epoch, last + 1), batch_size, parts, skip, turns))
-            loaded = self._load(share for batch in ahead for share in batch.shares)
-            current = _Pass(call, planned, loaded)
-        for batch in islice(current.planned, len(starts)):
-            loaded_parts = []
-            for part, share in zip(batch.parts, batch.shares, strict=True):
-                inputs, targets = next(current.loaded)
-                if share.plans:
-                    inputs, targets = self.transforms(inputs, targets, share.plans)
-                loaded_parts.append(LoadedPart(part.number, part.start, inputs, targets, part.indices))
-            if batch.start == starts[-1] and epoch < last:
-                self._pass = current._replace(next_call=(epoch + 1, batch_size, 0, turns))
-            yield Batch(batch.samples, loaded_parts)
+        reads_on = self.reads_ahead and turns == slice(None) and epoch < last_epoch
+        if self._ahead is not None and self._ahead[0] == call:
+            batches = self._ahead[1]
+        else:
+            epochs = range(epoch, last_epoch + 1 if reads_on else epoch + 1)
+            batches = self._batches(self._shares(epochs, batch_size, parts, skip, turns))
+        self._ahead = None
+        for step, batch in enumerate(islice(batches, steps), start=1):
+            if step == steps and reads_on:
+                self._ahead = (epoch + 1, batch_size, 0, turns), batches
+            yield batch
 
-    def _plans(
+    def _batches(self, shares: Iterator[_Share]) -> Iterator[Batch]:
+        """The batches that these shares make up, one after the other."""
+        parts: list[LoadedPart] = []
+        for share, inputs, targets in self._load(shares):
+            assert share.part is not None
+            parts.append(LoadedPart(share.part.number, share.part.start, inputs, targets, share.part.indices))
+            if share.ends_batch:
+                yield Batch(share.batch_samples, parts)
+                parts = []
+
+    def _shares(
         self, epochs: range, batch_size: int, parts: Callable[[Tensor], list[Part]], skip: int, turns: slice
-    ) -> Iterator[_Planned]:
+    ) -> Iterator[_Share]:
+        """What this rank reads in these epochs. skip: samples of the first one that were used before."""
         for epoch in epochs:
             order = self._order(generator(self.seed, epoch)).to(self.index_device)
             for start in range(skip if epoch == epochs[0] else 0, len(self), batch_size)[turns]:
                 batch = order[start : start + batch_size].clone()  # a slice would keep all of `order` in memory
-                mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # and here all of `batch`
-                yield _Planned(start, len(batch), mine, self._shares(batch, epoch, start, parts, mine))
+                yield from self._shares_of_batch(batch, epoch, start, parts)
             del order  # before the next one takes as much memory
+
+    def _shares_of_batch(
+        self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]]
+    ) -> Iterator[_Share]:
+        """batch: indices (N,) of a global batch, before which come `start` samples of its epoch."""
+        count, numbers = len(batch), (self.seed, epoch, start)
+        mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # a slice would keep all of it
+        if not self.augment.enabled and not self.transforms:
+            for part in mine:
+                yield _Share(epoch, part.indices, None, (), part, count, part is mine[-1])
+            return
+        augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
+        plans = self.transforms.plans(count, *numbers)
+        for part, in_batch in zip(mine, parts(torch.arange(count)), strict=True):
+            places = self.transforms.with_samples_before(in_batch.indices, count)
+            rows = None if augmentation is None else augmentation[places]
+            of_plans = [plan[places] for plan in plans]
+            yield _Share(epoch, batch[places.to(batch.device)], rows, of_plans, part, count, part is mine[-1])
 
     def _order(self, generator: torch.Generator) -> Tensor:
         """The indices of an epoch's samples, in their order."""
@@ -166,22 +172,6 @@ class BatchLoader:
         if self.is_stream:
             return torch.arange(len(self))
         return torch.randperm(len(self), generator=generator)
-
-    def _shares(
-        self, batch: Tensor, epoch: int, start: int, parts: Callable[[Tensor], list[Part]], mine: list[Part]
-    ) -> list[_Share]:
-        """What is read for the parts `mine` of a global batch of indices (N,)."""
-        if not self.augment.enabled and not self.transforms:
-            return [_Share(epoch, part.indices) for part in mine]
-        count, numbers = len(batch), (self.seed, epoch, start)
-        augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
-        plans = self.transforms.plans(count, *numbers)
-        shares = []
-        for part in parts(torch.arange(count)):
-            places = self.transforms.with_samples_before(part.indices, count)
-            cut = None if augmentation is None else augmentation[places]
-            shares.append(_Share(epoch, batch[places.to(batch.device)], cut, [plan[places] for plan in plans]))
-        return shares
 
     def evaluation_draws(self) -> AbstractContextManager[None]:
         """In the block a model draws in an evaluation whatever was drawn before: a stop changes nothing."""
@@ -192,7 +182,8 @@ class BatchLoader:
 
         Every rank gets equally many batches, perhaps with an empty last one: ranks may have to compute together.
         """
-        yield from self._load(_Share(EVALUATION, indices) for indices in self.eval_shares(batch_size))
+        for _, inputs, targets in self._load(_Share(EVALUATION, indices) for indices in self.eval_shares(batch_size)):
+            yield inputs, targets
 
     def eval_shares(self, batch_size: int) -> Iterator[Tensor]:
         """The numbers of the samples of each of `eval_batches`."""
@@ -215,7 +206,8 @@ class BatchLoader:
         It reads in this process, also while another pass goes on. Samples that cannot be read may be missing.
         """
         if self.reader is None:
-            return indices, *next(self._load([_Share(epoch, indices)]))
+            _, inputs, targets = next(self._load([_Share(epoch, indices)]))
+            return indices, inputs, targets
         read = self.samples.read([(epoch, number) for number in indices.tolist()])
         collated = self.samples.collate(read)
         if isinstance(collated, ConfigError):
@@ -238,11 +230,12 @@ class BatchLoader:
     def _indices(self, numbers: range) -> Tensor:
         return torch.arange(numbers.start, numbers.stop, numbers.step, device=self.index_device)
 
-    def _load(self, shares: Iterable[_Share]) -> Iterator[tuple[Any, Any]]:
-        """The inputs and targets of each share, in order, augmented."""
-        read, waiting = tee(shares)
+    def _load(self, shares: Iterable[_Share]) -> Iterator[tuple[_Share, Any, Any]]:
+        """Each share, in order, with its inputs and targets as model and task take them."""
+        read, waiting = tee(shares)  # what is read is some shares ahead of what is used
         for samples, targets, sizes in self._raw(read):
-            plans = [share.augmentation for share in islice(waiting, len(sizes)) if share.augmentation is not None]
+            group = list(islice(waiting, len(sizes)))
+            plans = [share.augmentation for share in group if share.augmentation is not None]
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans:
                 plan = self.converter.to_device(torch.cat(plans))
@@ -250,16 +243,20 @@ class BatchLoader:
                 samples = self.augment(samples, plan)
             samples, targets = self.converter(samples, targets)
             if len(sizes) == 1:
-                yield samples, targets
+                of_shares = [(samples, targets)]
             else:
-                yield from zip(samples.split(sizes), targets.split(sizes), strict=True)
+                of_shares = list(zip(samples.split(sizes), targets.split(sizes), strict=True))
+            for share, (inputs, labels) in zip(group, of_shares, strict=True):
+                if share.plans:
+                    inputs, labels = self.transforms(inputs, labels, share.plans)
+                yield share, inputs, labels
 
     def _raw(self, shares: Iterable[_Share]) -> Iterator[tuple[Any, Any, list[int]]]:
         """Raw inputs and targets of one share or several after the other, and how many belong to each of them.
 
-        Several at once come from memory only. The workers drop a pass that the next epoch could use.
+        Several at once come from memory only. The workers drop what they read ahead.
         """
-        self._pass = None
+        self._ahead = None
         if self.reader is None:
             return self._raw_from_memory(iter(shares))
         keys = ([(share.epoch, number) for number in share.indices.tolist()] for share in shares)
