@@ -57,7 +57,7 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
         test = instantiate(cfg.dataset.test)
     mode = instantiate(cfg.mode)
     for name, source in (("test", getattr(test, "source", None)), ("training", getattr(train, "source", None))):
-        missing = source.first_without_target() if isinstance(source, ImageFiles) else None
+        missing = source.first_without_target if isinstance(source, ImageFiles) else None
         if mode.needs_labels and missing is not None:
             raise ConfigError(
                 f"{missing} of the {name} data has no label; give it one, or type mode=predict, which needs none"
@@ -109,7 +109,7 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
                 f"the labels of the {name} are classes, and this task is about numbers; type task=classification, or "
                 f"for a CSV file dataset.labels=numbers"
             )
-        ignored = IGNORED if source.first_without_target() is not None else ignored  # `datasets` has allowed it
+        ignored = IGNORED if source.first_without_target is not None else ignored  # `datasets` has allowed it
     allowed = partial(
         Labels,
         name,

@@ -59,12 +59,12 @@ def test_labels_may_be_numbers_and_tests_may_have_none(tmp_path: Path) -> None:
     assert several.targets.tolist() == [[1.5, 7], [2, 8]]
     unlabelled = read(tmp_path, "test", label_columns=["age", "height"], labels="numbers")
     assert math.isnan(unlabelled.targets[0, 0])
-    assert unlabelled.first_without_target() == "c.jpg"
-    assert one.first_without_target() is None
+    assert unlabelled.first_without_target == "c.jpg"
+    assert one.first_without_target is None
     assert not without_target(torch.tensor([-100.0])).any()  # a number like any other
     (tmp_path / "new.csv").write_text("file\nf.jpg\n")
     files = read(tmp_path, "test", test_csv_file=str(tmp_path / "new.csv"))
-    assert (files.targets.tolist(), files.first_without_target()) == ([-100], "f.jpg")
+    assert (files.targets.tolist(), files.first_without_target) == ([-100], "f.jpg")
 
 
 def test_names_of_classes_stand_for_training_images_that_are_gone(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_names_of_classes_stand_for_training_images_that_are_gone(tmp_path: Path
     for split, found in (("train", []), ("new", ["a.jpg"])):
         files = class_folders(str(tmp_path), split == "train", "new", None, ["cat", "dog"])
         assert (names(files), files.classes) == (found, ["cat", "dog"])
-    assert files.first_without_target() == "a.jpg"
+    assert files.first_without_target == "a.jpg"
     with pytest.raises(ConfigError, match="found no folder"):
         class_folders(str(tmp_path), False, "new", None, None)
 

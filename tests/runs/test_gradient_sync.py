@@ -23,7 +23,8 @@ def sum_by(name: str, world: World) -> Any:
 
     if name == "shared_memory":
         return SharedMemorySum(world, 1500, torch.double)  # the longest vector is summed in three pieces
-    return {"ring_sum": ring_sum, "server_sum": server_sum}[name]
+    add_up = {"ring_sum": ring_sum, "server_sum": server_sum}[name]
+    return lambda vector: add_up(vector, world.rank, world.size)
 
 
 def sums() -> dict[str, list[tuple[str, float]]]:
@@ -36,7 +37,7 @@ def sums() -> dict[str, list[tuple[str, float]]]:
                 generator = torch.Generator().manual_seed(100 * length + world.rank)
                 vector = torch.randn(length, dtype=torch.double, generator=generator)
                 expected = world.all_reduce_sum(vector.clone())
-                add_up(vector, world.rank, world.size)
+                add_up(vector)
                 bits = hashlib.sha256(vector.numpy().tobytes()).hexdigest()
                 found[name].append((bits, (vector - expected).norm().item()))
     return found
@@ -84,7 +85,7 @@ def bytes_handed_over(name: str, length: int) -> int:
 
     gradient_sync.P2POp = counted  # type: ignore[assignment,misc]
     with init_distributed("gloo", 60) as world:
-        sum_by(name, world)(torch.ones(length), world.rank, world.size)
+        sum_by(name, world)(torch.ones(length))
         world.barrier()
     return sum(handed)
 
@@ -100,14 +101,14 @@ def rank_zero_exits() -> tuple[float, str] | None:
     """Rank 0 takes part in one sum and closes its pipes; rank 1 tries a second sum."""
     with init_distributed("gloo", 60) as world:
         add_up, vector = sum_by("shared_memory", world), torch.ones(4, dtype=torch.double)
-        add_up(vector, world.rank, world.size)
+        add_up(vector)
         if world.is_rank_zero:
             for pipe in (*add_up.writers, *add_up.readers):
                 os.close(pipe)
             return None
         total = float(vector[0])
         with pytest.raises(ConnectionError) as error:
-            add_up(vector, world.rank, world.size)
+            add_up(vector)
         return total, str(error.value)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +52,7 @@ class ImageFiles:
         """(N,) int64, (N,) float64, or (N, numbers) float64."""
         return torch.from_numpy(np.array([target for _, target in self.files]))
 
+    @cached_property
     def first_without_target(self) -> str | None:
         """The name of an image that has no target; None: all have one."""
         missing = without_target(self.targets).nonzero().flatten().tolist()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import compat
-from lockstep.distributed.shared_memory import InPlaceAllReduce, sum_of_vectors
+from lockstep.distributed.shared_memory import SumInPlace, sum_of_vectors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -70,7 +70,7 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
 class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
     """Batch norm whose training statistics cover every rank's share of the batch."""
 
-    def __init__(self, norm: Any, sum_in_place: InPlaceAllReduce) -> None:
+    def __init__(self, norm: Any, sum_in_place: SumInPlace) -> None:
         """Take over the parameters and buffers of `norm`, a plain batch norm: the same tensors.
 
         sum_in_place: over the ranks.
@@ -127,7 +127,7 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
 
 
 @torch.no_grad()
-def _world_moments(x: Tensor, sum_in_place: InPlaceAllReduce) -> tuple[Tensor, Tensor, Tensor]:
+def _world_moments(x: Tensor, sum_in_place: SumInPlace) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel (C,), and the number of values behind them, over all ranks, in float64.
 
     The variance of each share is taken about its own mean and then combined (Chan, Golub and LeVeque 1979), so no
@@ -166,7 +166,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        sum_in_place: InPlaceAllReduce,
+        sum_in_place: SumInPlace,
     ) -> Tensor:
         ctx.eps, ctx.sum_in_place = eps, sum_in_place
         dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype

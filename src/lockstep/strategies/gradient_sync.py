@@ -16,19 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import plain_functions
 from lockstep.config.schema import Count, Limits, NotNegative, Positive
-from lockstep.distributed.shared_memory import SharedMemorySum
+from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec
-
-SumInPlace = Callable[[Tensor, int, int], None]
-"""(vector (n,), rank, world size) -> None: the vector becomes the sum over all ranks."""
 
 Future = torch.futures.Future[Tensor]
 
 
 class GradientSync:
-    """The contract. By itself it is DDP's own way: one all-reduce per bucket, by the algorithm of the backend's choice.
+    """One all-reduce per bucket, DDP's default, by the algorithm of the backend's choice. The others derive from it.
 
     ranks_agree: whether all ranks have the same gradient afterwards, and so the same weights.
     replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
@@ -55,10 +52,6 @@ class GradientSync:
 
     def average_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Average `tensors` over the ranks in place, if ranks hold different weights between two averages."""
-
-
-class AllReduce(GradientSync):
-    """One all-reduce per bucket, DDP's default. It registers no hook."""
 
 
 class Auto(GradientSync):
@@ -92,7 +85,7 @@ class Ring(GradientSync):
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        module.register_comm_hook(None, mean_hook(world, ring_sum))
+        module.register_comm_hook(None, mean_hook(world, lambda vector: ring_sum(vector, world.rank, world.size)))
 
 
 class ParameterServer(GradientSync):
@@ -102,7 +95,7 @@ class ParameterServer(GradientSync):
     needs_hooks = True
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:
-        module.register_comm_hook(None, mean_hook(world, server_sum))
+        module.register_comm_hook(None, mean_hook(world, lambda vector: server_sum(vector, world.rank, world.size)))
 
 
 class Float16(GradientSync):
@@ -231,7 +224,7 @@ def mean_hook(world: World, sum_in_place: SumInPlace) -> Callable[[Any, GradBuck
 
     def hook(_: Any, bucket: GradBucket) -> Future:
         vector = bucket.buffer().div_(world.size)  # before the sum, as DDP does: float16 cannot overflow
-        sum_in_place(vector, world.rank, world.size)
+        sum_in_place(vector)
         return finished_future(vector)
 
     return hook

@@ -228,7 +228,7 @@ class VirtualRanks(Strategy):
         if self.shares_are_subtrees:
             rows = tree_sum(list(rows)).unsqueeze(0)
         if self.shared_memory is not None:
-            self.shared_memory(rows[0], self.world.rank, self.world.size)
+            self.shared_memory(rows[0])
             return
         gathered = rows.new_empty(self.world.size, *rows.shape)
         dist.all_gather(list(gathered), rows)
