@@ -356,7 +356,7 @@ def verdicts(cases: list[Any]) -> list[list[list[str]]]:
     for cfg in cases:
         strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
         with tempfile.TemporaryDirectory() as folder:
-            rows, _, _ = checked(cfg, Path(folder), 8, known_before(cfg, strategy))
+            rows, _ = checked(cfg, Path(folder), 14, known_before(cfg, strategy))
         found.append([row.reasons for row in rows])
     return found
 

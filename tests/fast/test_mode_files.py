@@ -39,10 +39,10 @@ def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:
     ("samples", "ranks", "said"),
     [
         (64, 4, ""),
-        (66, 1, "; the last one of an epoch has 2 samples"),
-        (66, 4, "; the last one of an epoch has 2 samples, one for each of 2 ranks and none for 2"),
-        (1, 4, "; the only one of an epoch has 1 sample, for one rank and none for 3"),
-        (1, 1, "; the only one of an epoch has 1 sample"),
+        (66, 1, "; the last batch of an epoch has 2"),
+        (66, 4, "; the last batch of an epoch has 2, one for each of 2 ranks and none for 2"),
+        (1, 4, "; the last batch of an epoch has 1, for one rank and none for 3"),
+        (1, 1, "; the last batch of an epoch has 1"),
     ],
 )
 def test_a_plan_says_what_is_left_of_an_epoch(samples: int, ranks: int, said: str) -> None:

@@ -6,7 +6,7 @@ whose collectives end at once. Each takes the first step of the run.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,15 @@ from torch import Tensor
 from lockstep import compat
 from lockstep.config.schema import Count
 from lockstep.data.dataset import tensors_in
+from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import shares_in_words
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, TrainingDiverged
 from lockstep.launchers.base import Launcher, Worker, refuse_nesting
-from lockstep.modes.check import bytes_shown, held
 from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.watchers import Watcher
+from lockstep.training.weight_check import local_part
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups of options
 
@@ -49,27 +50,24 @@ FREE = ("c10d.barrier", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_
 class Plan(compat.dispatch_mode(), Watcher):  # type: ignore[misc]
     """The bytes that one rank holds in its first step, and that it sends and receives in a block of this.
 
-    has_own_share: of the batch, as with ddp and fsdp. whole, largest: of the whole tensors, and of the largest part of
-    each if `parts` ranks held one part each. A collective counts as its ring does (Patarasuk and Yuan 2009), of n ranks
-    and payload bytes: all_reduce 2(n-1)/n payload each way, all_gather and reduce_scatter (n-1)/n of the whole tensor,
-    broadcast the whole tensor.
+    A collective counts as its ring does (Patarasuk and Yuan 2009), of n ranks and payload bytes: all_reduce 2(n-1)/n
+    payload each way, all_gather and reduce_scatter (n-1)/n of the whole tensor, broadcast the whole tensor.
     """
 
-    def __init__(self, state: TrainState, parts: int, has_own_share: bool) -> None:
+    def __init__(self, state: TrainState) -> None:
         super().__init__()
-        self.state, self.parts, self.has_own_share = state, parts, has_own_share
-        self.held, self.whole, self.largest = dict[str, int](), dict[str, int](), dict[str, int]()
+        self.state = state
+        self.held = Counter[str]()
         self.sent = self.received = 0.0
         self.calls, self.payload = Counter[str](), Counter[str]()
         self.works: list[dist.Work] = []  # torch keeps no reference
 
     def hold(self, what: str, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            whole, rows = tensor.numel() * tensor.element_size(), tensor.shape[0] if tensor.dim() else 1
-            part = -(-rows // self.parts) * whole // max(rows, 1)  # a number is on every rank
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            for nbytes, total in ((local.nbytes, self.held), (whole, self.whole), (part, self.largest)):
-                total[what] = total.get(what, 0) + nbytes
+        self.held[what] += sum(local_part(tensor).nbytes for tensor in tensors)
+
+    def take_step(self, loader: BatchLoader) -> None:
+        with suppress(_StepTaken):
+            train_epoch(self.state, loader, watchers=[self])
 
     def on_gradients_ready(self) -> None:
         parameters = list(self.state.strategy.model.parameters())
@@ -78,7 +76,7 @@ class Plan(compat.dispatch_mode(), Watcher):  # type: ignore[misc]
 
     def after_step(self, samples: int) -> None:
         self.hold("optimizer state", tensors_in(dict(self.state.optimizer.state)))
-        self.hold("moving average", () if self.state.ema is None else self.state.ema.averages.values())
+        self.hold("moving average", self.state.ema.averages.values() if self.state.ema is not None else ())
         raise _StepTaken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,12 +173,10 @@ class DryLauncher(Launcher):
         print(f"config:     {chosen} trainer.precision={cfg.trainer.precision}\n{plans[0][1]}")
         for rank, (plan, _) in zip(numbers, plans, strict=True):
             sends = f"a step sends {bytes_shown(plan.sent)} and receives {bytes_shown(plan.received)}"
-            print(f"{f'rank {rank}:':11} {held(plan.held)}; {sends}")
+            print(f"{f'rank {rank}:':11} {held_in_words(plan.held)}; {sends}")
         first = plans[0][0]
         for kind, calls in first.calls.items():
             print(f"{kind}: {calls} in a step of rank 0, of {bytes_shown(first.payload[kind])} together")
-        if first.has_own_share and self.ranks > 1:
-            print(f"with ddp:   {held(first.whole)} on each rank\nwith fsdp:  at most {held(first.largest)} on a rank")
         print("".join(f"warning:    {text}\n" for text in warnings), end="")
 
 
@@ -201,15 +197,14 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
         with world.resources:
             set_determinism(cfg.seed, cfg.trainer.deterministic)
             cfg, loader, _ = build.model_and_data(cfg, world, strategy, data)
-            state, shares = build.train_state(cfg, strategy, loader), strategy.data_parallel_size(ranks)
-            plan = Plan(state, parts=ranks // cfg.strategy.get("replicas", 1), has_own_share=shares == ranks)
-            with plan, suppress(_StepTaken):
-                train_epoch(state, loader, watchers=[plan])
-            return plan, about_job(state.settings, ranks, shares)
+            plan = Plan(build.train_state(cfg, strategy, loader))
+            with plan:
+                plan.take_step(loader)
+            return plan, about_job(plan.state.settings, ranks, strategy.data_parallel_size(ranks))
     except TrainingDiverged:  # its sentence names other ranks, of which this one knows nothing
         raise TrainingDiverged(
             f"the loss or the gradient of rank {rank} is not finite in its first step; "
-            f"type mode=check to see which samples hold NaN"
+            f"type launch=fork trainer.max_steps=1, which names the samples that hold NaN"
         ) from None
     finally:
         dist.destroy_process_group()
@@ -219,11 +214,17 @@ def about_job(settings: TrainSettings, ranks: int, shares: int) -> str:
     """Two lines: its batch, which is cut into `shares`, and its steps."""
     left, last = settings.epoch_samples % settings.batch_size, ""
     if left:
-        which, what = (
-            "only" if settings.epoch_samples < settings.batch_size else "last",
-            "sample" if left == 1 else "samples",
-        )
-        last = f"; the {which} one of an epoch has {left} {what}{shares_in_words(left, ranks, shares)}"
+        last = f"; the last batch of an epoch has {left}{shares_in_words(left, ranks, shares)}"
     epoch, whole = settings.steps_per_epoch, settings.total_steps
     batch = f"{settings.batch_size} samples{shares_in_words(settings.batch_size, ranks, shares)}"
     return f"a batch:    {batch}\nsteps:      {epoch} in an epoch, {whole} in the run{last}"
+
+
+def held_in_words(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{bytes_shown(size)} of {what}" for what, size in nbytes.items() if size)
+
+
+def bytes_shown(size: float) -> str:
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

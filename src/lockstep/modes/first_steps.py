@@ -5,10 +5,7 @@ each stage of a step computed, so that the step can be compared with the same on
 import copy
 import logging
 import random
-import statistics
-import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,7 @@ from lockstep.distributed.world import OtherData, init_distributed, require_same
 from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures, first_of
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
-from lockstep.modes.check import REREAD, Variant
+from lockstep.modes.check import ONE, REREAD, Variant
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Strategy
@@ -37,17 +34,13 @@ from lockstep.training.buffers import BuffersDiffer
 from lockstep.training.loop import train_epoch
 from lockstep.training.setup import set_determinism
 from lockstep.training.state import TrainState
-from lockstep.training.timing import peak_memory
 from lockstep.training.watchers import Watcher
 from lockstep.training.weight_check import digest, local_part
 
 SAMPLES_READ = 8  # twice
-TIMED_STEPS = 5  # after those that are kept, which take longer
-TIMED_SECONDS = 1.0
 NO_STEP = "not checked: there is no first step"
 SAVED = "saved.pt"  # the state of one rank after its first step
-BY_SAMPLE = ("samples", "layers")
-STAGES = ("start", *BY_SAMPLE, "loss", "gradients", "weights")
+STAGES = ("start", "samples", "layers", "loss", "gradients", "weights")
 
 Trace = dict[str, dict[str, Tensor]]
 """Of a step, for each of `STAGES`: {name: tensor}. start: digests of the initial weights. samples, layers: for each
@@ -57,29 +50,27 @@ gradients, and weights with the buffers after the step: of the whole model."""
 
 @dataclass(frozen=True)
 class Facts:
-    """What a world of ranks has found, as sentences, and what it takes. Plain values: a pipe carries them."""
+    """What a world of ranks has found, as sentences. Plain values: a pipe carries them."""
 
     unchecked: str = NO_STEP  # why its numbers are not compared
     likely: list[str] = field(default_factory=list)  # why they depend on the number of ranks, if they do
     numbers: list[str] = field(default_factory=list)  # why they do, whatever the first step shows
     resume: list[str] = field(default_factory=list)  # why a resumed run is another one
     fits: list[str] = field(default_factory=list)  # why model and data cannot be trained as they are
-    failed: str = ""  # the error of a variant that is not plain
+    failed: str = ""  # the error that has ended it
     notes: list[str] = field(default_factory=list)  # lines about what breaks no promise
 
     fingerprint: str = ""  # of the training data
     draws: bool = False  # whether a forward pass draws random numbers
     coarsest: str = "fp64"  # the precision of the weights with the fewest bits
     trained: int = 0  # how many numbers have a gradient
-    nbytes: dict[str, int] = field(default_factory=dict)  # {what: bytes} that this rank holds
-    peak: float = 0.0  # MiB of the process
-    seconds: float | None = None  # of a later step
-    batch: int = 0  # samples of a step
-    steps: tuple[int, int] = (0, 0)  # of an epoch, and of the whole run
 
 
-def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
-    """What one rank does in the world of `variant`. It leaves what its steps computed in `folder`."""
+def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) -> Facts:
+    """What one rank does in the world of `variant`. It leaves what its steps computed in `folder`.
+
+    may_fail: an error of the step is a fact. Some models cannot compute in float64.
+    """
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
@@ -98,12 +89,12 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant) -> Facts:
                 facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
-            except (ConfigError, RuntimeError, TypeError) as error:
-                if variant.is_plain:
+            except Exception as error:
+                if not may_fail:
                     raise
                 facts = Facts(failed=" ".join(str(error).split()))
         warnings = [record.getMessage() for record in logs.kept if record.levelno >= logging.WARNING]
-    return replace(facts, notes=[*facts.notes, *(f"warning:   {text}" for text in dict.fromkeys(warnings))])
+    return replace(facts, notes=[*facts.notes, *(f"warning: {text}" for text in dict.fromkeys(warnings))])
 
 
 class _Enough(Exception):
@@ -111,22 +102,19 @@ class _Enough(Exception):
 
 
 class FirstSteps(Watcher):
-    """Takes the first steps of a run, and keeps the first one, or the second one after a resume, or both."""
+    """Takes the first steps of a run, and keeps those of `variant` in `folder`.
+
+    needs_all: whether each parameter must get a gradient.
+    """
 
     def __init__(self, state: TrainState, loader: BatchLoader, variant: Variant, folder: Path, needs_all: bool) -> None:
-        """folder: of what worlds leave for each other. needs_all: each parameter must get a gradient."""
-        self.needs_all = needs_all
         self.state, self.loader, self.variant, self.folder = state, loader, variant, folder
-        self.world, self.model = state.strategy.world, state.strategy.model
-        self.is_saved = variant.is_plain and self.world.size == 1
-        self.kept_steps = (1, 2) if self.is_saved else (variant.step,)
-        self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
+        self.needs_all, self.world, self.model = needs_all, state.strategy.world, state.strategy.model
         self.unchecked, self.draws, self.coarsest, self.trained = NO_STEP, False, "fp64", 0  # as in `Facts`
         self.likely, self.numbers, self.resume, self.fits, self.notes = (list[str]() for _ in range(5))
-        self.nbytes = dict[str, int]()
+        self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
         weights = self._whole(dict(self.model.named_parameters()))
         self.trace: Trace = {"start": {name: digest(value).cpu() for name, value in weights.items()}}
-        self.ends, self.handles = list[float](), list[Any]()
         self.by_sample = dict[str, list[Tensor]]()  # {layer and call: its sums, for each part of this rank}
         self.rows, self.calls = 0, Counter[str]()  # of the forward pass that goes on; 0: none does
         self.unused = list[str]()  # parameters without a gradient
@@ -134,13 +122,16 @@ class FirstSteps(Watcher):
     def take(self) -> Facts:
         """Take the steps, and read some samples before and after them. A collective."""
         state, loader = self.state, self.loader
-        if self.variant.step > 1:
+        if 1 not in self.variant.steps:
             restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
         reads_again = loader.reader is not None and not loader.is_stream
         samples = _read(loader) if reads_again else []
-        if loader.is_stream and self.is_saved:
-            self.notes.append("iterable:  samples come in the data set's own order, and every rank reads all of them")
-        self._watch_layers()
+        if loader.is_stream:
+            self.notes.append("iterable: samples come in the data set's own order, and every rank reads all of them")
+        self.model.register_forward_pre_hook(self._before_forward)
+        for name, module in self.model.named_modules():
+            kind = type(module).__name__
+            module.register_forward_hook(partial(self._after_layer, f"{name} ({kind})" if name else kind))
         try:
             while not state.finished:
                 train_epoch(state, loader, watchers=[self])
@@ -153,7 +144,6 @@ class FirstSteps(Watcher):
         if reads_again and _read(loader, turn=-1) != samples:
             self.resume.append(REREAD)
         self._tell_causes()
-        times = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
         return Facts(
             unchecked=self.unchecked,
             likely=self.likely,
@@ -164,11 +154,6 @@ class FirstSteps(Watcher):
             draws=self.draws,
             coarsest=self.coarsest,
             trained=self.trained,
-            nbytes=self.nbytes,
-            peak=peak_memory(self.world.device),
-            seconds=statistics.median(times) if times else None,
-            batch=state.settings.batch_size,
-            steps=(state.settings.steps_per_epoch, state.settings.total_steps),
         )
 
     def _tell_causes(self) -> None:
@@ -206,13 +191,6 @@ class FirstSteps(Watcher):
         if state.early_steps.unowned:
             self.fits.append(state.early_steps.unowned)
 
-    def _watch_layers(self) -> None:
-        self.handles.append(self.model.register_forward_pre_hook(self._before_forward))
-        for name, module in self.model.named_modules():
-            kind = type(module).__name__
-            shown = f"{name} ({kind})" if name else kind
-            self.handles.append(module.register_forward_hook(partial(self._after_layer, shown)))
-
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
         self.calls.clear()
@@ -228,8 +206,6 @@ class FirstSteps(Watcher):
             self.rows = 0  # a checkpointed block computes again in the backward pass
 
     def on_gradients_ready(self) -> None:
-        if self.state.progress.step + 1 not in self.kept_steps:
-            return
         named = list(self.model.named_parameters())
         gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
         gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
@@ -241,41 +217,36 @@ class FirstSteps(Watcher):
             self.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
         noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
         has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
-        has_drawn = has_moved if noise is None else noise.has_drawn
+        self.draws = any(self.world.all_gather_json(has_moved if noise is None else noise.has_drawn))
         sizes = [torch.finfo(p.dtype).bits for _, p in named if p.is_floating_point() or p.is_complex()]
         self.coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
-        self.draws = any(self.world.all_gather_json(has_drawn))
         self.trained = sum(value.numel() for value in gradients.values())
-        self.nbytes = {"parameters": nbytes(p for _, p in named), "gradients": nbytes(gradients.values())}
 
     def after_step(self, samples: int) -> None:
         state, step = self.state, self.state.progress.step
-        if step in self.kept_steps:
-            self._keep(step)
-        if step == 1:
-            self.nbytes["optimizer state"] = nbytes(tensors_in(dict(state.optimizer.state)))
-            if self.is_saved:
-                saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
-                torch.save(plain_copy(saved), self.folder / SAVED)
-        if step >= self.kept_steps[-1]:
-            self.ends.append(time.perf_counter())
-            for handle in self.handles:
-                handle.remove()
-            enough = len(self.ends) > TIMED_STEPS or self.ends[-1] - self.ends[0] > TIMED_SECONDS
-            fails_next = bool(self.unused) and self.world.size > 1  # in DistributedDataParallel
-            if any(self.world.all_gather_json(enough or fails_next or not self.variant.is_plain)):
-                raise _Enough
+        self._keep(step)
+        if self.variant == ONE and step == 1:
+            saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
+            torch.save(plain_copy(saved), self.folder / SAVED)
+        if step == self.variant.steps[-1]:
+            raise _Enough
 
     def _keep(self, step: int) -> None:
-        """Write the trace of `step`: rank 0 all that belongs to the whole model, each rank what belongs to samples."""
+        """Rank 0 writes the trace of `step`, with the samples of all ranks in an order that does not depend on them."""
         averages = {} if self.state.ema is None else self._whole(self.state.ema.state())
         self.trace["weights"] = self._whole(self.model.state_dict())
         self.trace["weights"] |= {f"the average of {name}": value for name, value in averages.items()}
         self.trace["loss"] = {"loss": torch.tensor(self.state.meter.means()["loss"], dtype=torch.float64)}
-        trace = self.trace if self.world.is_rank_zero else {}
-        by_sample = {name: torch.cat(sums) for name, sums in self.by_sample.items()}
-        torch.save(trace | {"by_sample": by_sample}, self.folder / f"{self.variant.name}-{step}-{self.world.rank}.pt")
+        ranks = self.world.gather_state({name: torch.cat(sums) for name, sums in self.by_sample.items()})
         self.by_sample = {}
+        if self.world.is_rank_zero:
+            names = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+            by_sample = {name: torch.cat([rank[name] for rank in ranks]) for name in names}
+            samples = by_sample.pop("samples", torch.zeros(0, 2))
+            order = samples.sum(1).argsort()
+            layers = {name: sums[order] for name, sums in by_sample.items() if len(sums) == len(order)}
+            trace = self.trace | {"samples": {"samples": samples[order]}, "layers": layers}
+            torch.save(trace, self.folder / f"{self.variant.name}-{step}.pt")
         if self.unchecked == NO_STEP:
             self.unchecked = ""
 
@@ -312,32 +283,16 @@ def _read(loader: BatchLoader, turn: int = 1) -> list[int]:
     return [int(digest(tensor)) for tensor in tensors_in(collated)]
 
 
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    """What this rank holds of `tensors`."""
-    return sum(local_part(tensor).nbytes for tensor in tensors)
-
-
 # How far two worlds are apart.
 
 
 def compare(folder: Path, one: Variant, other: Variant) -> dict[str, dict[str, float]]:
     """How far the step of `other` is apart from that of `one`, see `differences`. Empty if one has not taken it."""
-    first, second = (_trace(folder, variant.name, other.step) for variant in (one, other))
-    return differences(first, second, other.step > 1) if first and second else {}
-
-
-def _trace(folder: Path, name: str, step: int) -> Trace:
-    """What the ranks of a world have left. The samples are in an order that does not depend on the ranks."""
-    ranks = [torch.load(file, weights_only=True) for file in sorted(folder.glob(f"{name}-{step}-*.pt"))]
-    if not ranks:
+    files = [folder / f"{variant.name}-{other.steps[0]}.pt" for variant in (one, other)]
+    if not all(file.exists() for file in files):
         return {}
-    rows = [rank.pop("by_sample") for rank in ranks]
-    by_sample = {name: torch.cat([row[name] for row in rows]) for name in rows[0] if all(name in row for row in rows)}
-    samples = by_sample.pop("samples", torch.zeros(0, 2))
-    order = samples.sum(1).argsort()
-    layers = {name: sums[order] for name, sums in by_sample.items() if len(sums) == len(order)}
-    trace: Trace = ranks[0] | {"samples": {"samples": samples[order]}, "layers": layers}
-    return trace
+    first, second = (torch.load(file, weights_only=True) for file in files)
+    return differences(first, second, exact=other.steps[0] > 1)
 
 
 def differences(one: Trace, other: Trace, exact: bool) -> dict[str, dict[str, float]]:
@@ -356,7 +311,7 @@ def differences(one: Trace, other: Trace, exact: bool) -> dict[str, dict[str, fl
     for stage in STAGES:
         for name, value in one[stage].items():
             theirs = other[stage].get(name)
-            if stage in BY_SAMPLE and (theirs is None or theirs.shape != value.shape):
+            if stage in ("samples", "layers") and (theirs is None or theirs.shape != value.shape):
                 continue  # a part of the model that this world's ranks do not call, or call for other samples
             is_moved = stage == "weights" and name in gradients and not exact
             left_out = gradients[name].abs() < floors["gradients"] if is_moved else None
