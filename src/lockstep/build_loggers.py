@@ -16,7 +16,7 @@ from lockstep.data.loader import BatchLoader
 from lockstep.data.text import TextWindows
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
 from lockstep.loggers.run_json import RunJson, run_facts
-from lockstep.snapshots.data_fingerprint import data_fingerprint, file_times
+from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import file_of_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.snapshots.resume import compared
@@ -49,7 +49,6 @@ def run_info(
     data |= _beginning(record.flat["init"], snapshots) if world.is_rank_zero else {}
     if isinstance(train_loader.dataset, TextWindows):
         data["symbols"] = train_loader.dataset.text.symbols_hash
-    data |= {"training_file_times": times} if (times := file_times(train_loader.dataset)) else {}
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.run_json, computed, data)
     facts["classes"] = class_names(train_loader.dataset)

@@ -18,18 +18,6 @@ def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool 
     that what a killed process left is overwritten by the next one.
     Raises OSError, for example on a full disk; the old file is untouched then.
     """
-    temporary = write_temporary(path, contents, sync, shared)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if sync:
-        sync_folder(path.parent)
-
-
-def write_temporary(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> Path:
-    """The first half of `write_whole`: the temporary file beside `path`, which the caller moves there."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -40,13 +28,15 @@ def write_temporary(path: Path, contents: Contents, sync: bool = True, shared: b
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
+        os.replace(temporary, path)
     except BaseException as error:
         if temporary.is_file():
             temporary.unlink()
         if isinstance(error.__context__, OSError):  # on a full disk torch.save raises an error that does not say so
             raise error.__context__ from None
         raise
-    return temporary
+    if sync:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """strategy=async_parameter_server: the server or a worker is killed, then asked to stop, and the run goes on."""
 
-import json
 import os
 import signal
 import time
@@ -9,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.snapshots.files import list_snapshots
 from support.commands import TORCHRUN, TRAIN, ranks_of_torchrun, wait_for
+from support.run_folders import newest_snapshot
 
 pytestmark = pytest.mark.drill
 SLOW = ["strategy=async_parameter_server", "strategy.sync_every=20", "model=mlp", "model.width=1024",
@@ -28,6 +27,5 @@ def test_a_world_that_is_killed_or_asked_to_stop_goes_on(start: Any, tmp_path: P
     os.kill(ranks_of_torchrun(run.process.pid)[rank], signal.SIGTERM)
     run.finish(None)
     assert "stopped early at step " in log.read_text()
-    newest = list_snapshots(tmp_path / "run" / "snapshots")[0]
-    step = json.loads(newest.with_suffix(".json").read_text())["step"]
+    step = newest_snapshot(tmp_path / "run")["progress"]["step"]
     start(*torchrun, f"trainer.max_steps={step + 10}").finish()

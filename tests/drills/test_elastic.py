@@ -1,6 +1,5 @@
 """A world that shrinks and grows while it trains."""
 
-import json
 import os
 import re
 import signal
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.snapshots.files import list_snapshots
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, ranks_of_torchrun, wait_for
 from support.ports import free_port
-from support.run_folders import SLOW, assert_one_curve, position
+from support.run_folders import SLOW, assert_one_curve, newest_snapshot, position
 
 pytestmark = pytest.mark.drill
 
@@ -51,8 +49,7 @@ def test_an_elastic_world_shrinks_and_grows_without_a_step_backward(start, tmp_p
     for agent in (guest, host):  # the host's agent holds the store, and ends last
         agent.process.terminate()
         agent.finish(code=None)
-    companion = list_snapshots(folder / "snapshots")[0].with_suffix(".json")
-    epochs = json.loads(companion.read_text())["epoch"] + 1
+    epochs = newest_snapshot(folder)["progress"]["epoch"] + 1
     last = [*PYTHON_TRAIN, *SLOW, "scheduler=constant", f"trainer.epochs={epochs}", f"hydra.run.dir={folder}"]
     run = start(*last).finish()
     assert re.search(r"resumed from .*step_", run.output)

@@ -97,7 +97,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(start, slurm):
     folder = wait_until_logged(cwd, "stopped early")
     time.sleep(3)
     assert slurm.show(job)["JobState"] == "CANCELLED"
-    assert list((folder / "snapshots").glob(f"*{stopped_at(folder)}.json"))
+    assert list((folder / "snapshots").glob(f"*{stopped_at(folder)}.pt"))
 
 
 def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, seconds: float) -> Command:
@@ -117,7 +117,7 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
     """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
     trains = phase in ("step", "evaluation")
     run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2 if trains else 60)
-    wait_for(lambda: not trains or list((tmp_path / "run").glob("snapshots/step_*.json")), "first snapshot")
+    wait_for(lambda: not trains or list((tmp_path / "run").glob("snapshots/step_*.pt")), "first snapshot")
     run.send(number)
     if number == signal.SIGINT:
         time.sleep(0.3)

@@ -47,7 +47,7 @@ def test_ctrl_c_stops_a_sweep_which_then_goes_on(start):
     command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "launch=fork", "trainer.epochs=40"]
     whole = start(*command, "hydra.sweep.dir=whole").finish()
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
     run.send(signal.SIGINT, to="group")
     run.finish(75)
     assert states(run.cwd / "s") == ["stopped", "waiting", "waiting"]
@@ -95,7 +95,7 @@ def test_a_rank_killed_under_torchrun_ends_the_sweep_which_then_goes_on(start):
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "-m", RATES, *JOBS]
     whole = start(*command, "hydra.sweep.dir=whole").finish()
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("1_*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("1_*/snapshots/step_*.pt")), "snapshot")
     os.kill(ranks_of_torchrun(run.process.pid)[-1], signal.SIGKILL)
     run.finish(None)
     assert run.process.returncode != 0
@@ -131,7 +131,7 @@ def test_a_job_that_the_system_kills_for_want_of_memory_harms_no_other(start, la
 def test_the_seconds_of_a_life_that_was_killed_are_counted(start):
     jobs = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=400", "snapshot.every=10steps", "hydra.sweep.dir=s"]
     run = start(*PYTHON_TRAIN, *jobs)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
     time.sleep(3)
     run.send(signal.SIGKILL, to="group")  # the job cannot note when it ended
     run.process.wait()
@@ -149,7 +149,7 @@ def test_a_table_that_cannot_be_written_ends_the_sweep_which_then_goes_on(start,
     """A folder stands where the table is written, while job 0 trains: that is refused as a full disk is."""
     command = [*launcher, "-m", RATES, *JOBS]
     run = start(*command)
-    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list((run.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
     (run.cwd / "s" / "sweep.csv.tmp").mkdir()
     run.finish(None)
     assert run.process.returncode == (2 if launcher is PYTHON_TRAIN else 1)
@@ -193,7 +193,7 @@ def test_jobs_that_would_wait_for_a_dead_rank_are_left_for_later(start):
     ranks = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [*PYTHON_TRAIN, "-m", RATES, *JOBS, "trainer.epochs=40", "backend.timeout=8"]
     first, second = (start(*command, **ranks, RANK=rank, LOCAL_RANK=rank) for rank in (0, 1))
-    wait_for(lambda: list((first.cwd / "s").glob("0_*/snapshots/step_*.json")), "snapshot")
+    wait_for(lambda: list((first.cwd / "s").glob("0_*/snapshots/step_*.pt")), "snapshot")
     second.send(signal.SIGKILL)
     first.finish(75)
     assert states(first.cwd / "s") == ["failed", "waiting", "waiting"]

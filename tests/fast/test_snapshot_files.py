@@ -26,7 +26,7 @@ from support.killed_disk import Disk
 
 
 def save(folder: Path, name: str, value: int) -> None:
-    save_snapshot(folder, name, {"value": value}, keep_last=2, step=value)
+    save_snapshot(folder, name, {"value": value}, keep_last=2)
 
 
 def value_of(path: Path) -> int:
@@ -50,7 +50,7 @@ def test_killed_at_any_moment_while_best_is_overwritten_it_can_be_loaded(tmp_pat
             remove_leftovers(tmp_path)
             assert not list(tmp_path.glob("*.tmp"))
             assert value_of(best) == value
-    assert moments > 10  # two or three files were opened, written, synced and replaced
+    assert moments > 3  # a file was opened, written, synced and replaced
     assert "and passed over" not in caplog.text
 
 
@@ -71,13 +71,13 @@ def test_killed_at_any_moment_a_numbered_snapshot_can_be_loaded(tmp_path, monkey
 
 def test_damaged_snapshots_are_passed_over(tmp_path, caplog):
     for step in range(1, 6):
-        save_snapshot(tmp_path, f"step_{step:08d}", {"step": step}, keep_last=4, step=step)
+        save_snapshot(tmp_path, f"step_{step:08d}", {"step": step}, keep_last=4)
     newest, second, third, fourth = list_snapshots(tmp_path)
     newest.write_bytes(newest.read_bytes()[:-10])  # truncated
     flipped = bytearray(second.read_bytes())
     flipped[len(flipped) // 2] ^= 1
     second.write_bytes(flipped)
-    third.with_suffix(".json").unlink()
+    third.write_text("no archive")
     found = load_first_good(list_snapshots(tmp_path))
     assert found is not None
     assert (found[0]["step"], found[1]) == (2, fourth)
@@ -109,9 +109,7 @@ def test_an_older_snapshot_that_cannot_be_removed_costs_a_warning(tmp_path, capl
 
 def test_leftovers_that_cannot_be_removed_cost_a_warning(tmp_path, caplog):
     (tmp_path / "best.pt.tmp").mkdir()
-    left = [tmp_path / name for name in ("step_00000001.pt.tmp", "step_00000001.json.tmp", "step_00000001.json")]
-    for path in left:
-        path.write_bytes(b"half")
+    (tmp_path / "step_00000001.pt.tmp").write_bytes(b"half")
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "best.pt.tmp"]
     (warning,) = caplog.messages
@@ -127,10 +125,7 @@ class Evil:
         return os.system, (f"touch {self.harm}",)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog, monkeypatch, zipped):
-    save = torch.save
-    monkeypatch.setattr(torch, "save", lambda value, file: save(value, file, _use_new_zipfile_serialization=zipped))
+def test_a_snapshot_that_would_run_code_is_not_loaded(tmp_path, caplog):
     save_snapshot(tmp_path, "step_00000001", {"evil": Evil(tmp_path / "harm")}, keep_last=1)
     with pytest.raises(ConfigError, match="none of the 1 snapshots in .* can be read; to start afresh type mv "):
         load_first_good([tmp_path / "step_00000001.pt"])

@@ -100,8 +100,8 @@ def test_the_typed_optimizer_settings_win_over_the_snapshots(tmp_path):
     assert (group["lr"], group["weight_decay"]) == (1e-9, 0.3)
     assert distance(weights(first), weights(second)) < 1e-6  # steps of such a small lr move nothing
     log = read_log(second)
-    assert "optimizer.lr: 0.002 in the snapshot, 1e-09 now" in log
-    assert "optimizer.weight_decay: 0.01 in the snapshot, 0.3 now" in log
+    assert "optimizer.lr (0.002 in the snapshot, 1e-09 now)" in log
+    assert "optimizer.weight_decay (0.01 in the snapshot, 0.3 now)" in log
 
 
 def test_a_typed_lr_keeps_the_factor_that_the_schedule_has_reached():

@@ -117,7 +117,7 @@ def test_the_toy_preset_saves_every_ten_epochs_and_learns(train):
 def _save_for_ever(folder: Path) -> None:
     for step in itertools.count(1):
         contents = {"step": step, "weights": torch.zeros(200_000)}
-        save_snapshot(folder, f"step_{step:08d}", contents, keep_last=2, step=step)
+        save_snapshot(folder, f"step_{step:08d}", contents, keep_last=2)
 
 
 def test_killed_at_random_while_it_writes_a_process_leaves_a_whole_snapshot(tmp_path, caplog):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
@@ -104,7 +105,7 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     assert (run["options"]["model"], run["options"]["optimizer"]) == ("nets.net", "torch.optim.Adagrad")
     assert (run["options"]["dataset"], run["options"]["task"]) == ("digits", "classification")
     assert {"optimizer.lr", "optimizer.momentum"} & run["config"].keys() == {"optimizer.lr"}
-    best = json.loads((tmp_path / "run" / "snapshots" / "best.json").read_text())
+    best = torch.load(tmp_path / "run" / "snapshots" / "best.pt", weights_only=True)["progress"]
     assert (run["objective"]["best"], run["objective"]["step"]) == (best["best"], best["step"])
     assert run["objective"]["step"] == 23 < run["steps"]
     (row,) = Backend(tmp_path).rows().values()

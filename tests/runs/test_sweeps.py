@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from lockstep.cli import resume_sweep
@@ -139,7 +140,7 @@ def check_run(folder: Path, output: str, row: dict[str, str]) -> None:
     """The row has the run's own numbers."""
     (accuracy,) = re.findall(r"^finished: .* accuracy ([\d.]+)\nrun folder: \S+/0_optimizer", output, re.MULTILINE)
     assert float(row["objective"]) == pytest.approx(float(accuracy), abs=5e-5)
-    best = json.loads((folder / "snapshots" / "best.json").read_text())
+    best = torch.load(folder / "snapshots" / "best.pt", weights_only=True)["progress"]
     assert (float(row["best"]), int(row["best_step"])) == (best["best"], best["step"])
     assert float(row["seconds"]) > 0
     assert "optimizer.lr=0.1" in (folder / ".hydra" / "overrides.yaml").read_text()

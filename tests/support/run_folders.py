@@ -1,6 +1,5 @@
 """What a run leaves in its folder, and what must be true of it."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ def position(folder: Path) -> tuple[int, int]:
     """(step, world size) of the newest snapshot of a run that goes on; (0, 0) before the first."""
     for path in list_snapshots(folder / "snapshots")[:2]:
         try:
-            companion = json.loads(path.with_suffix(".json").read_text())
-            return companion["step"], companion["world_size"]
+            contents = torch.load(path, weights_only=True)
+            return contents["progress"]["step"], contents["world_size"]
         except FileNotFoundError:  # the run has just deleted it
             pass
     return 0, 0

@@ -170,9 +170,9 @@ def resume_hint(folder: Path | None, first: WatchedRank, words: list[str]) -> di
 
 
 def newest_snapshot(run_dir: Path) -> Path | None:
-    """The newest numbered snapshot that is written whole: its companion exists."""
-    numbered = [path for path in run_dir.glob("snapshots/step_*.pt") if re.fullmatch(r"step_\d+", path.stem)]
-    return max((path for path in numbered if path.with_suffix(".json").exists()), default=None)
+    """The newest numbered snapshot."""
+    found = run_dir.glob("snapshots/step_*.pt")
+    return max((path for path in found if re.fullmatch(r"step_\d+", path.stem)), default=None)
 
 
 def resume_command(words: list[str], folder: Path | None) -> str:

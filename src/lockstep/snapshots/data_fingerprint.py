@@ -18,7 +18,7 @@ from lockstep.training.weight_check import digest
 
 LARGEST_TENSOR = 2**30  # bytes; a larger one may be a file that is mapped into memory, and is sampled
 TENSOR_ROWS = 64  # sampled of such a tensor
-FILES = 4096  # whose sizes and times are read of a folder of images
+FILES = 4096  # whose sizes are read of a folder of images
 ITEMS = 16  # sampled of any other data set, where loading an item may take a while
 
 _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -40,24 +40,12 @@ def data_fingerprint(dataset: Any) -> str:
         return _fingerprint(dataset)
 
 
-def file_times(dataset: Any) -> str | None:
-    """A hash of when the files of a folder of images were changed. None for other data sets.
-
-    It is no part of the fingerprint: copies on other machines have other times.
-    """
-    images = image_files(dataset)
-    if images is None:
-        return None
-    times = [time for _, time in _sizes_and_times(images[1])]
-    return f"{_hash(len(times), times)} of {len(times)} files"
-
-
 def _fingerprint(dataset: Any) -> str:
     images = image_files(dataset)
     if images is not None:
         folder, files = images
         names = "\n".join(f"{str(file)[len(folder) :]} {target}" for file, target in files)
-        sizes = [size for size, _ in _sizes_and_times(files)]
+        sizes = [_size(files[index][0]) for index in _evenly_spaced(len(files), FILES)]
         return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
     if isinstance(dataset, InMemoryDataset):
         return _of_tensors(dataset)
@@ -112,16 +100,11 @@ def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, Target]]] | None
     return None
 
 
-def _sizes_and_times(files: Sequence[tuple[Any, Target]]) -> list[tuple[int, int]]:
-    """(bytes, ns) of up to `FILES` files; (0, 0) of one that is gone: training will show it."""
-    found = []
-    for index in _evenly_spaced(len(files), FILES):
-        try:
-            status = os.stat(files[index][0])
-            found.append((status.st_size, status.st_mtime_ns))
-        except OSError:
-            found.append((0, 0))
-    return found
+def _size(file: Any) -> int:
+    """Of a file, in bytes; 0 if it is gone: training will show it."""
+    with suppress(OSError):
+        return os.stat(file).st_size
+    return 0
 
 
 def _evenly_spaced(length: int, count: int) -> list[int]:

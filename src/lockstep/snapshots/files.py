@@ -1,7 +1,7 @@
 """The files of a snapshot: written whole or not at all, read after their checksums were compared, and removed.
 
-A snapshot is `step_00000123.pt` and, beside it, its companion `step_00000123.json` with its SHA-256 and position. It
-holds tensors and plain values only, so `torch.load(weights_only=True)` reads it.
+A snapshot is `step_00000123.pt`, an archive of torch.save with a CRC-32 of each of its records. It holds tensors and
+plain values only, so `torch.load(weights_only=True)` reads it.
 
 The `.pt` of a sharded snapshot holds what is small, and for each tensor its type, shape and blocks. The numbers are in
 the folder `step_00000123.parts.<random>`, in one file of plain numbers per rank. A snapshot that is written again has
@@ -9,11 +9,11 @@ another folder, so the old one is whole until the new one is. The `.pt` is writt
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lockstep.distributed.host import cpu_count
-from lockstep.files import explain_disk_error, sync_folder, write_temporary, write_whole
+from lockstep.files import explain_disk_error, sync_folder, write_whole
 from lockstep.strategies.tensor_bytes import Block, FileBlock, StoredTensor, as_bytes, map_only
 
 log = logging.getLogger(__name__)
@@ -48,28 +48,12 @@ def step_of(path: Path) -> int:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The folders that hold the parts of the snapshot `path`, as its companion names them. Empty without any."""
-    companion = _read_companion(path) or {}
-    names = [companion.get("parts"), *companion.get("replaced_parts", [])]
-    return [path.with_name(_plain_name(name)) for name in names if name]
+    """The folders with parts of the snapshot `path`. Empty without any."""
+    return list(path.parent.glob(f"{path.stem}{INFIX}*"))
 
 
 def _is_numbered(path: Path) -> bool:
     return re.fullmatch(r"step_\d+", path.stem) is not None
-
-
-def _read_companion(path: Path) -> dict[str, Any] | None:
-    """The companion of the snapshot `path`. None if it is missing or damaged."""
-    with suppress(OSError, ValueError):
-        companion: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
-        return companion
-    return None
-
-
-def _accepted_checksums(path: Path) -> list[str]:
-    """The checksums that the companion of `path` accepts; none if the companion is missing or damaged."""
-    companion = _read_companion(path) or {}
-    return [companion["sha256"], *companion.get("replaces", [])] if "sha256" in companion else []
 
 
 def _sha256(path: Path) -> str:
@@ -86,35 +70,21 @@ def _plain_name(name: Any) -> str:
 
 
 def save_snapshot(
-    folder: Path, name: str, contents: dict[str, Any], keep_last: int, damaged: Collection[Path] = (), **position: Any
+    folder: Path, name: str, contents: dict[str, Any], keep_last: int, damaged: Collection[Path] = ()
 ) -> Path:
     """Write `contents` to folder/name.pt. A kill at any moment leaves a snapshot that loads.
 
     keep_last: of the numbered snapshots, so many stay, the newest up to this one.
     damaged: snapshots that were found damaged, which count as the oldest.
-    position: what the companion also contains, for people who read it.
     Raises OSError, for example on a full disk; the older snapshots, and one of this name, are untouched then. What only
     fails to remove older ones is a warning.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, companion_path = folder / f"{name}.pt", folder / f"{name}.json"
-    replaced = _accepted_checksums(path) if path.exists() else []
-    replaced_parts = parts_of(path) if replaced else []
-    temporary = write_temporary(path, lambda file: torch.save({"format": FORMAT, **contents}, file))
+    path = folder / f"{name}.pt"
+    write_whole(path, lambda file: torch.save({"format": FORMAT, **contents}, file))
     try:
-        companion = {"sha256": _sha256(temporary), **position}
-        # Two files cannot be replaced at once. Until both are, the companion fits the old file and the new one.
-        both = {"replaces": replaced, "replaced_parts": [parts.name for parts in replaced_parts]}
-        write_whole(companion_path, json.dumps(companion | both))
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    try:
-        sync_folder(folder)  # before the older ones go
-        if replaced:
-            write_whole(companion_path, json.dumps(companion))
-        _remove_folders(replaced_parts)
+        own = contents["parts"]["folder"] if "parts" in contents else None
+        _remove_folders([parts for parts in parts_of(path) if parts.name != own])
         if _is_numbered(path):
             _remove_older(path, keep_last, damaged)
     except OSError as error:
@@ -191,10 +161,12 @@ def load_verified(path: Path, check_parts: bool = True) -> Any:
     check_parts: whether to read the parts and to compare their checksums.
     Raises ValueError, or what torch.load raises, if it is damaged.
     """
-    accepted = _accepted_checksums(path)
-    if not accepted:
-        raise ValueError(f"{path.with_suffix('.json').name} with its checksum is missing or damaged")
-    if _sha256(path) not in accepted:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except zipfile.BadZipFile:
+        raise ValueError("it is cut off, or no file of torch.save") from None
+    if damaged is not None:
         raise ValueError("its checksum does not match")
     contents = load_plain(path)
     return open_parts(path, contents, check_parts) if isinstance(contents, dict) else contents
@@ -252,22 +224,20 @@ def open_parts(path: Path, contents: dict[str, Any], check: bool) -> dict[str, A
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left in `folder`: unfinished files, companions and parts without a snapshot.
+    """Delete what a killed process left in `folder`: unfinished files, and parts without a snapshot.
 
-    A snapshot whose companion is missing or damaged keeps its parts: they are whole, and the companion may come back.
+    A snapshot that cannot be read keeps its parts: they are whole, and it may come back.
     """
-    unfinished = [*folder.glob("*.pt.tmp"), *folder.glob("*.json.tmp")]
-    lone = [path for path in folder.glob("step_*.json") if not path.with_suffix(".pt").exists()]
-    for path in [*unfinished, *lone]:
+    for path in folder.glob("*.pt.tmp"):
         try:
             path.unlink()
         except OSError as error:
             log.warning("%s is of no snapshot and cannot be removed (%s); move it away", path, error)
     for parts in folder.glob(f"*{INFIX}*"):
         snapshot = folder / f"{parts.name.partition(INFIX)[0]}.pt"
-        is_named = parts in parts_of(snapshot) or _read_companion(snapshot) is None
-        if not (snapshot.exists() and is_named):
-            shutil.rmtree(parts, ignore_errors=True)
+        with suppress(Exception):  # torch.load raises many types for a damaged file
+            if not snapshot.exists() or load_plain(snapshot).get("parts", {}).get("folder") != parts.name:
+                shutil.rmtree(parts, ignore_errors=True)
 
 
 def _remove_older(path: Path, keep_last: int, damaged: Collection[Path]) -> None:
@@ -277,7 +247,6 @@ def _remove_older(path: Path, keep_last: int, damaged: Collection[Path]) -> None
     for old in older[max(keep_last, 1) - 1 :]:
         parts = parts_of(old)
         old.unlink()
-        old.with_suffix(".json").unlink(missing_ok=True)
         _remove_folders(parts)
 
 

@@ -285,9 +285,8 @@ class SnapshotManager(Watcher):
             self.before_save()
         with self.world.disk_access():  # earlier snapshots may not be written yet
             if contents is not None:
-                position = contents["progress"] | {"world_size": self.world.size}
-                contents |= {"fingerprint": self.fingerprint, "config": self.config}
-                self.saver.put(name or self._numbered(), contents, position)
+                contents |= {"fingerprint": self.fingerprint, "config": self.config, "world_size": self.world.size}
+                self.saver.put(name or self._numbered(), contents)
 
     def newest(self) -> Path | None:
         """The newest numbered snapshot, else the one that this run resumed from. Not a collective.
@@ -485,30 +484,30 @@ class Saver:
         contents = collect_state(self.state, totals, scheduler_as_built, strategy.full_state)
         return contents if self.world.is_rank_zero else None
 
-    def put(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+    def put(self, name: str, contents: dict[str, Any]) -> None:
         """Copy `contents`, of `collect` and what the caller added, and let the thread write them as `name`."""
         if "parts" not in contents:
-            self.writer.put(self._write, name, plain_copy(contents), position)
+            self.writer.put(self._write, name, plain_copy(contents))
             return
         self.writer.drain()  # one copy of a part at a time
-        self.writer.put(self._write_in_parts, name, self.part_memory.plain_copy(contents), position)
+        self.writer.put(self._write_in_parts, name, self.part_memory.plain_copy(contents))
 
     def finish(self) -> None:
         """Wait until the last snapshot is on the disk, and free the memory of its copy."""
         self.writer.drain()
         self.part_memory = CopyMemory()
 
-    def _write(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+    def _write(self, name: str, contents: dict[str, Any]) -> None:
         """In the writer's thread. A full disk costs a warning, not the training."""
         try:
-            path = save_snapshot(self.folder, name, contents, self.keep_last, self.damaged, **position)
+            path = save_snapshot(self.folder, name, contents, self.keep_last, self.damaged)
             self.damaged.discard(path)
         except OSError as error:
-            if "parts" in position:  # the largest files, on a disk that may be full
-                shutil.rmtree(self.folder / position["parts"], ignore_errors=True)
-            self._warn(position["step"], explain_disk_error(error, self.folder))
+            if "parts" in contents:  # the largest files, on a disk that may be full
+                shutil.rmtree(self.folder / contents["parts"]["folder"], ignore_errors=True)
+            self._warn(contents, explain_disk_error(error, self.folder))
 
-    def _write_in_parts(self, name: str, contents: dict[str, Any], position: dict[str, Any]) -> None:
+    def _write_in_parts(self, name: str, contents: dict[str, Any]) -> None:
         """In the writer's thread of each rank. Rank 0 writes the snapshot's own file when all parts are on the disk."""
         folder = self.folder / f"{name}{INFIX}{contents['parts']}"
         report: dict[str, Any] = {"problem": None}
@@ -520,19 +519,20 @@ class Saver:
         try:
             reports = self.thread_world.gather_state(report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
-            log.warning("no snapshot at step %d: a rank was lost (%s)", position["step"], str(error).splitlines()[0])
+            step = contents["progress"]["step"]
+            log.warning("no snapshot at step %d: a rank was lost (%s)", step, str(error).splitlines()[0])
             return
         if not self.world.is_rank_zero:
             return
         problems = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(reports) if each["problem"]]
         if problems:
             shutil.rmtree(folder, ignore_errors=True)
-            self._warn(position["step"], "; ".join(problems))
+            self._warn(contents, "; ".join(problems))
             return
-        self._write(name, contents | describe_parts(folder, reports), position | {"parts": folder.name})
+        self._write(name, contents | describe_parts(folder, reports))
 
-    def _warn(self, step: int, reason: str) -> None:
-        log.warning("no snapshot at step %d: %s; training goes on", step, reason)
+    def _warn(self, contents: dict[str, Any], reason: str) -> None:
+        log.warning("no snapshot at step %d: %s; training goes on", contents["progress"]["step"], reason)
 
 
 def is_finite(values: Tensor) -> bool:

@@ -108,7 +108,7 @@ def _named_snapshots(name: str | Path, keys: Keys, key: str) -> list[Path]:
     """
     path = Path(name)
     if os.path.isfile(path):  # Path.is_file raises for a name that is too long
-        _require_companion(path, keys, key)
+        _require_snapshot(path, keys, key)
         return [path]
     is_folder = os.path.isdir(path)
     found = list_snapshots(path / "snapshots") or list_snapshots(path) if is_folder else []
@@ -119,23 +119,20 @@ def _named_snapshots(name: str | Path, keys: Keys, key: str) -> list[Path]:
     return found
 
 
-def _require_companion(path: Path, keys: Keys, key: str) -> None:
-    """Raise ConfigError for a file without a companion, and say what it is instead of a snapshot."""
-    if path.suffix != ".json" and path.with_suffix(".json").exists():
-        return
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # any file may have been named
-        contents = None
+def _require_snapshot(path: Path, keys: Keys, key: str) -> None:
+    """Raise ConfigError for a file that is none, and say what it is. A damaged one is found when it is loaded."""
     run_dir = path_value(path.parent) if list_snapshots(path.parent / "snapshots") else "<the run folder>"
-    if isinstance(contents, dict) and "model" in contents and "optimizer" in contents:
-        run_dir = "<the run folder>"
-        what = f"has no {path.with_suffix('.json').name} with its checksum beside it; copy that file there, or"
-    elif isinstance(contents, dict) and contents and all(torch.is_tensor(value) for value in contents.values()):
-        what = "holds only weights, and "
-        what += "training also needs the optimizer's state;" if keys.trains else "a snapshot also tells their step;"
-    else:
-        what = "is not a snapshot;"
+    what = "is not a snapshot;"
+    if path.suffix == ".pt":
+        try:
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # any file may have been named
+            return
+        if isinstance(contents, dict) and "format" in contents:
+            return
+        if isinstance(contents, dict) and contents and all(torch.is_tensor(value) for value in contents.values()):
+            what = "holds only weights, and "
+            what += "training also needs the optimizer's state;" if keys.trains else "a snapshot also tells their step;"
     instead = f"{key}=last" if key == keys.which else f"{key}={run_dir}"
     raise ConfigError(f"{key}={path} {what} type {instead}")
 

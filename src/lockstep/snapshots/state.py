@@ -215,7 +215,6 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) ->
     ]
     state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
     _keep_types(state.optimizer, by_index)
-    _log_changed_hyperparameters(saved_initial, initial)
 
     if not goes_on:
         log.info(
@@ -313,17 +312,6 @@ def resumed_group(saved: Group, saved_initial: Group, built: Group, initial: Gro
             old, now = float(saved_initial[key]), float(initial[key])
             group[key] = _in_form_of(built[key], float(saved[key]) * now / old if old else now)
     return group
-
-
-def _log_changed_hyperparameters(saved_initial: list[Group], initial: list[Group]) -> None:
-    """One line for each hyperparameter that the config changed since the snapshot, however many groups it is in."""
-    lines = []
-    for old, new in zip(saved_initial, initial, strict=True):
-        for key in sorted(old.keys() & new.keys() - IMPLEMENTATION_FLAGS):
-            if not _is_same(old[key], new[key]):
-                lines.append(f"optimizer.{key}: {old[key]} in the snapshot, {new[key]} now")
-    for line in dict.fromkeys(lines):
-        log.info(line)
 
 
 def _is_same(one: Any, other: Any) -> bool:
