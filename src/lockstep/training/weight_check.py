@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.compat import hidden_from_profiler
 from lockstep.errors import RanksDiffer, first_of
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
 from lockstep.training.state import TrainState
@@ -18,15 +17,13 @@ log = logging.getLogger(__name__)
 
 PIECE = 2**16  # words that are multiplied by the same weights
 ROWS = 64  # pieces at once on a GPU: 32 MB of products
-GPU_LAG = 10  # steps after which a GPU has surely computed a digest, so that reading it does not make the host wait
 NAMED = 3  # parameters that a message names
 
 
 class WeightCheck(Watcher):
-    """Called after every step on every rank. Every `every` steps each rank computes a digest of its weights.
+    """Called after every step on every rank. Every `every` steps the ranks compare a digest of their weights.
 
-    The ranks exchange them while the next step runs, and compare them after it; on a GPU `GPU_LAG` steps later. Only if
-    they differ, the ranks exchange a digest of each parameter.
+    Only if these differ, they exchange a digest of each parameter.
 
     action: stop raises RanksDiffer; majority takes the weights of most ranks; off compares nothing. Where ranks hold
     parts, the copies of each part are compared, and majority is as stop. Strategies whose ranks all differ by design
@@ -38,47 +35,42 @@ class WeightCheck(Watcher):
         self.world = state.strategy.world
         self.enabled = action != "off" and self.world.size > 1 and bool(state.strategy.replicated_tensors())
         self.last_step = 0
-        self.pending: Digests | None = None
 
     def on_epoch_start(self) -> None:
         self.last_step = self.state.progress.step
 
     def after_step(self, samples: int) -> None:
-        """Raises RanksDiffer, on all ranks, if the weights differ and there is no majority to take them from."""
-        if not self.enabled:
-            return
+        """Raises as `check_now` does."""
         step = self.state.progress.step
-        if self.pending is not None and self.pending.advance(step):
-            self._compare(self.pending)
         is_due = step // self.every > self.last_step // self.every
         self.last_step = step
-        if is_due and self.pending is None:
-            self.pending = Digests(self.state, step)
-            self.pending.advance(step)
+        if is_due:
+            self.check_now()
 
     def check_now(self) -> None:
-        """Compare the weights as they are now. A collective. Raises as `after_step` does."""
-        if self.enabled:
-            if self.pending is not None:
-                self.pending.drop()
-            digests = Digests(self.state, self.state.progress.step)
-            digests.start()
-            self._compare(digests)
+        """Compare the weights as they are now. A collective.
 
-    def _compare(self, digests: "Digests") -> None:
-        self.pending = None
-        totals, apart = digests.result(), self.state.strategy.ranks_per_model
+        Raises RanksDiffer, on all ranks, if they differ and there is no majority to take them from.
+        """
+        if not self.enabled:
+            return
+        tensors = self.state.strategy.replicated_tensors()
+        digests = torch.stack([digest(local_part(tensor)).to(self.world.device) for tensor in tensors.values()])
+        mine = int(digest(digests))
+        with self.world.waiting:
+            totals = self.world.all_gather_json(mine)
+        apart = self.state.strategy.ranks_per_model
         alike = [range(first, self.world.size, apart) for first in range(apart)]  # ranks that should hold the same
         differing = [ranks for ranks in alike if len({totals[rank] for rank in ranks}) > 1]
         if not differing:
             return
         chosen = [choose_reference(totals, ranks) for ranks in differing]
-        parts = self.world.all_gather_json(digests.parts.tolist())
+        parts = self.world.all_gather_json(digests.tolist())
         found = [
-            describe(digests.names, parts, ranks, reference)
+            describe(list(tensors), parts, ranks, reference)
             for ranks, (reference, _) in zip(differing, chosen, strict=True)
         ]
-        what = f"the weights differ between ranks at step {digests.step}: {'; '.join(found)}"
+        what = f"the weights differ between ranks at step {self.state.progress.step}: {'; '.join(found)}"
         if not all(is_majority for _, is_majority in chosen):
             raise RanksDiffer(f"{what}, and no majority shows which are right")
         if self.action == "stop" or apart > 1:
@@ -95,49 +87,6 @@ class WeightCheck(Watcher):
             packed = to_bytes([tensor.cpu()])
             dist.broadcast(packed, rank, group=self.world.control)
             from_bytes(packed, [tensor])
-
-
-class Digests:
-    """One comparison under way. names, parts: what is compared, and its digests (n,) int64. step: when."""
-
-    def __init__(self, state: TrainState, step: int) -> None:
-        self.world, self.step = state.strategy.world, step
-        tensors = state.strategy.replicated_tensors()
-        self.names = list(tensors)
-        self.parts = torch.stack([digest(local_part(tensor)).to(self.world.device) for tensor in tensors.values()])
-        self.total = digest(self.parts).to("cpu", non_blocking=True).view(1)
-        self.copied: torch.cuda.Event | None = None
-        if self.world.device.type == "cuda":
-            self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(self.world.device))
-        self.gathered = [torch.empty_like(self.total) for _ in range(self.world.size)]
-        self.work: dist.Work | None = None
-
-    def advance(self, step: int) -> bool:
-        """Called once a step. Starts the exchange when the digest is there. Returns True if the result is due."""
-        if self.work is not None:
-            return True
-        if self.copied is None or step >= self.step + GPU_LAG:
-            self.start()
-        return False
-
-    def start(self) -> None:
-        """Send this rank's digest to the others, and do not wait for theirs."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        with hidden_from_profiler():
-            self.work = dist.all_gather(self.gathered, self.total, group=self.world.control, async_op=True)
-
-    def result(self) -> list[int]:
-        """The digest of every rank."""
-        assert self.work is not None
-        self.work.wait()
-        return [int(value) for value in torch.cat(self.gathered).tolist()]
-
-    def drop(self) -> None:
-        """Wait for the exchange, if it has started, and forget it."""
-        if self.work is not None:
-            self.work.wait()
 
 
 def digest(tensor: Tensor) -> Tensor:
