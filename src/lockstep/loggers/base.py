@@ -134,12 +134,6 @@ class Logger:
         train/lr at step N is the learning rate of the next step.
         """
 
-    def log_text(self, tag: str, text: str, step: int) -> None:
-        """A text, in Markdown."""
-
-    def log_image(self, tag: str, image: Tensor, step: int) -> None:
-        """An image: a float tensor (C, H, W) with 1 or 3 channels and values from 0 to 1."""
-
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
         """What the task found in an evaluation. sample, classes: for `report.figures`, which draws images of it.
 
@@ -214,12 +208,6 @@ class LoggerList(Logger):
         self.before_writing()
         if metrics and step > self._ended_step:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
-
-    def log_text(self, tag: str, text: str, step: int) -> None:
-        self._call_each(lambda logger: logger.log_text(tag, text, step))
-
-    def log_image(self, tag: str, image: Tensor, step: int) -> None:
-        self._call_each(lambda logger: logger.log_image(tag, image, step))
 
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
         if step > self._ended_step:

@@ -83,12 +83,6 @@ class TensorBoardLogger(Logger):
         values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._add_summary(Summary(value=values), step)
 
-    def log_text(self, tag: str, text: str, step: int) -> None:
-        self._write(lambda writer: writer.add_text(tag, text, step, self._now()))
-
-    def log_image(self, tag: str, image: Tensor, step: int) -> None:
-        self._write(lambda writer: writer.add_image(tag, image, step, self._now()))
-
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
         """Draw it, now or at the end of the training: most evaluations of a very short epoch are not drawn."""
         if self.images == 0:
@@ -97,13 +91,16 @@ class TensorBoardLogger(Logger):
         def draw() -> None:
             self._draw, start = lambda: None, time.monotonic()
             for tag, image in report.figures(sample, classes).items():
-                self.log_image(tag, image, step)
+                self._log_image(tag, image, step)
             self._drawn_at = time.monotonic()
             self._drawing_seconds = self._drawn_at - start
 
         self._draw = draw
         if time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE:
             draw()
+
+    def _log_image(self, tag: str, image: Tensor, step: int) -> None:
+        self._write(lambda writer: writer.add_image(tag, image, step, self._now()))
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if self.histograms:

@@ -31,6 +31,21 @@ def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if isinstance(weight, nn.Parameter) and weight.requires_grad]
 
 
+def weights_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> list[Tensor]:
+    """The weights in autograd's graph from the nodes `starts` on, up to the nodes `ends`."""
+    weights, seen, nodes = list[Tensor](), set(ends), list(starts)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        weight = getattr(node, "variable", None)  # of the nodes that add to .grad
+        if weight is not None:
+            weights.append(weight)
+        nodes += [following for following, _ in node.next_functions]
+    return weights
+
+
 def image_shape(shape: Sequence[int], model: str) -> tuple[int, int, int]:
     """(channels, height, width). Raises ConfigError if the samples are not images."""
     if len(shape) != 3:

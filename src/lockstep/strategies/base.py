@@ -24,6 +24,8 @@ from lockstep.strategies.tensor_bytes import broadcast
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
 
+WATCHED_STEPS = 20  # of a process, in which it looks for what would go wrong without a word
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the loss of these samples as one number, summed and weighted as the step needs it."""
 

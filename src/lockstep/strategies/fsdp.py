@@ -22,14 +22,20 @@ from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks, refuse_scripted
+from lockstep.strategies.base import (
+    WATCHED_STEPS,
+    JobSpec,
+    LossFunction,
+    Strategy,
+    refuse_gradient_hooks,
+    refuse_scripted,
+)
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
 from lockstep.strategies.tensor_bytes import parameters_on_disk
 
 WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.Rprop)  # their steps fail on DTensors
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-WATCHED_PASSES = 20  # of each block, in which its weights must not change
 
 
 class FirstPasses:
@@ -43,7 +49,7 @@ class FirstPasses:
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.block, self.prefix, self.passes_left = block, f"{name}.".lstrip("."), WATCHED_PASSES
+        self.block, self.prefix, self.passes_left = block, f"{name}.".lstrip("."), WATCHED_STEPS
         self.hooks = [block.register_forward_hook(self._compare)]
         self.with_gradient = set[str]()  # in this pass
 
@@ -54,7 +60,7 @@ class FirstPasses:
     def _note(self, block: nn.Module, inputs: Any) -> None:
         self.with_gradient.clear()
         self.before = self._sums()
-        if self.passes_left == WATCHED_PASSES:
+        if self.passes_left == WATCHED_STEPS:
             for name, weight in self._gathered().items():
                 if weight.requires_grad:
                     self.hooks.append(weight.register_post_accumulate_grad_hook(partial(self._found, name)))

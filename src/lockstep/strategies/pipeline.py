@@ -199,9 +199,6 @@ class Pipeline(Strategy):
         return self.loss_function(outputs, targets)
 
     def clip_grad_norm(self, max_norm: float) -> None:
-        if self.world.size == 1:
-            super().clip_grad_norm(max_norm)
-            return
         clip_grads_with_norm_(self.model.parameters(), max_norm, self.grad_norm())
 
     def grad_norm(self) -> Tensor:
@@ -215,8 +212,6 @@ class Pipeline(Strategy):
         """No two ranks hold the same buffers."""
 
     def full_state(self, named: dict[str, Any]) -> dict[str, Any]:
-        if self.world.size == 1:
-            return named
         stages = self.world.gather_state(map_only(Tensor, Tensor.cpu, named))
         return {name: values for stage in stages for name, values in stage.items()}
 

@@ -1,7 +1,7 @@
 """Each matrix in parts, one per rank, which computes with it (Shoeybi et al. 2019; torch's parallelize_module)."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
+from lockstep.models.base import weights_behind
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync
@@ -221,14 +222,14 @@ class CutRegion:
         its part: the gradient of that would be one rank's. So does a weight that is used in there and outside, too.
         """
         if self.found is None:
-            self.found = _weights_behind(self.ends, self.begins)
+            self.found = weights_behind(self.ends, self.begins)
             if any(isinstance(weight, DTensor) for weight in self.found):
                 raise ConfigError(
                     f"{NAME} cuts a layer behind which something joins that is not cut; type strategy.plan=[...] "
                     f"without it, or strategy=fsdp"
                 )
             before = [following for node in self.begins for following, _ in node.next_functions]
-            outside = {id(weight) for weight in _weights_behind([*self.outputs, *before], self.ends)}
+            outside = {id(weight) for weight in weights_behind([*self.outputs, *before], self.ends)}
             both = {id(weight) for weight in self.found} & outside
             if both:
                 names = [name for name, weight in self.model.named_parameters() if id(weight) in both]
@@ -238,21 +239,6 @@ class CutRegion:
                 )
             self.begins, self.ends, self.outputs = [], [], []
         return self.found
-
-
-def _weights_behind(starts: Iterable[Any], ends: Iterable[Any]) -> list[Tensor]:
-    """The weights in the graph from the nodes `starts` on, up to the nodes `ends`."""
-    weights, seen, nodes = list[Tensor](), set(ends), list(starts)
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        weight = getattr(node, "variable", None)
-        if weight is not None:
-            weights.append(weight)
-        nodes += [following for following, _ in node.next_functions]
-    return weights
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lockstep.compat import versions
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.errors import ConfigError, first_of
-from lockstep.strategies.base import Strategy
-from lockstep.training.early_steps import WATCHED_STEPS
+from lockstep.strategies.base import WATCHED_STEPS, Strategy
 
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # those whose running statistics have a mean
 ATTRIBUTE = "lockstep_buffers"

@@ -1,6 +1,5 @@
 """What is set once, before the first step: determinism, the model's device and layout, precision."""
 
-import logging
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,10 +9,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, first_of
+from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
-
-log = logging.getLogger(__name__)
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,18 +45,6 @@ def cast(module: nn.Module, precision: str) -> None:
             tensor.data = tensor.data.to(DOUBLED[tensor.dtype])
         if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-
-
-def log_other_types(model: nn.Module, precision: str) -> None:
-    """One line about the parameters that keep another type than `precision` says."""
-    usual = {model_dtype(precision), DOUBLED[torch.complex64] if precision == "fp64" else torch.complex64}
-    others = [
-        f"{name} ({str(p.dtype).removeprefix('torch.')})"
-        for name, p in model.named_parameters()
-        if p.dtype not in usual
-    ]
-    if others:
-        log.info("these weights keep the type that the model gives them: %s", first_of(others))
 
 
 def model_memory_format(model: nn.Module, channels_last: bool | str, device: torch.device) -> torch.memory_format:
@@ -107,7 +92,6 @@ def prepare_model(
     model = model.to(world.device)
     if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
         model = model.to(memory_format=torch.channels_last)
-    log_other_types(model, precision)
     if compile:
         model.compile(mode=None if compile is True else compile)
     return model
