@@ -28,10 +28,10 @@ UNEQUAL = 61  # samples of a batch: the shares of two ranks are never of one siz
 class Normed(nn.Module):
     """An instance norm with running statistics, which a training step changes and does not read."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.norm = nn.InstanceNorm2d(1, affine=True, track_running_stats=True)
-        self.head = nn.Linear(64, 10)
+        self.head = nn.Linear(64, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(images).flatten(1))
@@ -140,12 +140,20 @@ class Listed(nn.Module):
 
 
 class Counts(Classification):
-    """A class-weighted mean times the number of samples, which is no sum."""
+    """A class-weighted mean times the number of samples, which is no sum, and every hit counted twice."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = torch.linspace(0.2, 3.0, outputs.shape[1]).to(outputs)
         loss = F.cross_entropy(outputs, targets, weight=weights) * len(targets)
-        return loss, {"loss": loss, "accuracy": (outputs.argmax(1) == targets).sum()}
+        return loss, {"loss": loss, "accuracy": 2 * (outputs.argmax(1) == targets).sum() + len(targets)}
+
+
+class Weighted(Counts):
+    """Only the class-weighted mean."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = super().__call__(outputs, targets)
+        return loss, sums | {"accuracy": (outputs.argmax(1) == targets).sum()}
 
 
 class FromZero(nn.Module):
@@ -275,11 +283,12 @@ def test_what_ranks_cannot_agree_on_is_refused_in_one_sentence() -> None:
 def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     counts = [f"task._target_={__name__}.Counts"]
     more = words(Normed, *counts, "trainer.batch_size=32")
-    later = words(FromZero, *counts)
+    later = words(FromZero, f"task._target_={__name__}.Weighted")
     running = words(FromZero, f"task.loss={{_target_:{__name__}.RunningScale}}")
     mixed = words(Mixed), words(Mixed, "trainer.gradient_accumulation_steps=2")
-    found = in_world(1, trained, [words(Listed), more, later, running, *mixed])[0]
-    listed, counted, counted_later, kept, whole, cut = (logged for _, _, logged in found)
+    cases = [words(Listed), more, words(Normed, "+model.classes=11"), later, running, *mixed]
+    found = in_world(1, trained, cases)[0]
+    listed, counted, absent, counted_later, kept, whole, cut = (logged for _, _, logged in found)
     shared = "the model or the loss draws from numpy.random and random, which gives the same numbers to each of the 2 p"
     assert (whole.count("draws from"), cut.count(shared)) == (0, 1)
     assert "the loss or the task changes RunningScale.scale in a step: each rank has its own value" in kept
@@ -288,4 +297,7 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     assert "in layers: they are never trained" in listed
     assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed
     assert "loss of test_early_steps.Counts does not add up over the samples of a batch" in counted
-    assert counted_later.count("loss of test_early_steps.Counts does not add up over the samples of a batch") == 1
+    assert counted_later.count("loss of test_early_steps.Weighted does not add up over the samples of a batch") == 1
+    assert "accuracy is" in counted
+    assert "none of the first" in absent
+    assert "of class 10, of 11 classes" in absent

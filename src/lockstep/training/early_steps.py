@@ -29,10 +29,14 @@ TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
 FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
 CHECKED_AGAIN = (18, 15, 10, 1)  # watched steps that are left then: all outputs of a net that learned nothing are alike
 NAMED = 4  # parameters that a sentence names
+EXPECTED = 20  # targets of a class that never comes
+ROUNDING = 1e-9
+SHARES = ("accuracy", "precision", "recall", "f1", "iou")  # metrics from 0 to 1
 
 
 class EarlySteps:
-    """Checks the first batch that has two samples, some of those after it, and the first steps.
+    """Checks the first batch that has two samples, some of those after it, and the first steps. Afterwards only
+    metrics are looked at, where they are logged.
 
     Attributes:
     no_sums: names of what the task returns as a sum, and is none.
@@ -49,6 +53,9 @@ class EarlySteps:
         self.unowned: str | None = None
         self.shared_draws = ""
         self.without_gradient: dict[str, nn.Parameter] = {}
+        self.impossible = set[str]()
+        self.targets: Tensor | None = None  # how often each class came, (classes,)
+        self.has_counted = False  # all targets of the watched steps, and the counts are not read yet
         self.task_buffers = self._buffers_of_task()
 
     def _buffers_of_task(self) -> dict[str, tuple[int, int]]:
@@ -72,12 +79,20 @@ class EarlySteps:
             self.is_checked = no_sums is not None
             self.no_sums = no_sums or []
 
-    def watch_loss(self, loss: Tensor) -> None:
-        """The first loss, before its backward pass."""
+    def watch_loss(self, loss: Tensor, outputs: Any, targets: Any) -> None:
+        """One loss of a step, before its backward pass."""
+        if not self.steps_to_watch:
+            return
         if self.unowned is None:
             self.unowned = "" if self.strategy.shards_state else weights_beside(self.model, loss)
             if self.unowned:
                 log.warning("%s", self.unowned)
+        are_classes = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and targets.dtype == torch.int64
+        if are_classes and outputs.dim() == 2 and targets.dim() == 1 and self.strategy.counts_samples():
+            if self.targets is None:
+                self.targets = torch.zeros(outputs.shape[1], device=outputs.device)
+            inside = targets.clamp(0, len(self.targets) - 1)
+            self.targets.index_add_(0, inside, (inside == targets).to(self.targets))
 
     @contextmanager
     def watching_draws(self) -> Iterator[None]:
@@ -119,6 +134,36 @@ class EarlySteps:
             log.warning(
                 "%s got no gradient in %d steps, so it stays as it is; type freeze=[%s], or use it in the model",
                 *(first_of(names), WATCHED_STEPS, ",".join(names[:NAMED])),
+            )
+        self.has_counted = True
+
+    def watch_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning, once, for a share of samples that is not from 0 to 1, and for a class that never came.
+
+        Called by all ranks together, where they read values of the device anyway.
+        """
+        if self.has_counted:
+            self.has_counted = False
+            self._look_for_absent_classes()
+        for name in SHARES:
+            value = metrics.get(name, 0.0)
+            if name not in self.impossible and (value < -ROUNDING or value > 1 + ROUNDING):
+                self.impossible.add(name)
+                log.warning(
+                    "%s is %.4g, and a share is from 0 to 1: the task counts something twice, or adds up what is no "
+                    "sum over the samples that its method count counts; correct its method __call__",
+                    *(name, value),
+                )
+
+    def _look_for_absent_classes(self) -> None:
+        counts = self.strategy.world.all_gather_json(None if self.targets is None else self.targets.tolist())
+        classes = [sum(column) for column in zip(*filter(None, counts), strict=True)]
+        absent = [str(number) for number, count in enumerate(classes) if not count]
+        if absent and sum(classes) >= EXPECTED * len(classes):
+            log.warning(
+                "none of the first %d targets is of class %s, of %d classes; if the data has fewer, type "
+                "dataset.classes=<how many>",
+                *(sum(classes), first_of(absent), len(classes)),
             )
 
 

@@ -141,6 +141,7 @@ class Evaluator:
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
         """As `evaluate`, which it calls. A collective. Raises TrainingDiverged if the loss is NaN or infinite."""
         means = evaluate(self.state, self.loader, on_stop, report)
+        self.state.early_steps.watch_metrics(means)
         if not math.isfinite(means["loss"]):
             raise self._diverged(means["loss"])
         return means

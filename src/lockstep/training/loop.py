@@ -186,7 +186,7 @@ class StepLoss:
         state, weight = self.state, self.weight
         state.early_steps.check_outputs(outputs, targets)
         loss, sums = state.task(outputs, targets)
-        state.early_steps.watch_loss(loss)
+        state.early_steps.watch_loss(loss, outputs, targets)
         if self.counts_samples:
             state.meter.add(sums, state.task.count(targets), self.step)
         loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)

@@ -59,6 +59,7 @@ class RunningMetrics(Watcher):
         memory[world.rank] = used_memory(world.device)
         beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
         means = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)
+        self.state.early_steps.watch_metrics(means)
         loss = means["loss"]
         learning_rate = float(self.state.scheduler.get_last_lr()[0])
         # Where all updates were left out, nothing is counted, and there is no loss.
