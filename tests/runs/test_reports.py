@@ -78,15 +78,38 @@ def test_every_third_value_of_2500_is_shown_at_any_number_of_ranks(ranks: int) -
 
 def test_a_cell_has_the_colour_of_its_share_and_a_tile_the_pixels_of_its_sample() -> None:
     matrix = draw_confusion([[4.0, 0.0], [0.0, 0.0]], ["cat", "dog"])
-    colours = {tuple(matrix[:, 60 + 30, 60 + 35 * column + 30].mul(255).round().int().tolist()) for column in (0, 1)}
-    assert colours == {RIGHT, WHITE}
+    cells = [matrix[:, matrix.shape[1] - 6 - 74 + 5, -6 - 38 * (8 - column) + 5] for column in (0, 1)]
+    assert [tuple(cell.mul(255).round().int().tolist()) for cell in cells] == [RIGHT, WHITE]
     bars = draw_accuracies([0.5, None], ["cat", "dog"])
-    filled = (bars[:, 6 + 5, 60:291] - torch.tensor(RIGHT)[:, None] / 255).abs().sum(0) < 0.01
-    assert int(filled.sum()) == pytest.approx(115, abs=2)
+    filled = (bars[:, 6 + 5] - torch.tensor(RIGHT)[:, None] / 255).abs().sum(0) < 0.01
+    grey = (bars[:, 6 + 20 + 5] - bars[:, 6 + 20 + 5, 100:101]).abs().sum(0) < 0.01
+    assert int(filled.sum()) == pytest.approx(int(grey.sum()) / 2, abs=2)
     sample = torch.arange(64, dtype=torch.uint8).view(1, 8, 8)
     tile = draw_tiles([Tile(sample, "1 (90%)", "is 2", False)])
     pixels = tile[0, 6 : 6 + 80, 6 : 6 + 80].mul(255).round().to(torch.uint8)
     assert torch.equal(pixels[5::10, 5::10], sample[0])
+
+
+BREEDS = ["American_bulldog", "American_pit_bull_terrier", "cat", *(f"English_breed_number_{n}" for n in range(10))]
+
+
+def test_long_names_stay_inside_their_tile_their_row_and_their_column() -> None:
+    """The pixels between two tiles, and those between names and matrix, are white; no two names look alike."""
+    tiles = draw_tiles([Tile(torch.zeros(1, 8, 8), f"99% {name}", f"is {name}", False) for name in BREEDS])
+    for gap in range(3):
+        left = 6 + 80 + gap * 86
+        assert bool((tiles[:, :, left : left + 6] == 1).all())
+    counts = [[1234.0 if row == column else 0.0 for column in range(13)] for row in range(13)]
+    matrix = draw_confusion(counts, BREEDS)
+    assert matrix.shape[2] == 350
+    cell = (350 - (left := 116) - 6) // 13
+    top = matrix.shape[1] - 6 - 13 * cell
+    assert bool((matrix[:, top:, left - 6 : left] == 1).all())
+    rows = [matrix[:, top + cell * row :, 6 : left - 6][:, :cell].flatten().tolist() for row in range(13)]
+    columns = [matrix[:, 27 : top - 1, left + cell * row :][:, :, :cell].flatten().tolist() for row in range(13)]
+    assert len(set(map(tuple, rows))) == len(set(map(tuple, columns))) == 13
+    bars = draw_accuracies([0.5] * 13, BREEDS)
+    assert bool((bars[:, :, 110:116] == 1).all())
 
 
 def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ WHITE, BLACK, GREY = (255, 255, 255), (0, 0, 0), (120, 120, 120)
 RIGHT, WRONG = (27, 120, 55), (178, 24, 43)  # told apart by people who do not tell green from red, too
 WIDTH = 350  # pixels of TensorBoard's cards, which leave out rows and columns of larger images: text would be illegible
 TILE, LINE, GAP, COLUMNS = 80, 15, 6, 4  # side by side they have this width
-MARGIN = 60
-LARGEST = 640  # pixels of the bars of many classes
+MARGIN = 60  # for numbers beside a picture
+LARGEST = 640  # pixels of what shows many classes
 FEWEST_CELLS = 8  # in the width of a matrix
 
 Colour = tuple[int, int, int]
@@ -100,7 +100,7 @@ class ClassReport(Report):
             tiles = [
                 Tile(
                     sample(shown.number),
-                    f"{_name(classes, shown.prediction)[:8]} ({shown.confidence:.0%})",
+                    f"{shown.confidence:.0%} {_name(classes, shown.prediction)}",
                     f"is {_name(classes, shown.truth)}",
                     shown.prediction == shown.truth,
                 )
@@ -188,60 +188,82 @@ def draw_tiles(tiles: Sequence[Tile]) -> Tensor:
     for number, tile in enumerate(tiles):
         left, top = GAP + number % COLUMNS * (TILE + GAP), GAP + number // COLUMNS * height
         canvas.paste(_picture(tile.sample), (left, top))
-        _text(draw, left, top + TILE, tile.prediction, RIGHT if tile.is_right else WRONG)
-        _text(draw, left, top + TILE + LINE, tile.truth, BLACK)
+        _text(draw, left, top + TILE, _cut(tile.prediction, TILE), RIGHT if tile.is_right else WRONG)
+        _text(draw, left, top + TILE + LINE, _cut(tile.truth, TILE), BLACK)
     return _tensor(canvas)
 
 
 def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> Tensor:
-    """A row for each true class, a column for each predicted one. A colour is a share of its row."""
-    cell = max(3, (WIDTH - MARGIN - GAP) // max(len(names), FEWEST_CELLS))
-    side = cell * len(names)
-    canvas, draw = _canvas(max(WIDTH, MARGIN + side + GAP), MARGIN + side + GAP)
-    _text(draw, GAP, GAP, "row: truth   column: prediction", GREY)
+    """A row for each true class, a column for each predicted one. A colour is a share of its row.
+
+    With names where they have room, in an image of up to LARGEST pixels: a click on TensorBoard's card shows it whole.
+    """
+    count_of_classes, margin = len(names), _margin(names)
+    cell = (WIDTH - margin - GAP) // max(count_of_classes, FEWEST_CELLS)
+    if cell < LINE <= (LARGEST - margin - GAP) // count_of_classes:
+        cell = LINE
+    is_named = cell >= LINE
+    if not is_named:
+        margin, cell = GAP, max(3, (WIDTH - 2 * GAP) // count_of_classes)
+    side, room = cell * count_of_classes, cell - 2
+    is_upright = is_named and max(map(_length, names)) > room  # the names of columns
+    head = LINE + GAP + (margin if is_upright else LINE if is_named else 0)
+    canvas, draw = _canvas(max(WIDTH, margin + side + GAP), head + side + GAP)
+    _text(draw, GAP, GAP // 2, "row: truth   column: prediction", GREY)
     for row, (name, line) in enumerate(zip(names, counts, strict=True)):
-        top, total = MARGIN + row * cell, sum(line) or 1.0
-        if cell >= LINE:
-            _text(draw, GAP, top + (cell - LINE) // 2, name[:8], BLACK)
-            _text(draw, MARGIN + row * cell + 4, MARGIN - LINE - 2, name[: cell // 7], BLACK)
+        top, total = head + row * cell, sum(line) or 1.0
         for column, count in enumerate(line):
-            left = MARGIN + column * cell
+            left, words = margin + column * cell, f"{count:.0f}"
             colour = _shade(RIGHT if row == column else WRONG, count / total)
-            draw.rectangle((left, top, left + cell - 1, top + cell - 1), colour, GREY if cell >= LINE else None)
-            if count and cell >= 24:
-                _text(draw, left + 2, top + (cell - LINE) // 2, f"{count:.0f}", WHITE if count > total / 2 else BLACK)
+            draw.rectangle((left, top, left + cell - 1, top + cell - 1), colour, GREY if is_named else None)
+            if count and is_named and (length := _length(words)) <= room:
+                ink = WHITE if count > total / 2 else BLACK
+                _text(draw, left + (cell - length) / 2, top + (cell - LINE) // 2, words, ink)
+        if not is_named:
+            continue
+        left, name = margin + row * cell, _cut(name, margin - 2 * GAP)
+        _text(draw, GAP, top + (cell - LINE) // 2, name, BLACK)
+        if is_upright:
+            upright = Image.new("RGB", (margin - 2 * GAP, LINE), WHITE)
+            _text(ImageDraw.Draw(upright), 0, 0, name, BLACK)
+            place = left + (cell - LINE) // 2, head - upright.width - 2
+            canvas.paste(upright.transpose(Image.Transpose.ROTATE_90), place)
+        else:
+            _text(draw, left + (cell - _length(name)) / 2, head - LINE - 2, name, BLACK)
     return _tensor(canvas)
 
 
 def draw_accuracies(accuracies: Sequence[float | None], names: Sequence[str]) -> Tensor:
     """A bar for each class, from 0 to 1. None: no test sample of this class."""
-    height = max(3, min(20, LARGEST // len(names)))
-    length = WIDTH - 2 * MARGIN
-    canvas, draw = _canvas(MARGIN + length + MARGIN, height * len(names) + 2 * GAP)
+    height, margin = max(3, min(20, LARGEST // len(names))), _margin(names)
+    length = WIDTH - margin - MARGIN
+    canvas, draw = _canvas(WIDTH, height * len(names) + 2 * GAP)
     for number, (name, accuracy) in enumerate(zip(names, accuracies, strict=True)):
         top, share = GAP + number * height, accuracy or 0.0
-        draw.rectangle((MARGIN, top, MARGIN + length, top + height - 2), _shade(GREY, 0.15))
+        draw.rectangle((margin, top, margin + length, top + height - 2), _shade(GREY, 0.15))
         if share > 0:
-            draw.rectangle((MARGIN, top, MARGIN + length * share, top + height - 2), RIGHT)
+            draw.rectangle((margin, top, margin + length * share, top + height - 2), RIGHT)
         if height >= LINE:
-            _text(draw, GAP, top, name[:8], BLACK)
-            _text(draw, MARGIN + length + 4, top, "-" if accuracy is None else f"{accuracy:.1%}", BLACK)
+            _text(draw, GAP, top, _cut(name, margin - 2 * GAP), BLACK)
+            _text(draw, margin + length + 4, top, "-" if accuracy is None else f"{accuracy:.1%}", BLACK)
     return _tensor(canvas)
 
 
 def draw_points(points: Sequence[tuple[float, float]]) -> Tensor:
     """A point for each (predicted, true), and the line on which both are equal."""
     side = WIDTH - MARGIN - GAP
-    canvas, draw = _canvas(MARGIN + side + GAP, side + MARGIN)
+    canvas, draw = _canvas(WIDTH, side + GAP + 2 * LINE)
     low, high = min(map(min, points)), max(map(max, points))
     scale = side / ((high - low) or 1.0)
-    draw.rectangle((MARGIN, 0, MARGIN + side, side), None, GREY)
-    draw.line((MARGIN, side, MARGIN + side, 0), RIGHT)
+    draw.rectangle((MARGIN, GAP, MARGIN + side, GAP + side), None, GREY)
+    draw.line((MARGIN, GAP + side, MARGIN + side, GAP), RIGHT)
     for predicted, true in points:
-        x, y = MARGIN + (true - low) * scale, side - (predicted - low) * scale
+        x, y = MARGIN + (true - low) * scale, GAP + side - (predicted - low) * scale
         draw.ellipse((x - 2, y - 2, x + 2, y + 2), WRONG)
-    _text(draw, MARGIN, side + 4, f"true, {low:.4g} to {high:.4g}", BLACK)
-    _text(draw, GAP, GAP, "predicted", BLACK)
+    for place, words in ((0.0, f"{low:.4g}"), (0.5, "true"), (1.0, f"{high:.4g}")):
+        _text(draw, MARGIN + place * (side - _length(words)), GAP + side + 4, words, BLACK)
+    for place, words in ((0.0, f"{low:.4g}"), (0.5, "predicted"), (1.0, f"{high:.4g}")):
+        _text(draw, MARGIN - 4 - _length(words), GAP + (1 - place) * (side - LINE), words, BLACK)
     return _tensor(canvas)
 
 
@@ -252,6 +274,24 @@ def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 def _text(draw: ImageDraw.ImageDraw, left: float, top: float, words: str, colour: Colour) -> None:
     draw.text((left, top), words, fill=colour, font=_font())
+
+
+def _length(words: str) -> float:
+    return _font().getlength(words)
+
+
+def _margin(names: Sequence[str]) -> int:
+    """Pixels for the names of classes: up to a third of the width."""
+    return min(WIDTH // 3, int(max(map(_length, names))) + 1 + 2 * GAP)
+
+
+def _cut(words: str, room: float) -> str:
+    """At most `room` pixels of text, cut in the middle: names of classes often begin alike."""
+    kept, shown = len(words), words
+    while _length(shown) > room and kept > 2:
+        kept -= 1
+        shown = f"{words[: kept - kept // 2]}…{words[len(words) - kept // 2 :]}"
+    return shown
 
 
 @cache
