@@ -179,6 +179,14 @@ def test_the_plot_shows_jobs_that_a_search_has_pruned_or_paused_paler(tmp_path: 
     assert middle == pytest.approx((top + floor) / 2, abs=2)
 
 
+def test_jobs_with_the_same_result_stand_beside_each_other(tmp_path: Path) -> None:
+    rows = [Row(n, f"optimizer.lr={rate}", "", "finished", 0.5) for n, rate in enumerate((1, 1, 1, 2, 2))]
+    assert plot_sweep(tmp_path, [*rows, Row(5, "optimizer.lr=3", "", "finished", 1.0)], "test/accuracy", best=5)
+    places = dots(Image.open(tmp_path / "sweep.png").convert("RGB"), (0x3B, 0x75, 0xAF))
+    assert len(places) == 5
+    assert len({round(y) for _, y in places}) == 1
+
+
 def dots(image: Image.Image, colour: tuple[int, int, int]) -> list[tuple[float, float]]:
     """The centres of the dots with this colour, from left to right. No two may overlap in x."""
     found = [(x, y) for x in range(image.width) for y in range(image.height) if image.getpixel((x, y)) == colour]

@@ -28,6 +28,7 @@ FINER = 3  # pixels drawn for one of the picture, so that dots and letters are s
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
     FINER * n for n in (420, 300, 70, 46, 30, 20, 12, 4, 12)
 )
+BESIDE, MOST_SHIFTED = 2 * RADIUS + FINER, 8 * RADIUS  # of dots that would hide each other
 PANELS_IN_A_ROW = 3
 INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
@@ -156,13 +157,16 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     for index, (key, places) in enumerate(panels.items()):
         left, top = WIDTH * (index % columns) + LEFT, HEIGHT * (index // columns) + TOP
         _frame(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
+        taken: list[tuple[float, float]] = []
         for (row, values), height in drawn:
             if key in values:
-                across, up = _place(left, top, places[values[key]], height)
+                across, up = _free_place(*_place(left, top, places[values[key]], height), taken)
                 box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
                 canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
+        legend = f"red: job {best}, the best"
         if any(row.state != FINISHED for row, _ in points):
-            canvas.text((left, top - TOP + HEIGHT - 6), "pale: not trained to the end", fill=INK, anchor="ld")
+            legend += "; pale: not trained to the end"
+        canvas.text((left, top - TOP + HEIGHT - 6), legend, fill=INK, anchor="ld")
     write_whole(folder / PLOT, lambda file: image.reduce(FINER).save(file, format="png"), sync=False)
     return True
 
@@ -195,6 +199,15 @@ def _place(left: int, top: int, place: float, height: float) -> tuple[float, flo
     """The pixel of a point in the panel whose axes begin at `left` and `top`. Its coordinates are from 0 to 1."""
     wide, tall = WIDTH - LEFT - RIGHT - 2 * INSET, HEIGHT - BOTTOM - TOP - 2 * INSET
     return left + INSET + place * wide, top + INSET + (1 - height) * tall
+
+
+def _free_place(across: float, up: float, taken: list[tuple[float, float]]) -> tuple[float, float]:
+    """Beside the dots that would hide this one: jobs may have the same result. The place is added to `taken`."""
+    shift = 0
+    while abs(shift) < MOST_SHIFTED and any(abs(across + shift - x) + abs(up - y) < RADIUS for x, y in taken):
+        shift = -shift if shift > 0 else BESIDE - shift
+    taken.append((across + shift, up))
+    return taken[-1]
 
 
 def _frame(
