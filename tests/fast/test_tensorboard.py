@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config.check import run_columns
 from lockstep.loggers.base import EpochSummary
-from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, read_events
+from lockstep.loggers.tensorboard import HEADER, TensorBoardLogger, last_wall_time, layout, read_events
 from support.event_files import Backend, scalars
 from support.logged import run_info
 
@@ -93,12 +93,24 @@ def test_an_event_file_that_was_cut_off_is_read_as_far_as_it_is_whole(tmp_path):
 def test_train_and_test_share_a_chart_and_equal_layouts_are_shown_once(tmp_path):
     for name in ("a", "b"):
         log_run(tmp_path / name, {})
-    layout = Backend(tmp_path).layout()
-    assert [category["title"] for category in layout] == ["results: train and test", "training", "speed", "ranks"]
-    charts = {chart["title"]: chart["multiline"]["tag"] for category in layout for chart in category["chart"]}
+    shown = Backend(tmp_path).layout()
+    assert [category["title"] for category in shown] == ["results: train and test", "training", "speed", "ranks"]
+    charts = {chart["title"]: chart["multiline"]["tag"] for category in shown for chart in category["chart"]}
     assert charts["loss"] == ["^(train|test)/loss$"]
     assert charts["accuracy"] == ["^(train|test)/accuracy$"]
-    assert sum(len(category["chart"]) for category in layout) == len(charts)
+    assert sum(len(category["chart"]) for category in shown) == len(charts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "profiled", "missing"),
+    [(2, False, set()), (1, False, {"parts of a step (ms)", "own time"}), (1, True, {"own time"})],
+)
+def test_a_run_has_no_chart_that_stays_empty(tmp_path, ranks, profiled, missing):
+    charts = set()
+    for size, enabled in ((ranks, profiled), (2, True)):
+        run = replace(run_info(tmp_path, world_size=size), hyperparameters={"profiler.enabled": enabled})
+        charts ^= {title.partition(" of the slowest")[0] for category in layout(run).values() for title in category}
+    assert charts == missing
 
 
 @pytest.mark.parametrize(

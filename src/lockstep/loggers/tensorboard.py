@@ -219,12 +219,13 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
     speed = {
         "samples per second": _lines("speed/(samples|tokens)_per_s"),
         "step time (ms)": _lines("speed/step_ms"),
-        "parts of a step (ms)": _lines("time/.*_ms", "profile/.*_ms"),
     }
-    ranks = {
-        "own time of the slowest and the fastest rank in a step (ms)": _lines("world/(slowest|fastest)_rank_ms"),
-        "memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib"),
-    }
+    ranks = {"memory of the largest and the smallest rank (MiB)": _lines("world/.*_rank_mib")}
+    if run.world_size > 1 or run.hyperparameters.get("profiler.enabled"):
+        speed["parts of a step (ms)"] = _lines("time/.*_ms", "profile/.*_ms")
+    if run.world_size > 1:
+        own_time = "own time of the slowest and the fastest rank in a step (ms)"
+        ranks = {own_time: _lines("world/(slowest|fastest)_rank_ms")} | ranks
     return {"results: train and test": results, "training": training, "speed": speed, "ranks": ranks}
 
 
