@@ -1,7 +1,7 @@
 """What an evaluation shows beside its means, drawn with Pillow, which torchvision and TensorBoard bring along.
 
-Of a classifier: the worst mistakes, the confusion matrix, the accuracy of each class. Of a regression: predicted
-against true values.
+Of a classifier: the worst mistakes, and the confusion matrix with the accuracy of each class. Of a regression:
+predicted against true values.
 """
 
 from collections.abc import Sequence
@@ -110,11 +110,6 @@ class ClassReport(Report):
         if self.confusion is not None and self.confusion.sum() > 0:
             names = [_name(classes, number) for number in range(len(self.confusion))]
             figures["test/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
-            correct, counts = self.confusion.diagonal(), self.confusion.sum(1)
-            accuracies = [
-                one / count if count else None for one, count in zip(correct.tolist(), counts.tolist(), strict=True)
-            ]
-            figures["test/accuracy_of_classes"] = draw_accuracies(accuracies, names)
         return figures
 
 
@@ -196,20 +191,21 @@ def draw_tiles(tiles: Sequence[Tile]) -> Tensor:
 def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> Tensor:
     """A row for each true class, a column for each predicted one. A colour is a share of its row.
 
-    With names where they have room, in an image of up to LARGEST pixels: a click on TensorBoard's card shows it whole.
+    With names, and the share of a class that is right, where they have room in an image of up to LARGEST pixels: a
+    click on TensorBoard's card shows it whole.
     """
-    count_of_classes, margin = len(names), _margin(names)
-    cell = (WIDTH - margin - GAP) // max(count_of_classes, FEWEST_CELLS)
-    if cell < LINE <= (LARGEST - margin - GAP) // count_of_classes:
+    count_of_classes, margin, shares = len(names), _margin(names), int(_length("100")) + 2 * GAP
+    cell = (WIDTH - margin - shares) // max(count_of_classes, FEWEST_CELLS)
+    if cell < LINE <= (LARGEST - margin - shares) // count_of_classes:
         cell = LINE
     is_named = cell >= LINE
     if not is_named:
-        margin, cell = GAP, max(3, (WIDTH - 2 * GAP) // count_of_classes)
-    side, room = cell * count_of_classes, cell - 2
+        margin, shares, cell = GAP, GAP, max(3, (WIDTH - 2 * GAP) // count_of_classes)
+    side, room = cell * count_of_classes, cell - 1
     is_upright = is_named and max(map(_length, names)) > room  # the names of columns
     head = LINE + GAP + (margin if is_upright else LINE if is_named else 0)
-    canvas, draw = _canvas(max(WIDTH, margin + side + GAP), head + side + GAP)
-    _text(draw, GAP, GAP // 2, "row: truth   column: prediction", GREY)
+    canvas, draw = _canvas(max(WIDTH, margin + side + shares), head + side + GAP)
+    _text(draw, GAP, GAP // 2, f"row: truth   column: prediction{'   on the right: % right' if is_named else ''}", GREY)
     for row, (name, line) in enumerate(zip(names, counts, strict=True)):
         top, total = head + row * cell, sum(line) or 1.0
         for column, count in enumerate(line):
@@ -223,6 +219,8 @@ def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> T
             continue
         left, name = margin + row * cell, _cut(name, margin - 2 * GAP)
         _text(draw, GAP, top + (cell - LINE) // 2, name, BLACK)
+        share = f"{100 * line[row] // total:.0f}" if sum(line) else "-"  # 100 only if all are right
+        _text(draw, margin + side + GAP, top + (cell - LINE) // 2, share, BLACK)
         if is_upright:
             upright = Image.new("RGB", (margin - 2 * GAP, LINE), WHITE)
             _text(ImageDraw.Draw(upright), 0, 0, name, BLACK)
@@ -230,22 +228,6 @@ def draw_confusion(counts: Sequence[Sequence[float]], names: Sequence[str]) -> T
             canvas.paste(upright.transpose(Image.Transpose.ROTATE_90), place)
         else:
             _text(draw, left + (cell - _length(name)) / 2, head - LINE - 2, name, BLACK)
-    return _tensor(canvas)
-
-
-def draw_accuracies(accuracies: Sequence[float | None], names: Sequence[str]) -> Tensor:
-    """A bar for each class, from 0 to 1. None: no test sample of this class."""
-    height, margin = max(3, min(20, LARGEST // len(names))), _margin(names)
-    length = WIDTH - margin - MARGIN
-    canvas, draw = _canvas(WIDTH, height * len(names) + 2 * GAP)
-    for number, (name, accuracy) in enumerate(zip(names, accuracies, strict=True)):
-        top, share = GAP + number * height, accuracy or 0.0
-        draw.rectangle((margin, top, margin + length, top + height - 2), _shade(GREY, 0.15))
-        if share > 0:
-            draw.rectangle((margin, top, margin + length * share, top + height - 2), RIGHT)
-        if height >= LINE:
-            _text(draw, GAP, top, _cut(name, margin - 2 * GAP), BLACK)
-            _text(draw, margin + length + 4, top, "-" if accuracy is None else f"{accuracy:.1%}", BLACK)
     return _tensor(canvas)
 
 
