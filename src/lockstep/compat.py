@@ -311,3 +311,14 @@ def has_gradient_hooks(tensor: Any) -> bool:
     Missing: no, and strategies that make other weights of a model's go on without the hooks.
     """
     return bool(getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def is_of_transform(tensor: Any) -> bool:
+    """Whether a tensor exists inside of torch.func.vmap, grad and such alone, where nobody may ask for its values.
+
+    Seen in 2.14. Missing: no, and mode=check fails on a model that uses them.
+    """
+    import torch
+
+    is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return is_wrapped is not None and bool(is_wrapped(tensor))

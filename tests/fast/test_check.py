@@ -212,6 +212,37 @@ class Spare(Simple):
         self.spare = nn.Linear(2, 2)
 
 
+class Expert(Spare):
+    """A layer that a share of a batch does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = super().forward(inputs)
+        return out + 0 * self.spare(inputs) if len(inputs) > 10 else out
+
+
+class Vmapped(Simple):
+    """Calls its layer inside of torch.func.vmap."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = torch.func.vmap(self.layer)(inputs)
+        return out
+
+
+class Looked(Simple):
+    """A sparse table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, sparse=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs + self.table((inputs[:, 0] > 0).long()))
+
+
 class Infinite(Simple):
     """Its outputs are finite, and its gradients are not."""
 
@@ -316,6 +347,9 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Activated, Points, ["strategy=tensor_parallel", "strategy.plan=[{0:colwise},{2:rowwise}]"], YES),
     (Counting, Points, ["optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.fused=false"], YES),
     (Spare, Points, ["strategy.find_unused_parameters=true"], YES),
+    (Expert, Points, [], ("parameters without a gradient, see below", "", "spare.bias; type strategy.find_unused")),
+    (Vmapped, Points, [], YES),
+    (Looked, Points, ["optimizer.weight_decay=0"], YES),
     (Simple, OwnGenerator, [], ("a sample is another one on another rank", "a sample read twice is another one", "")),
     (Simple, InPlace, [], ("", "a sample read twice is another one", "")),
     (Simple, Unseeded, [], ("not checked: there is no first step", "data is another one at each start", "")),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.data.builtin import digits
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
+from lockstep.models.linear import linear
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification, ClassificationF1
 from lockstep.tasks.language_modelling import LanguageModelling
@@ -18,7 +21,9 @@ from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation
 from lockstep.training.early_steps import find_no_sums
 from lockstep.training.meter import Meter
-from support.worlds import in_world
+from support.reference import saved_parameters, train_reference
+from support.refusals import accepted
+from support.worlds import in_world, train_all
 
 SAMPLES, CLASSES, IGNORED = 37, 4, 255
 
@@ -208,6 +213,72 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     assert not caplog.records
     find_no_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}), outputs, targets)
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
+
+
+class Weighed(Classification):
+    """Samples with weights, whose sum is no whole number, below 1 and a plain number of Python's."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = (F.cross_entropy(outputs, targets, reduction="none") * weight_of(targets)).sum()
+        return loss, {"loss": loss, "accuracy": ((outputs.argmax(1) == targets) * weight_of(targets)).sum()}
+
+    def count(self, targets: Tensor) -> float:
+        return float(weight_of(targets).sum())
+
+
+def weight_of(targets: Tensor) -> Tensor:
+    return (1 + targets).double() / 7000
+
+
+def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path: Path) -> None:
+    words = ["model=linear", f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
+    words += ["trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
+    torch.manual_seed(0)
+    images, targets = digits(True).samples, digits(True).targets
+    scaled = (images.double() / 255 - 0.287) / 0.353
+    plain = train_reference(
+        linear([1, 8, 8], 10).double(),
+        (scaled, targets),
+        lambda outputs, classes: Weighed.__call__(None, outputs, classes)[0] / weight_of(classes).sum(),  # type: ignore[arg-type]
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        epochs=1,
+        batch_size=61,
+        max_steps=4,
+    )
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        found = in_world(size, train_all, [accepted(*words, "optimizer.lr=0.05", f"run_dir={folder}")])
+        assert torch.allclose(saved_parameters(folder, plain.model), plain.weights, rtol=1e-9, atol=1e-12)
+        tested = (digits(False).samples.double() / 255 - 0.287) / 0.353
+        outputs, classes = plain.model(tested), digits(False).targets
+        accuracy = ((outputs.argmax(1) == classes) * weight_of(classes)).sum() / weight_of(classes).sum()
+        assert found[0] == [pytest.approx(float(accuracy), rel=1e-9)]
+
+
+class Uncertain(Classification):
+    """Two losses, weighted by two numbers that the model returns beside its outputs."""
+
+    def __call__(self, outputs: Any, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logits, weights = outputs
+        loss = F.cross_entropy(logits, targets, reduction="sum") * weights[0] + weights[1] * len(targets)
+        return loss, {"loss": loss, "accuracy": (logits.argmax(1) == targets).sum()}
+
+
+class Packed(Classification):
+    """Of labels of all samples in one row, and how many each has."""
+
+    def __call__(self, outputs: Tensor, targets: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = torch.stack([part.sum() for part in targets[0].split(targets[1].tolist())]).sum() * outputs.mean()
+        return loss, {"loss": loss, "accuracy": loss}
+
+
+def test_what_has_no_row_for_each_sample_is_not_halved(caplog: pytest.LogCaptureFixture) -> None:
+    outputs, targets = data("classification")
+    arguments: Any = (asked("accuracy"), "loss", 0.0, None, {})
+    assert find_no_sums(Uncertain(*arguments), (outputs, torch.tensor([2.0, 3.0])), targets) == []
+    packed = (torch.ones(3 * SAMPLES), torch.full((SAMPLES,), 3))
+    assert find_no_sums(Packed(*arguments), outputs, packed) == []
+    assert not caplog.records
 
 
 def test_an_ignored_image_costs_nothing() -> None:

@@ -61,6 +61,7 @@ WAYS = {
     "two, all_reduce": Way(2, 3, ("gradient_sync=all_reduce",)),
     "two, unused": Way(2, 3, ("strategy.find_unused_parameters=true",)),
     "fsdp, two": Way(2, 3, ("strategy=fsdp", "strategy.wrap_min_parameters=1")),
+    "fsdp, unused": Way(2, 3, ("strategy=fsdp", "strategy.find_unused_parameters=true")),
     "fsdp, three": Way(3, 2, ("strategy=fsdp", "strategy.reshard_after_forward=false")),
     "fsdp, two by two": Way(4, 4, ("strategy=fsdp", "strategy.replicas=2")),
     "pipeline": Way(2, 2, ("strategy=pipeline", "strategy.micro_batches=2"), 2),
@@ -68,7 +69,7 @@ WAYS = {
     "virtual_ranks, one": Way(1, 2, ("strategy=virtual_ranks", "strategy.count=2")),
     "model_parallel": Way(2, 1, ("strategy=model_parallel", "strategy.devices=2")),
 }
-FSDP = ("fsdp, two", "fsdp, three", "fsdp, two by two")
+FSDP = ("fsdp, two", "fsdp, unused", "fsdp, three", "fsdp, two by two")
 VIRTUAL = ("virtual_ranks", "virtual_ranks, one")
 SHARDED = (*FSDP, "pipeline")
 
@@ -88,6 +89,12 @@ CHANGES = {
     "ema": Change(("trainer.ema=0.8",), Numbers(ema=0.8)),
     # Adam divides by the size of a gradient, also where that is rounding alone: a bias before a batch norm.
     "adamw": Change(("optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0.1"), Numbers(adamw=True), 1e-6),
+    **{
+        name: Change(
+            ("optimizer=sgd", f"optimizer._target_=zoo.optimizers.{name}", f"optimizer.lr={LR}"), Numbers(own=name)
+        )
+        for name in ("ScheduleFree", "Lookahead", "Counting", "OddState")
+    },
     "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
     "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
     "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
@@ -118,9 +125,9 @@ AFTER = ("nothing", "resume", "evaluate", "predict", "export", "load")
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
 DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
 DRAWS += ("Checkpointed", "Residual")
-CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "ExtraState", "spectral_norm", "old_spectral_norm")
-CHANGED += ("running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative", "batch_norm_plain")
-CHANGED += ("two_batch_norms", "lazy_batch_norm", "Residual")
+CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "AlwaysCounting", "ExtraState", "spectral_norm")
+CHANGED += ("old_spectral_norm", "running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative")
+CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual")
 # Values of two axes that no command has together: one of them is refused there, which other tests hold.
 NEVER = [
     ({"sharded"}, {way for way in WAYS if way not in SHARDED}),
@@ -128,18 +135,19 @@ NEVER = [
     ({"profiled"}, {"pipeline"}),
     ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
-    # A rank that needs no weight of an expert sends nothing: others wait.
-    ({"Experts"}, {"two, ring", "three, parameter_server"}),
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "max_norm=": ({"EmbeddedMaxNorm"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     "differs between ranks": ({"RunningScale", "Codebook"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
-    "find_unused_parameters=true": ({"Unused", "Experts", "Reentrant"}, {way for way in WAYS if WAYS[way].ranks > 1}),
+    "find_unused_parameters=true": (
+        {"Unused", "Experts", "LateExperts", "Reentrant"},
+        {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume"},
+    ),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "mode.format=state_dict": (set(), {"export"}),
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
-    "finds shapes without values": ({"Experts"}, {"pipeline"}),
+    "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
     "cannot be put into a batch": ({"numpy_flipped"}, set()),
     "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
@@ -150,9 +158,6 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
-    "the weights differ between ranks": ({"Experts", "Unused"}, {"saved", "watched"}),
-    "only some ranks have a gradient": ({"Experts"}, set(FSDP)),
-    "it ended: SIGABRT": ({"Experts"}, set(FSDP)),  # gloo, where the sizes of what they add up differ
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
 }
@@ -362,7 +367,8 @@ def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
 
 
 def _follow(combination: Combination, place: Path, *words: str) -> Answer:
-    typed = [word for word in TRUTHS[combination.kind](True).words if "_target_" in word]
+    own = (*TRUTHS[combination.kind](True).words, *CHANGES[combination.change].words)
+    typed = [word for word in own if "_target_" in word]
     return answer_of(["--config-dir", combination.words[1], "model._target_=zoo.modules.net", *typed, *words], place)
 
 

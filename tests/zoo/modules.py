@@ -269,6 +269,16 @@ class CountingBuffer(nn.Module):
 
 
 @body("vector")
+class AlwaysCounting(CountingBuffer):
+    """... also of those of an evaluation, as an observer does, which the training must not see."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        outputs: Tensor = self.layer(values)
+        return outputs * (1 - 0.5 ** self.calls.to(values.dtype)) if self.training else outputs
+
+
+@body("vector")
 class Teacher(nn.Module):
     """A moving average of the layer's weights in buffers, as a teacher in self-distillation."""
 
@@ -337,12 +347,28 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, values: Tensor) -> Tensor:
-        outputs, chosen = torch.zeros_like(values), values.sum(1) > 0
+        outputs, chosen = torch.zeros_like(values), (10 * values).floor().sum(1) % 2 > 0  # about half of the samples
         for number, expert in enumerate(self.experts):
             rows = chosen == bool(number)
             if rows.any():
                 outputs[rows] = expert(values[rows])
         return outputs
+
+
+@body("vector")
+class LateExperts(Experts):
+    """All samples need both in the first two passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        if self.passes > 2:
+            return super().forward(values)
+        return sum(expert(values) for expert in self.experts)
 
 
 @body("vector")

@@ -1,5 +1,6 @@
 """What a combination must give, by plain torch: one process, float64, and none of this project's code but its order."""
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.data.partition import generator
-from zoo import data
+from zoo import data, optimizers
 from zoo.modules import net
 
 BATCH, EPOCHS, LR = 9, 2, 0.05
@@ -23,6 +24,7 @@ class Numbers:
     clip: float | None = None
     ema: float | None = None
     adamw: bool = False
+    own: str = ""  # one of zoo.optimizers
     frozen: str = ""
     slow: str = ""  # parameters with a tenth of the learning rate
     cosine: bool = False
@@ -44,7 +46,11 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
         {"params": [p for n, p in model.named_parameters() if p.requires_grad and _is_slow(n, numbers)], "lr": LR / 10},
     ]
     optimizer: torch.optim.Optimizer
-    if numbers.adamw:
+    if numbers.own:
+        optimizer = getattr(optimizers, numbers.own)([group for group in groups if group["params"]], lr=LR)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+    elif numbers.adamw:
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, weight_decay=0.1)
     else:
         optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=LR, momentum=0.9)
@@ -72,7 +78,9 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
             }
             decay = numbers.ema or 0.0
             average = {n: decay * average[n] + (1 - decay) * value for n, value in now.items()} if average else now
-    state = dict(model.state_dict())
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+    state = copy.deepcopy(dict(model.state_dict()))  # an evaluation may change it
     if numbers.ema:
         state |= average
         model.load_state_dict(state)

@@ -93,6 +93,12 @@ class World:
         parts = summed.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
 
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on some rank."""
+        found = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
+        return found.bool().tolist()  # type: ignore[no-any-return]
+
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""
         mine = _encoded(value)

@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lockstep import build
+from lockstep.compat import is_of_transform
+from lockstep.config.schema import with_values
 from lockstep.config.targets import instantiate_as
 from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
@@ -29,7 +31,7 @@ from lockstep.loggers.rank_logs import rank_logs
 from lockstep.modes.check import ONE, REREAD, Variant
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, UnusedParameters
 from lockstep.training.buffers import BuffersDiffer
 from lockstep.training.loop import train_epoch
 from lockstep.training.setup import set_determinism
@@ -73,6 +75,10 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) 
     """
     signals.listen()
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
+    needs_all = not cfg.strategy.get("find_unused_parameters", True)
+    if needs_all and not strategy.shards_state:  # a rank alone would see what it lacks, while others wait for it
+        cfg = with_values(cfg, {"strategy.find_unused_parameters": True})
+        strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
         logs.leave_console()  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
@@ -85,7 +91,6 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) 
                 fingerprint = data_fingerprint(loader.dataset)
                 require_same_data(world, "training data", len(loader), fingerprint)
                 state = build.train_state(cfg, strategy, loader)
-                needs_all = not cfg.strategy.get("find_unused_parameters", True)
                 facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
@@ -117,7 +122,8 @@ class FirstSteps(Watcher):
         self.trace: Trace = {"start": {name: digest(value).cpu() for name, value in weights.items()}}
         self.by_sample = dict[str, list[Tensor]]()  # {layer and call: its sums, for each part of this rank}
         self.rows, self.calls = 0, Counter[str]()  # of the forward pass that goes on; 0: none does
-        self.unused = list[str]()  # parameters without a gradient
+        self.used = set[str]()  # parameters that get a gradient in this step
+        self.unused = list[str]()  # those that get none, on some rank
 
     def take(self) -> Facts:
         """Take the steps, and read some samples before and after them. A collective."""
@@ -132,6 +138,9 @@ class FirstSteps(Watcher):
         for name, module in self.model.named_modules():
             kind = type(module).__name__
             module.register_forward_hook(partial(self._after_layer, f"{name} ({kind})" if name else kind))
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._use, name))
         try:
             while not state.finished:
                 train_epoch(state, loader, watchers=[self])
@@ -139,7 +148,7 @@ class FirstSteps(Watcher):
             pass
         except TrainingDiverged as error:
             self.fits.append(str(error))
-        except BuffersDiffer as error:
+        except (BuffersDiffer, UnusedParameters) as error:
             self.unchecked = str(error)
         if reads_again and _read(loader, turn=-1) != samples:
             self.resume.append(REREAD)
@@ -181,7 +190,7 @@ class FirstSteps(Watcher):
         if state.early_steps.shared_draws:
             self.likely.append(state.early_steps.shared_draws)
         if self.unused and self.needs_all:
-            self.likely.append("parameters without a gradient, see below")
+            self.numbers.append("parameters without a gradient, see below")
             self.fits.append(
                 f"parameters without a gradient: {first_of(self.unused)}; type strategy.find_unused_parameters=true, "
                 f"or freeze=[{','.join(self.unused[:4])}]"
@@ -190,6 +199,9 @@ class FirstSteps(Watcher):
             self.numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
         if state.early_steps.unowned:
             self.fits.append(state.early_steps.unowned)
+
+    def _use(self, name: str, parameter: Tensor) -> None:
+        self.used.add(name)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.rows = next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 0)
@@ -206,11 +218,15 @@ class FirstSteps(Watcher):
             self.rows = 0  # a checkpointed block computes again in the backward pass
 
     def on_gradients_ready(self) -> None:
+        used, self.used = self.used, set()
         named = list(self.model.named_parameters())
         gradients = {name: p.grad.detach() for name, p in named if p.grad is not None}
         gradients = {name: g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
         self.trace["gradients"] = self._whole(gradients)
-        self.unused = [name for name, p in named if p.requires_grad and p.grad is None]
+        shards = self.state.strategy.shards_state  # the gradient is that of other tensors
+        unused = [n for n, p in named if p.requires_grad and (p.grad is None if shards else n not in used)]
+        everyones = self.world.all_gather_json(unused)
+        self.unused = list(dict.fromkeys(name for names in [self.unused, *everyones] for name in names))
         not_finite = [name for name, value in gradients.items() if not local_part(value).isfinite().all()]
         if not_finite and not self.state.scaler.is_enabled():  # it looks for the scale at which they are finite
             self.unchecked = "not checked: the gradients of the first step are not finite"
@@ -262,7 +278,9 @@ def sums_by_sample(values: Any, rows: int) -> Tensor | None:
     """(rows, 2) in float64: two sums over what each of `rows` samples has in `values`. None: nothing is by samples."""
     total = None
     for tensor in tensors_in(values):
-        if not tensor.numel() or not tensor.dim() or len(tensor) % rows or tensor.layout != torch.strided:
+        if is_of_transform(tensor) or tensor.layout != torch.strided:
+            continue
+        if not tensor.numel() or not tensor.dim() or len(tensor) % rows:
             continue
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         flat = (real if real.dtype == torch.float64 else real.float()).reshape(rows, -1)

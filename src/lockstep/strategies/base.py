@@ -4,7 +4,7 @@ The base class serves a plain module, whole on every rank. A strategy overrides 
 To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` with its `_target_`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,27 @@ from lockstep.data.dataset import map_tensors, tensors_in, without_samples
 from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.tensor_bytes import broadcast
 
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
 
 WATCHED_STEPS = 20  # of a process, in which it looks for what would go wrong without a word
+NAMED = 4  # parameters that a sentence names
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the loss of these samples as one number, summed and weighted as the step needs it."""
+
+
+class UnusedParameters(ConfigError):
+    """A rank has no gradient of parameters whose gradients the ranks add up."""
+
+    def __init__(self, names: Sequence[str], rank: int) -> None:
+        super().__init__(
+            f"rank {rank} has no gradient of {first_of(names)} in some step, and the ranks add up the same ones; "
+            f"type strategy.find_unused_parameters=true, or freeze=[{','.join(names[:NAMED])}] if they are never used"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.compat import versions
 from lockstep.config.schema import Positive
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy, forward
+from lockstep.strategies.base import JobSpec, LossFunction, Strategy, UnusedParameters, forward
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
 
@@ -58,6 +59,7 @@ class DDP(Strategy):
         super().setup(model, world, gradient_sync)
         self.gradient_sync = gradient_sync
         self.ranks_agree = gradient_sync.ranks_agree
+        self.waited_for = dict[str, nn.Parameter]()  # those without whose gradient no rank gets on
         # torch's reducer divides the dense gradients twice that come after a sparse one (2.14.1).
         self.sparse = sparse_parameters(model)
         for parameter in self.sparse:
@@ -83,6 +85,8 @@ class DDP(Strategy):
             **self.options,
         )
         gradient_sync.attach(self.module, world)
+        if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
+            self.waited_for = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def forward_backward(
         self,
@@ -97,10 +101,31 @@ class DDP(Strategy):
             self.gradient_sync.before_forward(self.module)
             if not is_last:  # gradients are averaged in the backward pass of the step's last part only
                 averaging = self.module.no_sync()
+        before = self._gradients() if is_last else {}
         with averaging:
             with autocast:
                 outputs = forward(self.module, inputs)
             loss_function(outputs, targets).backward()
+        if is_last:
+            self._require_all_gradients(before)
+
+    def _gradients(self) -> dict[str, tuple[Tensor, int]]:
+        """Those that earlier parts of the step have left, and how often they were changed."""
+        found = {name: p.grad for name, p in self.waited_for.items() if p.grad is not None}
+        return {name: (gradient, *versions([gradient])) for name, gradient in found.items()}  # type: ignore[misc]
+
+    def _require_all_gradients(self, before: dict[str, tuple[Tensor, int]]) -> None:
+        """Raise UnusedParameters, on this rank alone, if its last backward pass has not reached all parameters.
+
+        A bucket that lacks one is never sent: the other ranks wait for it, or step without it.
+        """
+        missing = [name for name, parameter in self.waited_for.items() if parameter.grad is None]
+        for name, (gradient, version) in before.items():
+            if self.waited_for[name].grad is gradient and versions([gradient]) == [version]:
+                missing.append(name)
+        trained = [name for name in missing if self.waited_for[name].requires_grad]  # others: see `freeze`
+        if trained:
+            raise UnusedParameters(trained, self.world.rank)
 
     def unfreeze(self, parameters: list[nn.Parameter], what: str) -> None:
         self.apart += parameters
@@ -115,9 +140,12 @@ class DDP(Strategy):
         if self.world.size == 1 or not self.apart or not self.ranks_agree:  # or the weights are averaged
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.apart]
+        are_used = self.world.any_of([p.grad is not None for p in self.apart])
         for number, total in enumerate(self.world.all_reduce_sums(gradients)):
             mean = total / self.gradient_divide_factor()
             self.apart[number].grad = mean.to_sparse(1) if number < len(self.sparse) else mean
+            if not are_used[number]:  # a gradient of zeros would let momentum and weight decay move it
+                self.apart[number].grad = None
 
     def gradient_divide_factor(self) -> int:
         return self.world.size if isinstance(self.module, DistributedDataParallel) else 1

@@ -4,7 +4,7 @@ With copies of these parts in other groups of ranks (HSDP, Zhao et al. 2023, sec
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from lockstep.strategies.base import (
     JobSpec,
     LossFunction,
     Strategy,
+    UnusedParameters,
     refuse_gradient_hooks,
     refuse_scripted,
 )
@@ -39,34 +40,24 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class FirstPasses:
-    """Looks at the first passes of a block for what FSDP2 would do wrong without a word.
+    """Looks at the first passes of a block for a change of its weights in the forward pass, as in a teacher.
 
-    A change of weights in the forward pass, as in a teacher, is made to gathered weights and forgotten. And the
-    gradients that a rank has of a block are added to those of other ranks by their places: each must have the same.
+    It is made to gathered weights, and FSDP2 forgets it without a word.
 
     It is made before FSDP2 wraps the block, so that its last hook comes before the weights are cut again. A teacher
     that begins as a copy of the student does not change in the first pass: so it looks at several.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
-        self.block, self.prefix, self.passes_left = block, f"{name}.".lstrip("."), WATCHED_STEPS
+        self.block, self.name, self.passes_left = block, name, WATCHED_STEPS
         self.hooks = [block.register_forward_hook(self._compare)]
-        self.with_gradient = set[str]()  # in this pass
 
     def begin(self) -> None:
         """After FSDP2 has wrapped the block: this hook comes when the weights are gathered."""
         self.hooks.append(self.block.register_forward_pre_hook(self._note))
 
     def _note(self, block: nn.Module, inputs: Any) -> None:
-        self.with_gradient.clear()
         self.before = self._sums()
-        if self.passes_left == WATCHED_STEPS:
-            for name, weight in self._gathered().items():
-                if weight.requires_grad:
-                    self.hooks.append(weight.register_post_accumulate_grad_hook(partial(self._found, name)))
-
-    def _found(self, name: str, weight: Tensor) -> None:
-        self.with_gradient.add(name)
 
     def _compare(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
         changed = [name for name, value in self._sums().items() if value != self.before.get(name, value)]
@@ -83,15 +74,80 @@ class FirstPasses:
             for hook in self.hooks:
                 hook.remove()
 
-    def _gathered(self) -> dict[str, nn.Parameter]:
-        """The weights that this block gathers: those of blocks inside of it are in parts."""
-        named = self.block.named_parameters()
-        return {self.prefix + name: weight for name, weight in named if not isinstance(weight, DTensor)}
-
     def _sums(self) -> dict[str, float]:
-        weights = self._gathered()
+        weights = gathered(self.block, self.name)
         sums = [weight.detach().abs().double().sum() for weight in weights.values()]
         return dict(zip(weights, torch.stack(sums).nan_to_num(-1).tolist(), strict=True)) if sums else {}
+
+
+class UsedWeights:
+    """Which blocks a rank calls in a step, and which weights get a gradient there.
+
+    FSDP2 gathers a block on all ranks at once, in the order in which each calls it. For weights without a gradient it
+    adds up zeros, by which an optimizer would move them: by momentum and weight decay.
+
+    finds_unused: the ranks tell each other in each step, and a weight that no rank has used gets no gradient. Else they
+        do so in the first step, and each must do the same as then.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], world: World, finds_unused: bool) -> None:
+        """blocks: {name: block} that FSDP2 has wrapped, and has gathered for no pass yet."""
+        self.world, self.finds_unused, self.is_first = world, finds_unused, True
+        self.weights = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.calls, self.used = list[str](), set[str]()  # of this rank, in this step
+        self.expected_calls, self.expected = list[str](), set[str]()
+        self.watched = set[str]()  # blocks
+        for name, block in blocks.items():
+            block.register_forward_pre_hook(partial(self._begin, name))
+
+    def _begin(self, block_name: str, block: nn.Module, inputs: Any) -> None:
+        """FSDP2 has gathered the weights of the block."""
+        if not block.training:
+            return
+        self.calls.append(block_name)
+        if block_name in self.watched:
+            return
+        self.watched.add(block_name)
+        for name, weight in gathered(block, block_name).items():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(partial(self._use, name))
+
+    def _use(self, name: str, weight: Tensor) -> None:
+        self.used.add(name)
+
+    def end_step(self) -> None:
+        """After the last backward pass of a step.
+
+        Raises ConfigError, on this rank or on all of them, for calls and gradients that ranks do not have in common.
+        """
+        calls, used, self.calls, self.used = self.calls, self.used, [], set()
+        if self.finds_unused or self.is_first:
+            everyone = self.world.all_gather_json((calls, sorted(used)))
+            ranks = {rank: (there, set(names)) for rank, (there, names) in enumerate(everyone)}
+            self.expected_calls, self.expected = ranks[0][0], set.union(*(names for _, names in ranks.values()))
+            self.is_first = False
+        else:
+            ranks = {self.world.rank: (calls, used)}
+        for rank, (calls, used) in ranks.items():
+            if calls != self.expected_calls:
+                counts = Counter(calls), Counter(self.expected_calls)
+                others = sorted((counts[0] - counts[1]) | (counts[1] - counts[0])) or sorted(counts[0])
+                raise ConfigError(
+                    f"the ranks call {first_of(others)} in unlike orders or not at all in a step, and strategy=fsdp "
+                    f"gathers such a block on all of them at once; type strategy=ddp, or strategy.wrap_classes=[<the "
+                    f"class of a block that holds them>]"
+                )
+            if used != self.expected and not self.finds_unused:
+                raise UnusedParameters(sorted(self.expected ^ used), rank)
+        for name, parameter in self.weights.items():
+            if name not in self.expected:
+                parameter.grad = None
+
+
+def gathered(block: nn.Module, block_name: str) -> dict[str, nn.Parameter]:
+    """{name: weight} of those that FSDP2 gathers for this block: those of blocks inside of it are in parts."""
+    named = block.named_parameters(prefix=block_name)
+    return {name: weight for name, weight in named if not isinstance(weight, DTensor)}
 
 
 class FSDP(Strategy):
@@ -104,6 +160,7 @@ class FSDP(Strategy):
     reshard_after_forward: free gathered weights until the backward pass.
     wrap_classes: class names of the blocks to gather one at a time, see `blocks_to_wrap`.
     wrap_min_parameters: smaller blocks are gathered with their parent.
+    find_unused_parameters: some parameters get no gradient in some steps, or not on all ranks.
     """
 
     ranks_agree = False  # each rank holds its own part
@@ -116,12 +173,19 @@ class FSDP(Strategy):
         reshard_after_forward: bool,
         wrap_classes: Annotated[Sequence[str], Limits(example=["BasicBlock"])],
         wrap_min_parameters: Count,
+        find_unused_parameters: bool,
     ) -> None:
         self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
         self.wrap_classes, self.wrap_min_parameters = list(wrap_classes), wrap_min_parameters
+        self.find_unused_parameters = find_unused_parameters
 
     def validate(self, job: JobSpec) -> None:
         validate_replicas("strategy=fsdp", self.replicas, job.world_size)
+        if self.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"strategy.find_unused_parameters=true needs a later torch than {torch.__version__} for fsdp; "
+                f"type strategy=ddp strategy.find_unused_parameters=true"
+            )
         if job.optimizer is torch.optim.SGD and job.fused_optimizer:
             raise ConfigError("strategy=fsdp has no fused SGD in torch; type optimizer.fused=false")
         if job.optimizer in WHOLE_WEIGHTS and job.world_size > 1:
@@ -177,16 +241,20 @@ class FSDP(Strategy):
             groups, axes = [holds_same, shares_model], ("replicate", "shard")
             mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=axes)
         names = {module: name for name, module in model.named_modules()}
+        blocks = [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]
         self.first_passes = list[FirstPasses]()
-        for block in [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]:
+        for block in blocks:
             first_passes = FirstPasses(block, names[block])
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
             first_passes.begin()
             self.first_passes.append(first_passes)
+        self.used = UsedWeights(model, {names[block]: block for block in blocks}, world, self.find_unused_parameters)
         for wrapped in self._wrapped_modules():
             # The loss is weighted for a sum over ranks, and gloo has no average.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
+            if hasattr(wrapped, "set_reduce_scatter_unused_params"):
+                wrapped.set_reduce_scatter_unused_params(True)  # else gradients are added up by their places
 
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():
@@ -201,26 +269,18 @@ class FSDP(Strategy):
         autocast: AbstractContextManager[Any],
         is_last: bool,
     ) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last)
+        if self.world.size == 1:
+            super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+            return
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(is_last)
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        if self.world.size > 1 and self.first_passes:
-            self._require_same_gradients()
-
-    def _require_same_gradients(self) -> None:
-        """Raise ConfigError, on all ranks, if some have a gradient in this pass that others lack."""
-        mine = sorted(name for passes in self.first_passes for name in passes.with_gradient)
-        ranks = [set(names) for names in self.world.all_gather_json(mine)]
         for passes in self.first_passes:
             passes.end_pass()
-        if not self.first_passes[0].passes_left:
+        if self.first_passes and not self.first_passes[0].passes_left:
             self.first_passes = []
-        some = sorted(set.union(*ranks) - set.intersection(*ranks))
-        if some:
-            raise ConfigError(
-                f"only some ranks have a gradient of {first_of(some)} in a step, and strategy=fsdp adds up gradients "
-                f"by their places; type strategy=ddp strategy.find_unused_parameters=true, or use all weights in a pass"
-            )
+        if is_last:
+            self.used.end_step()
 
     def eval_step(
         self,

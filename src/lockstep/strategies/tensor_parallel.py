@@ -133,7 +133,11 @@ class TensorParallel(Strategy):
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
-        """Over the replicas, all in one vector."""
+        """Over the replicas, all in one vector. Some may lack a gradient that others have, as of an expert."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter, is_used in zip(trained, self.world.any_of([p.grad is not None for p in trained]), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         gradients = [_local_gradient(p) for p in self.model.parameters() if p.grad is not None]
         vector = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(vector, group=self.shares_batch)

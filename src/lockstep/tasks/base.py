@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.dataset import count_samples
+from lockstep.data.dataset import count_samples, tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -88,17 +88,17 @@ class Task:
         """
         raise NotImplementedError
 
-    def count(self, targets: Any) -> int | Tensor:
+    def count(self, targets: Any) -> float | Tensor:
         """What these targets, a tensor (N, ...) or a tuple or dict of such, add to what a mean is divided by: N.
 
-        Where it depends on their values, as with labels that are ignored: a 0-d tensor of whole numbers, on their
-        device. The ranks then add up their counts before each step.
+        Where it depends on their values, as with labels that are ignored or samples with weights: a 0-d tensor on their
+        device. The ranks add up the counts of a task with a method of its own before each step.
         """
         return count_samples(targets)
 
-    def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
+    def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
         """{metric: value} from the sums over all ranks (float64, on the CPU) and the count that is behind them."""
-        return {name: total.item() / max(count, 1) for name, total in totals.items()}
+        return {name: total.item() / (count or 1) for name, total in totals.items()}
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         """{column: (N,) or (N, values, ...)}: what mode=predict writes of the outputs (N, ...)."""
@@ -115,6 +115,14 @@ class Task:
             names = " or ".join(f"objective=test/{name}" for name in self.metrics)
             raise ConfigError(f"objective={objective} is not measured; type {names}")
         return self.metrics[name]
+
+
+def counted(task: Task, targets: Any) -> int | Tensor:
+    """What `task` counts: samples, whose number all ranks know; or what it says itself, as a 0-d float64 tensor."""
+    count = task.count(targets)
+    if type(task).count is Task.count:
+        return int(count)
+    return torch.as_tensor(count, dtype=torch.float64, device=next(tensors_in(targets)).device)
 
 
 def at_least_float32(outputs: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.compat import versions
 from lockstep.data.dataset import class_names, count_samples
 from lockstep.data.loader import BatchLoader
 from lockstep.data.partition import fold_in
@@ -20,7 +21,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import EXIT_STOPPED_WITHOUT_SNAPSHOT, StoppedEarly, TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import Logger
-from lockstep.tasks.base import Report, Share
+from lockstep.tasks.base import Report, Share, counted
 from lockstep.training.meter import Meter
 from lockstep.training.nan import OTHER_DATA, SMALLER_STEPS, Broken, broken_samples, sentence_about
 from lockstep.training.sample_noise import SampleNoise
@@ -94,7 +95,7 @@ def evaluate(
 
     def count(outputs: Tensor, targets: Tensor) -> None:
         state.early_steps.check_outputs(outputs, targets)  # training may have had no batch of two samples
-        meter.add(state.task(outputs, targets)[1], state.task.count(targets))
+        meter.add(state.task(outputs, targets)[1], counted(state.task, targets))
         if report is not None:
             report.add(outputs, targets)
 
@@ -104,17 +105,39 @@ def evaluate(
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
         strategy.sync_buffers()
         batches = loader.eval_batches(state.settings.eval_batch_size)
-        for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
-            with draws:
-                strategy.eval_step(inputs, targets, count, context)
-            reporter.heartbeat()
-            (is_stopped,) = vote.cast(signals.stop_requested())
-            if is_stopped:
-                break
+        with buffers_kept(strategy.model):
+            for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+                with draws:
+                    strategy.eval_step(inputs, targets, count, context)
+                reporter.heartbeat()
+                (is_stopped,) = vote.cast(signals.stop_requested())
+                if is_stopped:
+                    break
     vote.close()
     if is_stopped:
         on_stop()
     return meter.means()
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """After the block the buffers are what they were before it.
+
+    Some modules change them in an evaluation, too, such as the observers of a quantisation: each rank by its share, and
+    the training would go on with what the test data has left.
+    """
+    owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    before = [getattr(module, name) for module, name in owned]
+    copies, changes = [buffer.clone() for buffer in before], versions(before)
+    yield
+    for (module, name), buffer, copy, version in zip(owned, before, copies, changes, strict=True):
+        now = getattr(module, name)
+        if now is buffer and versions([now]) == [version]:
+            continue
+        if now is buffer and now.shape == copy.shape:
+            now.copy_(copy)
+        else:
+            setattr(module, name, copy)
 
 
 def draws_of_samples(state: TrainState, loader: BatchLoader) -> Iterator[AbstractContextManager[Any]]:

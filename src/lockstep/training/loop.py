@@ -17,6 +17,7 @@ from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.tasks.base import counted
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
@@ -56,12 +57,12 @@ def fit(
             except TrainingDiverged as error:
                 snapshots.roll_back(error)  # it raises the error, but with watch.nan=rollback
                 continue
-            counted = state.meter.counted
+            count = state.meter.counted
             # All updates may have been left out, or a resumed run measures something else: then nothing was counted.
-            metrics = {"train": means} if counted else {}
+            metrics = {"train": means} if count else {}
             samples_per_second, counted_per_second = speed.of(samples), dict[str, float]()
             if state.task.counts != "samples" and samples_per_second is not None:
-                per_sample = counted / (samples_before + samples)
+                per_sample = count / (samples_before + samples)
                 counted_per_second[state.task.counts] = samples_per_second * per_sample
             loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
             if state.evaluation_due:
@@ -176,11 +177,10 @@ class StepLoss:
         strategy = state.strategy
         self.counts_samples, self.scales = strategy.counts_samples(), state.scaler.is_enabled()
         self.weight: float | Tensor = strategy.gradient_divide_factor() / batch.count
-        counts = [state.task.count(part.targets) for part in batch.parts]
-        counted = [count for count in counts if isinstance(count, Tensor)]
-        if counted:
-            total = strategy.sum_counts(torch.stack(counted).sum()).double()
-            self.weight = strategy.gradient_divide_factor() / total.clamp(min=1)  # without any counted, the loss is 0
+        counts = [count for part in batch.parts if isinstance(count := counted(state.task, part.targets), Tensor)]
+        if counts:
+            total = strategy.sum_counts(torch.stack(counts).sum())
+            self.weight = strategy.gradient_divide_factor() / total.where(total > 0, 1)  # of nothing, the loss is 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         state, weight = self.state, self.weight
@@ -188,7 +188,7 @@ class StepLoss:
         loss, sums = state.task(outputs, targets)
         state.early_steps.watch_loss(loss, outputs, targets)
         if self.counts_samples:
-            state.meter.add(sums, state.task.count(targets), self.step)
+            state.meter.add(sums, counted(state.task, targets), self.step)
         loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
         if self.scales:
             loss = state.scaler.scale(loss)

@@ -30,7 +30,7 @@ class Meter:
         self.reported = torch.zeros_like(self.sums)
         self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
-        self.counted = 0  # over all ranks, behind the means that were returned last
+        self.counted: float = 0  # over all ranks, behind the means that were returned last
 
     def clear(self) -> None:
         """Start again from zero."""
@@ -106,7 +106,8 @@ class Meter:
     def _means(self, totals: Tensor) -> dict[str, float]:
         values = totals.cpu()
         named = {name: values[place] for name, place in self.places.items()}
-        self.counted = int(values[-1])
+        counted = values[-1].item()
+        self.counted = int(counted) if counted.is_integer() else counted  # a sum of weights need not be whole
         return self.task.finish(named, self.counted)
 
     def restore(self, totals: Tensor) -> None:

@@ -1,0 +1,148 @@
+"""The optimizers of the zoo: wrappers, state of odd kinds, averages of their own."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class ScheduleFree(Optimizer):
+    """SGD without a schedule (Defazio et al. 2024): `eval` puts the average into the weights, `train` takes it out."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9, "steps": 0, "is_training": False})
+
+    def eval(self) -> None:
+        self._move(False)
+
+    def train(self) -> None:
+        self._move(True)
+
+    @torch.no_grad()
+    def _move(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group["is_training"] != is_training:
+                for parameter in group["params"]:
+                    if self.state[parameter]:
+                        weight = 1 - (group["beta"] if is_training else 1 / group["beta"])
+                        parameter.lerp_(self.state[parameter]["z"], weight)
+                group["is_training"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["is_training"]
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.state[parameter]["z"] = parameter.clone()
+                z = self.state[parameter]["z"]
+                parameter.lerp_(z, share).add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
+class Lookahead(Optimizer):
+    """An optimizer around another one, with slow weights beside the state of that one (Zhang et al. 2019)."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        self.base, self.steps = SGD(params, lr, momentum=0.9), 0
+        self.param_groups, self.defaults, self.state = self.base.param_groups, self.base.defaults, self.base.state
+        self.slow = [parameter.detach().clone() for parameter in self._parameters()]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for parameter, slow in zip(self._parameters(), self.slow, strict=True):
+                parameter.copy_(slow.add_(parameter - slow, alpha=0.5))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict() | {"slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow, self.steps = list(state_dict["slow"]), state_dict["steps"]
+        self.base.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+
+class Counting(SGD):
+    """A number that belongs to no parameter, in the state under a word."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, lr, momentum=0.9)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        state: Any = self.state
+        state.setdefault("all", {"steps": 0})["steps"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= state["all"]["steps"]
+        super().step()
+
+
+class OddState(Optimizer):
+    """State of other types and shapes than the weights, as of 8-bit optimizers; lists, None, Python's numbers."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    codes = torch.full((parameter.numel(),), 128, dtype=torch.uint8)
+                    state.update(codes=codes, scale=torch.ones(1).half(), counts=[torch.zeros(2), 0], nothing=None)
+                momentum = (state["codes"].double() - 128) / 128 * state["scale"].double()
+                momentum = 0.9 * momentum + parameter.grad.flatten().double()
+                state["scale"] = momentum.abs().max().clamp(min=1e-3).half().view(1)
+                scaled = (momentum / state["scale"].double()).clamp(-1, 0.99)
+                state["codes"] = (scaled * 128 + 128).round().to(torch.uint8)
+                state["counts"] = [state["counts"][0] + 1, state["counts"][1] + 1]
+                rate = group["lr"] / float(state["counts"][0][0] + state["counts"][1])
+                parameter.sub_((rate * momentum).view(parameter.shape))
+
+
+class Hidden(Optimizer):
+    """Two optimizers whose state is not in this one's."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        both = list(params)
+        self.matrices = SGD([p for p in both if isinstance(p, nn.Parameter) and p.dim() > 1], lr, momentum=0.9)
+        self.others = Adam([p for p in both if isinstance(p, nn.Parameter) and p.dim() < 2], lr)
+        super().__init__([*self.matrices.param_groups, *self.others.param_groups], {"lr": lr})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.matrices.step()
+        self.others.step()
+
+
+class Both(Hidden):
+    """... whose state dict is one of both."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"matrices": self.matrices.state_dict(), "others": self.others.state_dict()}
+
+
+def stepped(optimizer: Optimizer) -> SimpleNamespace:
+    """A schedule that keeps nothing."""
+    return SimpleNamespace(step=lambda: None)
