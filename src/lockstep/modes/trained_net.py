@@ -112,7 +112,7 @@ def load(
     net = net.to(device)
     if memory_format == torch.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    weights = trained_weights(saved, averaged=config["trainer.ema"] is not None)
+    weights = trained_weights(saved, averaged=True)
     weights = with_buffers(net, weights, saved["buffers"])
     try:
         net.load_state_dict(weights)

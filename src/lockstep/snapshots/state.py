@@ -56,13 +56,15 @@ def collect_state(
     require_plain(weights)
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in weights]
     optimizer, names = state.optimizer.state_dict(), _parameter_names(model, state.optimizer)
+    other_states = {key: values for key, values in optimizer["state"].items() if key not in names}
     return {
         "model": spread(weights),
         "buffers": list(spread(dict.fromkeys(buffers))),
         "optimizer": {
-            "state": spread({names[index]: values for index, values in optimizer["state"].items()}),
+            "state": spread({names[key]: values for key, values in optimizer["state"].items() if key in names}),
             "param_groups": list(map(without_parameters, optimizer["param_groups"])),
         },
+        "optimizer_beside": optimizer | {"state": other_states, "param_groups": None},  # what is of no parameter
         "ema": None if state.ema is None else spread(state.ema.state()),
         "initial_hyperparameters": state.initial_hyperparameters,
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
@@ -213,7 +215,8 @@ def _restore_optimizer_and_schedule(state: TrainState, saved: dict[str, Any]) ->
         group | resumed_group(saved_groups[i], saved_initial[i], without_parameters(group), initial[i], goes_on)
         for i, group in enumerate(built)
     ]
-    state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+    beside = saved.get("optimizer_beside", {"state": {}})
+    state.optimizer.load_state_dict(beside | {"state": by_index | beside["state"], "param_groups": groups})
     _keep_types(state.optimizer, by_index)
 
     if not goes_on:

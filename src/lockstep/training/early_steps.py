@@ -262,10 +262,14 @@ def find_no_sums(task: Task, outputs: Any, targets: Any) -> list[str] | None:
     is_half_precision = any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors_in(outputs))
     tolerance = TOLERANCE if is_half_precision else FINE_TOLERANCE
     with torch.no_grad():
-        whole, first, second = (
-            _values(task, _rows(outputs, part), _rows(targets, part))
-            for part in (slice(None), slice(half), slice(half, None))
-        )
+        whole = _values(task, outputs, targets)
+        try:
+            first, second = (
+                _values(task, *(_rows(values, part, count) for values in (outputs, targets)))
+                for part in (slice(half), slice(half, None))
+            )
+        except Exception:  # halves of this batch are no batches, as where a collate_fn packs sequences
+            return []
     no_sums = []
     for name, value in whole.items():
         if _is_close(value, first[name], second[name], tolerance):
@@ -314,9 +318,9 @@ def _require_form(task: Task, found: Any) -> None:
             )
 
 
-def _rows(values: Any, part: slice) -> Any:
-    """A 0-d tensor, such as a loss that the model adds, belongs to the whole batch."""
-    return map_tensors(lambda tensor: tensor[part] if tensor.dim() else tensor, values)
+def _rows(values: Any, part: slice, count: int) -> Any:
+    """What has no row for each of `count` samples, such as a loss that the model adds, belongs to the whole batch."""
+    return map_tensors(lambda tensor: tensor[part] if tensor.shape[:1] == (count,) else tensor, values)
 
 
 def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from lockstep.errors import ConfigError
 from lockstep.models.base import all_names
+from lockstep.strategies.base import Strategy
 
 RUNNING_STATISTICS = ("running_mean", "running_var")  # what torch's norms call them
 
@@ -80,6 +84,59 @@ class ExponentialMovingAverage:
         weights = self._weights()
         for name, value in values.items():
             weights[name].copy_(value)
+
+
+class OptimizersAverage(ExponentialMovingAverage):
+    """The average that an optimizer keeps itself, as those without a schedule do (Defazio et al. 2024).
+
+    Its method `eval` puts the average into the model, and `train` the weights that are trained.
+
+    averages: those of a snapshot until the next step, since an evaluation alone restores no optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(model, 1.0)
+        self.optimizer: Any = optimizer
+        self.optimizer.train()
+
+    def update(self) -> None:
+        self.averages = {}
+
+    def state(self) -> dict[str, Tensor]:
+        with self.applied():
+            self.averages = {name: weight.clone() for name, weight in self._weights().items()}
+        return super().state()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        if self.averages:
+            with super().applied():
+                yield
+            return
+        before = {name: weight.clone() for name, weight in self._weights().items()}
+        self.optimizer.eval()
+        try:
+            yield
+        finally:
+            self.optimizer.train()
+            with torch.no_grad():
+                self._copy_into_model(before)  # the way back is rounded
+
+
+def average_of(strategy: Strategy, optimizer: Optimizer, decay: float | None) -> ExponentialMovingAverage | None:
+    """What is evaluated and exported in the place of the trained weights; None: nothing is.
+
+    Raises ConfigError for an average of weights that an optimizer averages itself, and where one rank alone does.
+    """
+    model, name = strategy.model, type(optimizer).__name__
+    has_own = all(callable(getattr(optimizer, method, None)) for method in ("train", "eval"))
+    if has_own and decay is not None:
+        raise ConfigError(f"{name} averages the weights itself; type trainer.ema=null")
+    if has_own and strategy.own_epoch() is not None:
+        raise ConfigError(f"{name} averages the weights on rank 0 alone, and all ranks evaluate; type strategy=ddp")
+    if has_own:
+        return OptimizersAverage(model, optimizer)
+    return None if decay is None else ExponentialMovingAverage(model, decay)
 
 
 def average_type(weight: Tensor) -> torch.dtype:

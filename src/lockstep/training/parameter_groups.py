@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.dataset import tensors_in
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import matching_parameters, require_matches, sparse_parameters
 from lockstep.strategies.base import Strategy
 from lockstep.training.weight_check import local_part
@@ -51,6 +52,7 @@ class ParameterRules:
                 f"the function or class in optimizer._target_ gives an object of {type(optimizer).__name__}, and "
                 "torch.optim.Optimizer is wanted; type optimizer=<an option in conf/optimizer>, or return one"
             )
+        _require_saved_state(optimizer, strategy)
         step = inspect.signature(optimizer.step).parameters.values()
         needed = [p.name for p in step if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if needed:
@@ -98,3 +100,27 @@ class ParameterRules:
             require_matches(key, patterns, has_match, [name for _, names in everyones for name in names])
             matched.append(set().union(*found))
         return matched
+
+
+def _require_saved_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Raise ConfigError for an optimizer whose state no snapshot would have, such as two in one."""
+    name, given = type(optimizer).__name__, optimizer.state_dict()
+    if not {"state", "param_groups"} <= given.keys():
+        raise ConfigError(
+            f"{name}.state_dict gives {first_of(list(given))}, and a snapshot needs state and param_groups, as "
+            f"torch's give; keep what belongs to a parameter in self.state[parameter], or type optimizer=adamw"
+        )
+    beside = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
+    if strategy.shards_state and strategy.world.size > 1 and any(True for _ in tensors_in(beside)):
+        raise ConfigError(
+            f"{name} keeps {first_of(list(beside))} beside its state, and each rank holds a part of it; keep it in "
+            f"self.state[parameter], or type strategy=ddp"
+        )
+    inner = [key for key, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        apart = [key for key in inner if getattr(optimizer, key).state is not optimizer.state]
+        if apart:
+            raise ConfigError(
+                f"{name} has optimizers of its own, and no snapshot has the state of {first_of(apart)}; write "
+                f"self.{apart[0]}.state = self.state in __init__ and __setstate__, or type optimizer=adamw"
+            )

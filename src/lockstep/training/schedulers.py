@@ -33,8 +33,14 @@ class FollowsObjective(Protocol):
 
 def require_schedule(made: Any, key: str) -> Any:
     """`made`, which the function that `key` names has returned. Raises ConfigError if it is no scheduler."""
-    if callable(getattr(made, "step", None)):
+    missing = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
+    if not missing:
         return made
+    if missing[0] != "step":
+        raise ConfigError(
+            f"{key}._target_ returns an object of {type(made).__name__} without {missing[0]}, and a snapshot keeps "
+            f"what that gives; derive it from torch.optim.lr_scheduler.LRScheduler, or type scheduler=constant"
+        )
     found = "None" if made is None else f"an object of {type(made).__name__}"
     raise ConfigError(
         f"{key}._target_ returns {found}, and a scheduler of torch is wanted; type return before the scheduler in that "

@@ -15,7 +15,7 @@ from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.buffers import Buffers
 from lockstep.training.early_steps import EarlySteps
-from lockstep.training.ema import ExponentialMovingAverage
+from lockstep.training.ema import average_of
 from lockstep.training.meter import Meter
 from lockstep.training.nan import NanPolicy, ReadSamples
 from lockstep.training.sample_noise import SampleNoise
@@ -129,7 +129,7 @@ class TrainState:
         self.scaler = grad_scaler(strategy.world, settings.precision)
         self.meter = Meter(task, strategy.world)
         self.nan = NanPolicy(nan, strategy, self.meter, settings.precision != "fp16", read)
-        self.ema = None if ema is None else ExponentialMovingAverage(strategy.model, ema)
+        self.ema = average_of(strategy, optimizer, ema)
         objective = objective or f"test/{task.monitor}"
         self.objective = objective, task.mode(objective)
         self.progress = Progress()

@@ -1,0 +1,43 @@
+"""Optimizers as people bring them: each gives the numbers of plain torch, also after a resume, or is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.small_commands import answer_of
+from zoo.combinations import Combination, Zoo
+
+CHOSEN = [
+    Combination("batch_norm_1d", "tensors", "two", name, after="resume")
+    for name in ("ScheduleFree", "Lookahead", "Counting", "OddState")
+]
+CHOSEN += [Combination("Tied", "tensors", "one", "ScheduleFree", "saved", after) for after in ("evaluate", "load")]
+CHOSEN += [Combination("linear", "tensors", "fsdp, two", "ScheduleFree", after="resume")]
+REFUSED = [
+    (
+        ["optimizer._target_=zoo.optimizers.Hidden"],
+        "no snapshot has the state of matrices, others; write self.matrices",
+    ),
+    (["optimizer._target_=zoo.optimizers.Both"], "Both.state_dict gives matrices, others, and a snapshot needs state"),
+    (["optimizer._target_=zoo.optimizers.ScheduleFree", "trainer.ema=0.9"], "itself; type trainer.ema=null"),
+    (
+        ["optimizer._target_=zoo.optimizers.Lookahead", "strategy=fsdp", "launch=fork", "launch.nproc_per_node=2"],
+        "Lookahead keeps slow, steps beside its state, and each rank holds a part of it",
+    ),
+    (["scheduler._target_=zoo.optimizers.stepped"], "of SimpleNamespace without state_dict, and a snapshot keeps what"),
+]
+
+
+def test_what_an_optimizer_keeps_is_saved_and_what_it_averages_is_evaluated(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    found = Zoo(tmp_path).outcomes(CHOSEN, at_once=1)
+    wrong = [f"{outcome.combination}\n{outcome.why}" for outcome in found if outcome.result != "equal"]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_state_that_no_snapshot_has_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    answer = answer_of(["model=linear", "optimizer=sgd", "backend=gloo", *words], tmp_path)
+    assert answer.code == 2, answer
+    assert said in answer.sentences[0]
