@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lockstep import build_data
 from lockstep.config.check import check_config
 from lockstep.config.targets import instantiate
+from lockstep.data.loader import require_channels
 from lockstep.errors import ConfigError
 from lockstep.preflight import check_options
 from support.configs import composed, with_values
@@ -87,6 +89,8 @@ def test_a_number_for_each_channel_is_wanted_where_the_data_tells_the_shape(name
     completed(own("Named", f"dataset.{name}=[1, 1, 1, 1]"))
     with pytest.raises(ConfigError, match=rf"dataset.{name} has 3 numbers, and .* the shape \[4\]; type "):
         completed(own("Named", f"dataset.{name}=[1, 1, 1]"))
+    with pytest.raises(ConfigError, match=rf"dataset.{name} has 1 number, .* type dataset.{name}=\[0.5,0.5,0.5\] "):
+        require_channels(torch.zeros(2, 3, 4, 4), **{name: [0.5]})
 
 
 @pytest.mark.parametrize("name", ["training data", "test data"])

@@ -342,17 +342,22 @@ class Converter:
 def require_channels(inputs: Any, **options: Sequence[float] | None) -> None:
     """Raise ConfigError if `mean` or `std` has another number of values than samples have channels.
 
+    One number is for all values of samples that are no images. That of grey images is no other images' one.
+
     inputs: a batch of raw ones. Several inputs, and whole numbers that are no images, are not normalised.
     """
     if not isinstance(inputs, Tensor) or inputs.dim() < 2:
         return
     if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
         return
+    channels = inputs.shape[1]
+    allowed, advised = ((channels,), channels) if inputs.dim() == 4 else ((1, channels), 1)
     for name, values in options.items():
-        if values is not None and len(values) not in (1, inputs.shape[1]):
+        if values is not None and len(values) not in allowed:
+            numbers = "1 number" if len(values) == 1 else f"{len(values)} numbers"
             raise ConfigError(
-                f"dataset.{name} has {len(values)} numbers, and the samples have the shape {list(inputs.shape[1:])}; "
-                f"type dataset.{name}=[0.5] or dataset.{name}=null"
+                f"dataset.{name} has {numbers}, and the samples have the shape {list(inputs.shape[1:])}; "
+                f"type dataset.{name}=[{','.join(['0.5'] * advised)}] or dataset.{name}=null"
             )
 
 

@@ -69,32 +69,57 @@ def predict(trained: TrainedRun, split: str) -> Columns:
     """The columns of this rank's share, without rows where another rank computes the outputs."""
     import torch
 
+    from lockstep.data.dataset import count_samples
     from lockstep.distributed import signals
     from lockstep.failures import reporter
     from lockstep.training.evaluation import draws_of_samples
     from lockstep.training.setup import autocast
 
-    state, parts = trained.state, list[Columns]()
+    state, parts, rows = trained.state, list[Columns](), 0
     strategy, settings = state.strategy, state.settings
 
     def keep(outputs: "Tensor", targets: "Tensor") -> None:
         named = state.task.predictions(outputs) | {"truth": targets}
         columns = [column for name, values in named.items() for column in _columns(name, values)]
-        parts.append({name: _beside(targets, values.detach()).cpu() for name, values in columns})
+        count = min(rows, count_samples(targets))  # a pipeline has some of them; targets may be packed
+        of_samples = [(name, values.detach()) for name, values in columns if values.shape[:1] == (count,)]
+        parts.append({name: _beside(targets, values).cpu() for name, values in of_samples})
 
     reporter.enter("evaluation")
     strategy.module.eval()
     context = autocast(strategy.world.device, settings.precision)
     loader = trained.loader(split)
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():
-        batches = loader.eval_batches(settings.eval_batch_size)
-        for (inputs, targets), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+        numbers = loader.eval_numbers(settings.eval_batch_size)
+        batches = zip(loader.eval_batches(settings.eval_batch_size), numbers, strict=True)
+        for ((inputs, targets), batch), draws in zip(batches, draws_of_samples(state, loader), strict=False):
+            rows = len(batch)
             with draws:
                 strategy.eval_step(inputs, targets, keep, context)
             reporter.heartbeat()
             if signals.stop_requested():
                 raise StoppedEarly("stopped early; no file was written", EXIT_STOPPED_WITHOUT_SNAPSHOT)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+    forms = [{name: list(values.shape[1:]) for name, values in part.items()} for part in parts]
+    names = _of_one_shape(trained.world.all_gather_json(list({str(form): form for form in forms}.values())))
+    return {name: torch.cat([part[name] for part in parts]) for name in names} if parts else {}
+
+
+def _of_one_shape(ranks: Sequence[Sequence[Mapping[str, list[int]]]]) -> list[str]:
+    """The columns that all batches have. Others, such as a loss that the model adds, have no row for each sample.
+
+    ranks: the shapes of a row in each batch of each rank. Raises ConfigError, on all ranks, where they differ.
+    """
+    batches = [batch for rank in ranks for batch in rank]
+    names = [name for name in (batches[0] if batches else ()) if all(name in batch for batch in batches)]
+    for name in names:
+        shapes = sorted({tuple(batch[name]) for batch in batches})
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"{name} has rows of the shapes {list(shapes[0])} and {list(shapes[-1])}, and a column needs one; "
+                f"type evaluation.batch_size=<more than the samples> launch=env, or give all samples one length in "
+                f"dataset.collate_fn"
+            )
+    return names
 
 
 def _columns(name: str, values: Any) -> "Iterator[tuple[str, Tensor]]":
