@@ -97,7 +97,7 @@ class World:
         """For each flag, whether it is set on some rank."""
         found = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
-        return found.bool().tolist()  # type: ignore[no-any-return]
+        return found.bool().tolist()
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's `value`, which JSON can store, in the order of ranks, on every rank. Tuples become lists."""
