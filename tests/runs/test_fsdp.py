@@ -55,7 +55,7 @@ def test_blocks_can_be_named_by_their_class() -> None:
 def test_a_parameter_without_dimensions_is_refused() -> None:
     model = nn.Module()
     model.temperature = nn.Parameter(torch.tensor(1.0))
-    strategy = FSDP(1, True, [], 0)
+    strategy = FSDP(1, True, [], 0, False)
     strategy.validate_model(model, 1)
     with pytest.raises(ConfigError, match="temperature has none; make it one .*type strategy=ddp"):
         strategy.validate_model(model, 2)
@@ -81,7 +81,7 @@ def shares_of_one_step(replicas: int) -> list[int]:
     from lockstep.strategies.gradient_sync import GradientSync
 
     with init_distributed("gloo", 60) as world:
-        strategy = FSDP(replicas, reshard_after_forward=True, wrap_classes=[], wrap_min_parameters=1000)
+        strategy = FSDP(replicas, True, [], 1000, find_unused_parameters=False)
         strategy.setup(nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 7)), world, GradientSync())
         optimizer = torch.optim.AdamW(strategy.module.parameters())
         strategy.module(torch.ones(4, 100)).sum().backward()

@@ -23,7 +23,7 @@ OPTIONS = {"ASGD": {"t0": 2}, "RMSprop": {"momentum": 0.9, "centered": True}}  #
 
 def fresh(name: str, world: World) -> TrainState:
     torch.manual_seed(0)
-    strategy = FSDP(replicas=1, reshard_after_forward=True, wrap_classes=[], wrap_min_parameters=1)
+    strategy = FSDP(1, True, [], 1, find_unused_parameters=False)
     # On 3 ranks one holds nothing of the last layer.
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
     strategy.setup(model, world, GradientSync())

@@ -298,7 +298,7 @@ def test_a_layer_that_changes_weights_in_its_forward_pass_is_refused_on_several_
 def test_fsdp_refuses_what_it_cannot_add_up(add: str, said: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model.register_parameter(add, nn.Parameter(torch.ones(2).double() if add == "gain" else torch.ones(0)))
-    strategy = FSDP(1, True, [], 1000)
+    strategy = FSDP(1, True, [], 1000, False)
     strategy.validate_model(model, 1)
     with pytest.raises(ConfigError, match=f"{said}.*type strategy=ddp"):
         strategy.validate_model(model, 2)

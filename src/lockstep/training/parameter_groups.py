@@ -111,7 +111,7 @@ def _require_saved_state(optimizer: torch.optim.Optimizer, strategy: Strategy) -
             f"torch's give; keep what belongs to a parameter in self.state[parameter], or type optimizer=adamw"
         )
     beside = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
-    if strategy.shards_state and strategy.world.size > 1 and any(True for _ in tensors_in(beside)):
+    if any(True for _ in tensors_in(beside)) and strategy.shards_state and strategy.world.size > 1:
         raise ConfigError(
             f"{name} keeps {first_of(list(beside))} beside its state, and each rank holds a part of it; keep it in "
             f"self.state[parameter], or type strategy=ddp"
