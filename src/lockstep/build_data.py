@@ -1,5 +1,6 @@
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
+import logging
 from collections.abc import Sized
 from contextlib import suppress
 from functools import partial
@@ -34,6 +35,8 @@ from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
+
+log = logging.getLogger(__name__)
 
 MASKS = 8  # that are looked at before the training
 TRAINING, TESTS = 1, 2  # folded into the seeds of what data sets draw when they are made
@@ -147,6 +150,9 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     read = samples(cfg, dataset, "training data")
     inputs, targets = read.one() if isinstance(read, InMemoryDataset) else read.one(epoch=0)
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
+    if isinstance(read, Samples) and read.stream is None:
+        with suppress(SampleError, ConfigError):  # training names it
+            read.warn_of_other_samples()
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}
     found: dict[str, Any] = {}
@@ -160,6 +166,8 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
             OmegaConf.update(cfg, key, found[name])
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
+    if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
+        log.warning("the data has one class, so a classification is right from the start, and learns nothing")
     return cfg
 
 

@@ -111,7 +111,7 @@ class UndecodedImages(torch.utils.data.Dataset[tuple[Tensor, float | Tensor]]):
     def __init__(self, source: ImageFiles, size: int | None) -> None:
         self.source, self.targets = source, source.targets
         self.read = ImageReader(size)
-        source.name_empty_classes()
+        source.name_what_is_odd()
 
     @property
     def classes(self) -> list[str]:
@@ -167,7 +167,7 @@ def images(files: ImageFiles, size: Count | None, cache: Cache, cache_dir: str) 
     if cache != "off" and size is not None:
         decoded = PixelFile(files, size, cache_dir).open()
         if decoded is not None:
-            files.name_empty_classes()
+            files.name_what_is_odd()
             return decoded
     if cache == "on":
         raise ConfigError(

@@ -107,7 +107,7 @@ class ClassificationF1(Classification):
         loss, sums = super().__call__(outputs, targets)
         return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
 
-    def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
+    def finish(self, totals: dict[str, Tensor], samples: float) -> dict[str, float]:
         metrics = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
         return {name: metrics[name] for name in self.metrics}
 

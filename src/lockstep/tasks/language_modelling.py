@@ -43,7 +43,7 @@ class LanguageModelling(Task):
         """The most probable next token at each place."""
         return {"prediction": outputs.argmax(-1)}
 
-    def finish(self, totals: dict[str, Tensor], count: int) -> dict[str, float]:
+    def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
         loss = totals["loss"].item() / max(count, 1)
         metrics = {"loss": loss, "perplexity": math.exp(loss) if loss < LARGEST_EXPONENT else math.inf}
         return {name: value for name, value in metrics.items() if name in self.metrics}

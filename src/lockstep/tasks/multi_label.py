@@ -43,6 +43,6 @@ class MultiLabel(Task):
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": (outputs > 0).long(), "probability": at_least_float32(outputs).sigmoid()}
 
-    def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
+    def finish(self, totals: dict[str, Tensor], samples: float) -> dict[str, float]:
         metrics = super().finish({name: totals[name] for name in MEANS}, samples) | class_scores(totals)
         return {name: metrics[name] for name in self.metrics}

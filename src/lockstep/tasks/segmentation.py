@@ -44,7 +44,7 @@ class Segmentation(Task):
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(1)}
 
-    def finish(self, totals: dict[str, Tensor], samples: int) -> dict[str, float]:
+    def finish(self, totals: dict[str, Tensor], samples: float) -> dict[str, float]:
         metrics = super().finish({"loss": totals["loss"]}, samples) | class_scores(totals)
         metrics["accuracy"] = (totals["right"].sum() / totals["true"].sum().clamp(min=1)).item()
         return {name: metrics[name] for name in self.metrics}

@@ -17,6 +17,7 @@ from lockstep.errors import TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.tasks.base import Task
 from lockstep.training.evaluation import Evaluator
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
@@ -166,7 +167,7 @@ class StepLoss:
 
     Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
     divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples or tokens. The count is
-    a collective if the task counts by values. For fp16 the loss is scaled. The early checks look at outputs and loss.
+    a collective if the task has its own. For fp16 the loss is scaled. The early checks look at outputs and loss.
 
     step: its number, counted from 1.
     """
@@ -176,11 +177,10 @@ class StepLoss:
         strategy = state.strategy
         self.counts_samples, self.scales = strategy.counts_samples(), state.scaler.is_enabled()
         self.weight: float | Tensor = strategy.gradient_divide_factor() / batch.count
-        counts = [state.task.count(part.targets) for part in batch.parts]
-        counted = [count for count in counts if isinstance(count, Tensor)]
-        if counted:
-            total = strategy.sum_counts(torch.stack(counted).sum()).double()
-            self.weight = strategy.gradient_divide_factor() / total.clamp(min=1)  # without any counted, the loss is 0
+        if type(state.task).count is not Task.count:
+            counts = [torch.as_tensor(state.task.count(part.targets), dtype=torch.float64) for part in batch.parts]
+            total = strategy.sum_counts(torch.stack(counts).sum().to(strategy.world.device))
+            self.weight = strategy.gradient_divide_factor() / torch.where(total > 0, total, 1.0)  # or the loss is 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         state, weight = self.state, self.weight

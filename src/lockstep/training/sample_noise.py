@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -52,9 +53,9 @@ looked at one by one, which takes some microseconds for each."""
 class SampleNoise(TorchFunctionMode):
     """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
 
-    A single number, which may decide about a layer, is the same on all ranks, as in one process; in an evaluation it
-    belongs to a rank's batch. What else has no dimension of the batch, or cannot be cut by it, is drawn by each rank
-    for itself.
+    A single number, which may decide about a layer, and noise of a parameter are the same on all ranks, as in one
+    process; in an evaluation they belong to a rank's batch. What else has no dimension of the batch, or cannot be cut
+    by it, is drawn by each rank for itself.
 
     is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
     that draw nothing need not pay the microsecond that a look at each function takes.
@@ -92,7 +93,7 @@ class SampleNoise(TorchFunctionMode):
         dimensions = DIMENSIONS.get(func)
         if dimensions is None:
             return func(*args, **kwargs)
-        self.dimensions = dimensions
+        self.dimensions, self.of_weight = dimensions, bool(args) and isinstance(args[0], Parameter)
         with self.draws:
             return func(*args, **kwargs)
 
@@ -115,7 +116,7 @@ class SampleNoise(TorchFunctionMode):
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
         """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
-        if not self.rows or (len(shape) < 2 and math.prod(shape) == 1):
+        if self.of_weight or not self.rows or (len(shape) < 2 and math.prod(shape) == 1):
             return None
         for dimension in self.dimensions:
             if dimension < len(shape) and shape[dimension] == self.rows:
@@ -130,7 +131,7 @@ class SampleNoise(TorchFunctionMode):
         self.has_drawn = True
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
         if dimension is None:
-            is_shared = tensor.numel() == 1 and not self.together
+            is_shared = (self.of_weight or tensor.numel() == 1) and not self.together
             self.has_drawn_by_rank |= not is_shared
             fill(tensor, self.seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
             return
