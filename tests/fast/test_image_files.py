@@ -60,7 +60,7 @@ def test_hidden_folders_and_files_are_left_out_and_an_empty_class_is_named(root:
     assert train.targets.tolist() == [1, 2, 4]
     assert "train has no image of Cat , empty" in caplog.text
     assert "train: the classes 'Cat ', 'cat' differ in case or spaces alone" in caplog.text
-    assert "train: 3 files that end in .jfif, .txt are left out" in caplog.text
+    assert "train: left out are 2 files that end in .jfif, 1 files that end in .txt" in caplog.text
 
 
 def test_images_of_any_mode_and_in_nested_folders_are_read_and_may_keep_their_size(root: Path) -> None:

@@ -38,7 +38,7 @@ class ImageFiles:
     listed_in: the folder or the file that says which images these are.
     files: (path, target) of each.
     classes: their names; empty if targets are numbers.
-    others: {end of a name: how many files of types that are not read lie among them}.
+    others: {what is left out, such as "files that end in .gif": how many}.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class ImageFiles:
         return os.path.relpath(self.files[missing[0]][0], self.folder) if missing else None
 
     def name_what_is_odd(self) -> None:
-        """Lines in the log for files of other types, classes without images, and classes whose names are nearly one."""
+        """Lines in the log for what is left out, classes without images, and classes whose names are nearly one."""
         alike: dict[str, list[str]] = {}
         for name in self.classes:
             alike.setdefault(unicodedata.normalize("NFKC", name).strip().casefold(), []).append(repr(name))
@@ -71,8 +71,8 @@ class ImageFiles:
             if len(names) > 1:
                 log.warning("%s: the classes %s differ in case or spaces alone", self.listed_in, first_of(names))
         if self.others:
-            ends = ", ".join(sorted(self.others))
-            log.warning("%s: %d files that end in %s are left out", self.listed_in, sum(self.others.values()), ends)
+            counts = [f"{count} {what}" for what, count in sorted(self.others.items())]
+            log.warning("%s: left out are %s", self.listed_in, first_of(counts))
         found = {target for _, target in self.files if isinstance(target, int)}
         empty = [name for number, name in enumerate(self.classes) if number not in found]
         if empty and self.files and IGNORED not in found:
@@ -148,7 +148,7 @@ def _class_folders(folder: Path) -> list[str]:
 def _images(folder: Path, others: Counter[str]) -> list[Path]:
     """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes.
 
-    others: the ends of the names of other files are counted here.
+    others: other files are counted here.
     """
     images: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -158,7 +158,7 @@ def _images(folder: Path, others: Counter[str]) -> list[Path]:
             if path.suffix.lower() in IMAGES:
                 images.append(path)
             else:
-                others[path.suffix.lower() or path.name] += 1
+                others[f"files that end in {path.suffix.lower() or path.name}"] += 1
     return sorted(images)
 
 
@@ -219,6 +219,8 @@ def csv_lines(
     numbers = {"": IGNORED} | {name: number for number, name in enumerate(names)}
     files = list[tuple[Path, Target]]()
     for place, line in _read_csv(path, split, of_training if train else needed):
+        if not line[file_column]:
+            raise ConfigError(f"{place} says no {file_column}; write one there, or remove the line")
         texts = [line.get(column) or "" for column in label_columns]
         if train and "" in texts:
             column = label_columns[texts.index("")]
@@ -231,7 +233,11 @@ def csv_lines(
         values = [numbers[text] if labels == "classes" else _number(place, text) for text in texts]
         target = values[0] if len(values) == 1 else values
         files.append((Path(root, line[file_column] + (suffix or "")), target))
-    return ImageFiles(Path(root), split, path, files, names)
+    others = Counter[str]()
+    for column in needed["split_column"] if train else ():
+        texts = [str(line[column]) for _, line in _read_csv(path, None, needed)]
+        others.update(f"lines that say {text} as {column}" for text in texts if text not in (TRAIN, test_split))
+    return ImageFiles(Path(root), split, path, files, names, others)
 
 
 def _names_in_order(texts: set[str]) -> list[str]:
@@ -251,8 +257,8 @@ def _number(place: str, text: str) -> float:
     return number
 
 
-def _read_csv(path: Path, split: str, needed: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str]]]:
-    """[(place for messages, {column: text})] of the lines of a split; of all lines where no split column is needed.
+def _read_csv(path: Path, split: str | None, needed: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str]]]:
+    """[(place for messages, {column: text})] of the lines of a split; of all lines without one, or without its column.
 
     needed: {key of the data set: columns}. Raises ConfigError for a column that is missing, and if there are no lines.
     """
@@ -273,7 +279,7 @@ def _read_csv(path: Path, split: str, needed: Mapping[str, Sequence[str]]) -> li
                 )
     for column in needed["split_column"]:
         others = sorted({str(line[column]) for _, line in lines})
-        lines = [found for found in lines if found[1][column] == split]
+        lines = [found for found in lines if split in (None, found[1][column])]
         if not lines:
             raise ConfigError(
                 f"no line of {path} says {split} in the column {column}, but {', '.join(others[:8]) or 'nothing'}; "
