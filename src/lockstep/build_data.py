@@ -9,6 +9,7 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.compat import changes_colours
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import instantiate
 from lockstep.data.dataset import (
@@ -83,8 +84,17 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
 
 
 def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
-    """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks."""
-    return as_batch_transforms(instantiate(cfg.dataset.batch_transforms))
+    """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks, and for
+    what takes normalised pixels for colours."""
+    transforms = instantiate(cfg.dataset.batch_transforms)
+    for transform in transforms:
+        if changes_colours(transform) and (cfg.dataset.mean is not None or cfg.dataset.std is not None):
+            raise ConfigError(
+                f"{type(transform).__name__} changes colours from 0 to 1, and dataset.batch_transforms get pixels that "
+                f"dataset.mean and dataset.std have normalised; type dataset.transforms=[...] with it, or "
+                f"dataset.mean=null dataset.std=null"
+            )
+    return as_batch_transforms(transforms)
 
 
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
