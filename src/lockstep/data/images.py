@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -342,7 +343,7 @@ class _Decoder:
     def __init__(self, file: int, files: ImageFiles, size: int, read: ImageReader) -> None:
         self.file, self.files, self.size, self.read = file, files.files, size, read
 
-    def __getitems__(self, keys: list[Key]) -> tuple[int, list[str] | OSError]:
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[int, list[str] | OSError]:
         pixels, errors = np.empty((len(keys), 3, self.size, self.size), dtype=np.uint8), []
         for row, (_, number) in zip(pixels, keys, strict=True):
             try:

@@ -100,14 +100,14 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> Read | ConfigError:
+    def __getitems__(self, keys: Sequence[Key]) -> Read | ConfigError:
         """As `read`. A sentence for the user is returned, since a worker cannot raise it without a traceback."""
         try:
             return self.read(keys)
         except ConfigError as error:
             return error
 
-    def read(self, keys: list[Key]) -> Read:
+    def read(self, keys: Sequence[Key]) -> Read:
         """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
             read = [found for epoch, number, *_ in keys for found in self._read(epoch, number)]

@@ -207,8 +207,8 @@ def _plain_state(parts: Mapping[str, Any]) -> dict[str, Any]:
 def _has_moved_on(before: Any, now: Any) -> bool:
     """Whether a number has risen, or a tensor was changed in place."""
     if isinstance(before, tuple) and isinstance(now, tuple):
-        return before[0] == now[0] and before[1] != now[1]
-    return not isinstance(before, tuple | type(None)) and not isinstance(now, tuple) and bool(now > before)
+        return bool(before[0] == now[0] and before[1] != now[1])
+    return isinstance(before, int | float) and isinstance(now, int | float) and now > before
 
 
 def weights_beside(model: nn.Module, loss: Tensor) -> str:

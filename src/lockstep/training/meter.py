@@ -106,7 +106,7 @@ class Meter:
     def _means(self, totals: Tensor) -> dict[str, float]:
         values = totals.cpu()
         named = {name: values[place] for name, place in self.places.items()}
-        counted = values[-1].item()
+        counted = float(values[-1])
         self.counted = int(counted) if counted.is_integer() else counted
         return self.task.finish(named, self.counted)
 
