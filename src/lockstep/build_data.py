@@ -1,5 +1,6 @@
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
+import logging
 from collections.abc import Sized
 from contextlib import suppress
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.compat import changes_colours
 from lockstep.config.schema import as_dict, nodes_with_target
 from lockstep.config.targets import instantiate
 from lockstep.data.dataset import (
@@ -34,6 +36,8 @@ from lockstep.tasks.language_modelling import LanguageModelling
 from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
+
+log = logging.getLogger(__name__)
 
 MASKS = 8  # that are looked at before the training
 TRAINING, TESTS = 1, 2  # folded into the seeds of what data sets draw when they are made
@@ -80,8 +84,17 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
 
 
 def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
-    """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks."""
-    return as_batch_transforms(instantiate(cfg.dataset.batch_transforms))
+    """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks, and for
+    what takes normalised pixels for colours."""
+    transforms = instantiate(cfg.dataset.batch_transforms)
+    for transform in transforms:
+        if changes_colours(transform) and (cfg.dataset.mean is not None or cfg.dataset.std is not None):
+            raise ConfigError(
+                f"{type(transform).__name__} changes colours from 0 to 1, and dataset.batch_transforms get pixels that "
+                f"dataset.mean and dataset.std have normalised; type dataset.transforms=[...] with it, or "
+                f"dataset.mean=null dataset.std=null"
+            )
+    return as_batch_transforms(transforms)
 
 
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
@@ -147,6 +160,9 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     read = samples(cfg, dataset, "training data")
     inputs, targets = read.one() if isinstance(read, InMemoryDataset) else read.one(epoch=0)
     require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
+    if isinstance(read, Samples) and read.stream is None:
+        with suppress(SampleError, ConfigError):  # training names it
+            read.warn_of_other_samples()
     asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
     names = {key.rpartition(".")[2] for key in asked}
     found: dict[str, Any] = {}
@@ -160,6 +176,8 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
             OmegaConf.update(cfg, key, found[name])
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
+    if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
+        log.warning("the data has one class, so a classification is right from the start, and learns nothing")
     return cfg
 
 

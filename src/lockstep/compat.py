@@ -166,9 +166,22 @@ def moves_pixels(transform: Any) -> bool:
         from torchvision.transforms import v2
 
         kind = getattr(v2, kind.__name__, kind)
-    kinds = {parent.__module__.rpartition(".")[2] for parent in kind.__mro__}
     inner = getattr(transform, "transforms", None) or ()
-    return bool(kinds & {"_geometry", "_auto_augment"}) or any(map(moves_pixels, inner))
+    return _is_of_modules(kind, {"_geometry", "_auto_augment"}) or any(map(moves_pixels, inner))
+
+
+def changes_colours(transform: Any) -> bool:
+    """Whether a transform of torchvision's v2, or one inside of it, takes pixels for colours from 0 to 1, or to 255.
+
+    The modules are private, as in `moves_pixels`. Missing: False, and normalised pixels are cut at 0 and 1.
+    """
+    inner = getattr(transform, "transforms", None) or [one for one in [getattr(transform, "transform", None)] if one]
+    return _is_of_modules(type(transform), {"_color", "_auto_augment"}) or any(map(changes_colours, inner))
+
+
+def _is_of_modules(kind: type, names: set[str]) -> bool:
+    """Whether a class, or a parent of it, is defined in a module with one of these last names."""
+    return any(parent.__module__.rpartition(".")[2] in names for parent in kind.__mro__)
 
 
 def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from lockstep.build_data import batch_transforms
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
@@ -15,6 +16,7 @@ from lockstep.data.samples import Samples
 from lockstep.data.transforms import Augment, BatchTransform, CutMix, MixUp, OneOf, RandomErasing, as_batch_transforms
 from lockstep.errors import ConfigError
 from lockstep.tasks.classification import Classification
+from support.configs import composed
 
 COUNT, CLASSES, BATCH = 23, 3, 8
 IMAGES = torch.rand(COUNT, 1, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -140,6 +142,18 @@ def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -
     assert sums["accuracy"] == (outputs.argmax(1) == classes).sum()
     with pytest.raises(ConfigError, match="type task=regression"):
         task(outputs[:, :1], torch.rand(5, 1))
+
+
+def test_colours_of_normalised_pixels_are_not_changed() -> None:
+    jitter = "{_target_: torchvision.transforms.v2.ColorJitter, brightness: 0.5}"
+    flip = "{_target_: torchvision.transforms.v2.RandomHorizontalFlip}"
+    inside = f"{{_target_: lockstep.data.transforms.OneOf, transforms: [{flip}, {jitter}]}}"
+    normalised = ["dataset.mean=[0.5]", "dataset.std=null"]
+    for node in (jitter, inside):
+        with pytest.raises(ConfigError, match="changes colours from 0 to 1, .* normalised; type dataset.transforms="):
+            batch_transforms(composed(f"dataset.batch_transforms=[{node}]", *normalised))
+        assert batch_transforms(composed(f"dataset.batch_transforms=[{node}]", "dataset.mean=null", "dataset.std=null"))
+    assert batch_transforms(composed(f"dataset.batch_transforms=[{flip}]", *normalised))
 
 
 def test_what_cannot_change_batches_alike_is_refused() -> None:

@@ -38,6 +38,7 @@ def names(files: ImageFiles) -> list[str]:
 def test_a_column_says_which_images_are_for_tests_and_training_images_which_classes_there_are(tmp_path: Path) -> None:
     train, test = read(tmp_path), read(tmp_path, "test")
     assert (names(train), names(test)) == (["a.jpg", "b,1.jpg"], ["c.jpg"])
+    assert read(tmp_path, "train").others == {"lines that say test as split": 1, "lines that say later as split": 1}
     assert train.classes == test.classes == ["9", "10"]  # in the order of their numbers
     assert (train.targets.tolist(), test.targets.tolist()) == ([1, 0], [0])
     assert read(tmp_path, class_names=["10", "9"]).targets.tolist() == [0, 1]
@@ -91,6 +92,7 @@ def test_names_of_classes_stand_for_training_images_that_are_gone(tmp_path: Path
         (TABLE, {"classes": 3}, "dataset.classes=3 but .* have 2 classes; type dataset.classes=2"),
         (TABLE, {"labels": "numbers", "label_columns": ["file"]}, "line 2 of .* says a.jpg, and a number is wanted"),
         (TABLE + "e.jpg,eel,test,1,1\n", {"split": "test"}, "line 6 of .* says label eel, and no training image does"),
+        (TABLE + ",9,train,1,1\n", {}, "line 6 of .* says no file; write one there, or remove the line"),
         (TABLE + "e.jpg,,train,1,1\n", {}, "line 6 of .* says no label; write one there, or remove the line"),
     ],
 )

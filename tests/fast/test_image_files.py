@@ -50,12 +50,17 @@ def test_classes_are_those_of_the_training_images_in_every_split(root: Path) -> 
 def test_hidden_folders_and_files_are_left_out_and_an_empty_class_is_named(root: Path, caplog) -> None:
     for name in (".ipynb_checkpoints/a.jpg", "cat/.hidden.jpg", "cat/.cache/a.jpg"):
         save(root / "train" / name)
-    (root / "train" / "empty").mkdir()
+    for name in ("a.JFIF", "b.jfif", "notes.txt"):
+        (root / "train" / "cat" / name).touch()
+    for name in ("empty", "Cat "):
+        (root / "train" / name).mkdir()
     with caplog.at_level(logging.WARNING):
         train = folder(root)
-    assert train.classes == ["cat", "dog", "empty", "ship"]
-    assert train.targets.tolist() == [0, 1, 3]
-    assert "train has no image of empty" in caplog.text
+    assert train.classes == ["Cat ", "cat", "dog", "empty", "ship"]
+    assert train.targets.tolist() == [1, 2, 4]
+    assert "train has no image of Cat , empty" in caplog.text
+    assert "train: the classes 'Cat ', 'cat' differ in case or spaces alone" in caplog.text
+    assert "train: left out are 2 files that end in .jfif, 1 files that end in .txt" in caplog.text
 
 
 def test_images_of_any_mode_and_in_nested_folders_are_read_and_may_keep_their_size(root: Path) -> None:

@@ -26,7 +26,7 @@ from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts, seed_all, seeded
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.text import TextWindows, training_text
-from lockstep.data.transforms import Augment
+from lockstep.data.transforms import Augment, warn_of_places
 from lockstep.errors import ConfigError
 from lockstep.modes.predict import files_of, table
 from lockstep.strategies.base import forward
@@ -131,6 +131,10 @@ BOXES = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
         ({"bbox": BOXES[0]}, r"has bbox beside its image, .* return torchvision.tv_tensors.BoundingBoxes"),
         ({"boxes": [[0, 0, 1, 1]], "label": 1}, "has boxes beside its image"),
         ({"pose": {"keypoints": np.zeros((3, 2))}}, r"has keypoints .* return torchvision.tv_tensors.KeyPoints"),
+        (BOXES + 1, r"has numbers of the shape \[1, 4\], such as boxes or points, .*BoundingBoxes or KeyPoints"),
+        ([BOXES + 1, 1], r"has numbers of the shape \[1, 4\]"),
+        ([[3, 4, 5, 9], [1, 2, 4, 4]], r"has numbers of the shape \[2, 4\]"),
+        ({"target": np.ones((5, 2)) / 3}, r"has numbers of the shape \[5, 2\]"),
         (torch.zeros(2, 2, 1), r"has a target of the shape \[2, 2, 1\] .* return the shape \(H, W\)"),
         (np.zeros((2, 2, 1)), r"has a target of the shape \[2, 2, 1\]"),
     ],
@@ -175,6 +179,26 @@ def test_a_finer_image_or_a_coarser_mask_is_not_left_behind(shape: tuple[int, ..
         Samples(samples, transforms=[FLIP]).one()
     Samples(samples, transforms=[v2.ToDtype(torch.float32)]).one()
     Samples([(torch.zeros(3, 16, 16), {"pose": torch.eye(4)})], transforms=[FLIP]).one()
+
+
+@pytest.mark.parametrize(
+    ("target", "warns"),
+    [
+        (torch.tensor([0.2, 0.1, 0.9, 0.7]), True),
+        ([10, 20, 30, 40], True),
+        (torch.tensor([0.2, 0.1, 0.3, 0.4]), False),  # probabilities
+        (torch.tensor([0, 1, 1, 1]), False),  # labels
+        (3, False),
+        ({"values": torch.ones(5, 4) * 3}, False),
+        ((1, tv_tensors.BoundingBoxes(BOXES, format="XYXY", canvas_size=(2, 2)), BOXES + 1), False),  # type: ignore
+    ],
+)
+def test_four_numbers_beside_an_image_may_be_a_box(target: Any, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_places.cache_clear()
+    samples = Samples([(IMAGE, target)] * 2, transforms=[FLIP])
+    samples.read([(0, 0), (0, 1)])
+    said = [text for text in caplog.messages if "they stay behind; return torchvision.tv_tensors.BoundingBoxes" in text]
+    assert len(said) == int(warns)
 
 
 def test_boxes_of_torchvision_move_and_arrays_in_dicts_are_refused() -> None:

@@ -142,6 +142,31 @@ def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_noise_without_s
     assert not torch.equal(*orders)
 
 
+def test_one_number_for_a_share_of_one_sample_is_what_it_is_for_more(caplog: pytest.LogCaptureFixture) -> None:
+    def drawn(noise: SampleNoise, start: int, rows: int) -> tuple[list[float], float]:
+        set_seed(7)
+        with noise.of(start, rows, 5):
+            return torch.rand(rows).tolist(), float(torch.rand(1))
+
+    whole, coin = drawn(SampleNoise(), 0, 5)
+    rank = SampleNoise()
+    assert drawn(rank, 0, 4) == (whole[:4], coin)
+    assert drawn(rank, 4, 1) == (whole[4:], coin)
+    assert not caplog.text
+    drawn(SampleNoise(), 4, 1)
+    assert "test_sample_noise.py:" in caplog.text
+    assert "draws one number for a share of one sample, and all ranks draw the same one" in caplog.text
+
+
+def test_noise_of_a_parameter_is_the_same_on_all_ranks() -> None:
+    weight, drawn = nn.Parameter(torch.ones(6, 4)), []
+    for start, rows in ((0, 3), (3, 6)):
+        set_seed(7)
+        with SampleNoise().of(start, rows, 9):
+            drawn.append(torch.cat([torch.randn_like(weight), F.dropout(weight)]).detach())
+    assert torch.equal(*drawn)
+
+
 def test_a_model_without_draws_is_watched_in_one_step_of_an_epoch() -> None:
     noise, needed = SampleNoise(), []
     for p in (0.0, 0.0, 0.5, 0.0):

@@ -109,6 +109,44 @@ def test_a_collate_function_that_leaves_samples_out_is_refused_where_samples_are
     assert len(trained_on(own_data.Points(), 0, collate_fn=own_data.without_the_first, labels=packed)) < 23
 
 
+def test_more_targets_than_samples_and_lists_of_samples_are_refused() -> None:
+    labels = Labels("training data", 2, one_each=True)
+    said = "makes 10 targets of 5 samples of the training data, .*; write a task whose count .* type task._target_="
+    with pytest.raises(ConfigError, match=said):
+        trained_on(own_data.Points(), 0, collate_fn=own_data.twice, labels=labels)
+    with pytest.raises(ConfigError, match="makes a list of targets, with an item for each sample, .* padded"):
+        trained_on(own_data.Points(), 0, collate_fn=own_data.of_several_sizes)
+
+
+def test_what_a_collate_function_draws_is_alike_in_all_ranks_and_workers_and_after_a_resume() -> None:
+    points, collate = own_data.Points(), own_data.scaled
+    alone = trained_on(points, 1, collate_fn=collate)
+    scales = (alone / trained_on(points, 1)).mean(1)
+    assert len(set(scales.mul(1e9).round().tolist())) == 5  # one for each batch
+    assert torch.equal(trained_on(points, 1, size=2, collate_fn=collate), alone)
+    assert torch.equal(trained_on(points, 1, size=3, workers=2, collate_fn=collate), alone)
+    assert torch.equal(trained_on(points, 1, skip=10, collate_fn=collate), alone[10:])
+    assert torch.equal(evaluated(points, collate_fn=collate)[0], evaluated(points, collate_fn=collate)[0])
+
+
+@pytest.mark.parametrize("data", [own_data.OwnNumbers(), own_data.Changed(), own_data.Noisy(), own_data.Values()])
+def test_samples_that_are_others_when_they_are_read_again_are_told(data: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Samples(data, "training data").warn_of_other_samples()
+    is_told = "sample 0 of the training data is another one when it is read again" in caplog.text
+    assert is_told == isinstance(data, own_data.OwnNumbers | own_data.Changed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_is_told_the_epoch_where_it_is_read(workers: int) -> None:
+    plain, parts = own_data.Points(), partial(micro_batch_parts, accumulation_steps=1, rank=0, size=1)
+    with closing(loader(own_data.OfEpoch(), workers=workers)) as reader:
+        for epoch in (0, 2):
+            found = torch.cat([batch.parts[0].inputs for batch in reader.epoch(epoch, 5, parts, last_epoch=2)])
+            assert torch.equal(found, trained_on(plain, epoch) + 100 * epoch)
+            first, _ = next(iter(reader.eval_batches(4)))
+            assert torch.equal(first, plain.points[:4])
+
+
 def test_lists_of_numbers_become_tensors() -> None:
     (batch, *_) = loader(own_data.OfTokenizer()).eval_batches(4)
     assert batch[0]["input_ids"].tolist() == [[number, 1, 2] for number in range(4)]

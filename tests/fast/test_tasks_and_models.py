@@ -1,5 +1,6 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,6 +149,19 @@ def test_a_loss_of_the_user_s_counts_each_sample_by_its_mean(loss: Function) -> 
     assert torch.allclose(sums["mae"], 8 * F.l1_loss(outputs, targets))
     first, second = (task(outputs[half], targets[half])[0] for half in (slice(4), slice(4, 8)))
     assert torch.allclose(total, first + second)
+
+
+@pytest.mark.parametrize("loss", [nn.KLDivLoss(reduction="batchmean"), partial(F.kl_div, reduction="batchmean")])
+def test_a_loss_of_the_user_s_that_is_a_sum_over_the_values_of_a_sample_stays_one(loss: Function) -> None:
+    task = Regression({"loss": "min"}, "loss", loss, {})
+    outputs, targets = torch.randn(8, 3).log_softmax(1), torch.randn(8, 3).softmax(1)
+    assert torch.allclose(task(outputs, targets)[0] / 8, F.kl_div(outputs, targets, reduction="batchmean"))
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), partial(F.mse_loss, reduction="sum")])
+def test_a_loss_of_the_user_s_that_grows_with_the_batch_is_refused(loss: Function) -> None:
+    with pytest.raises(ConfigError, match=r"task.loss has reduction=sum, .*; type \+\+task.loss.reduction=mean"):
+        Regression({"loss": "min"}, "loss", loss, {})
 
 
 def test_a_loss_of_the_user_s_that_is_a_mean_is_refused() -> None:

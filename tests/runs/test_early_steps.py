@@ -198,6 +198,38 @@ class RunningScale(nn.Module):
         return losses / self.scale
 
 
+class Annealed(Classification):
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        self.calls += 1
+        loss, sums = super().__call__(outputs, targets)
+        return loss * min(1.0, self.calls / 10), sums
+
+
+class PlainQueue(nn.Module):
+    """Keeps features in a tensor that is no buffer, and counts its steps in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.queue, self.steps = nn.Linear(64, 10), torch.zeros(8, 64), 0
+        self.shape, self.loss = 0, 0.5
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.queue[self.steps % 8] = images.flatten(1)[0].detach()
+        self.steps += 1
+        self.shape, self.loss = len(images), 1 - self.loss
+        out: Tensor = self.head(images.flatten(1) - self.queue.mean(0))
+        return out
+
+
+def compares_samples(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A value for each sample, which depends on the others."""
+    return F.cross_entropy(outputs @ outputs.T, (targets + 1) % len(outputs), reduction="none")
+
+
 def words(model: type, *more: str) -> Any:
     plain = ["trainer.precision=fp64", f"trainer.batch_size={UNEQUAL}", "trainer.max_grad_norm=null"]
     target = [f"model._target_={__name__}.{model.__name__}", "~model.shape", "~model.classes"]
@@ -286,13 +318,18 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     later = words(FromZero, f"task._target_={__name__}.Weighted")
     running = words(FromZero, f"task.loss={{_target_:{__name__}.RunningScale}}")
     mixed = words(Mixed), words(Mixed, "trainer.gradient_accumulation_steps=2")
-    cases = [words(Listed), more, words(Normed, "+model.classes=11"), later, running, *mixed]
+    annealed = words(PlainQueue, f"task._target_={__name__}.Annealed")
+    compared = words(FromZero, f"task.loss={{_target_:{__name__}.compares_samples,_partial_:true}}")
+    cases = [words(Listed), more, words(Normed, "+model.classes=11"), later, running, *mixed, annealed, compared]
     found = in_world(1, trained, cases)[0]
-    listed, counted, absent, counted_later, kept, whole, cut = (logged for _, _, logged in found)
+    listed, counted, absent, counted_later, kept, whole, cut, hidden, coupled = (logged for _, _, logged in found)
     shared = "the model or the loss draws from numpy.random and random, which gives the same numbers to each of the 2 p"
     assert (whole.count("draws from"), cut.count(shared)) == (0, 1)
     assert "the loss or the task changes RunningScale.scale in a step: each rank has its own value" in kept
-    assert "changes" not in counted
+    assert "the loss or the task changes Annealed.calls in a step" in hidden
+    assert "each step changes queue, steps of the model, a plain attribute: no snapshot has it" in hidden
+    assert "task.loss does not add up over the samples of a batch" in coupled
+    assert "changes" not in counted + coupled
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed
     assert "in layers: they are never trained" in listed
     assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed

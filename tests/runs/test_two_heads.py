@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.commands import PYTHON_TRAIN, ROOT, Command
 from support.own_data import Points
@@ -63,6 +64,10 @@ def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
     start(*PYTHON_TRAIN, *train, "trainer.batch_size=5", "hydra.run.dir=run", PYTHONPATH=python_path).finish()
     for mode in ("evaluate", "predict"):
         start(*PYTHON_TRAIN, *own, f"mode={mode}", "resume=run", PYTHONPATH=python_path).finish()
+    if ranks == 1:
+        start(*PYTHON_TRAIN, *own, "mode=export", "resume=run", PYTHONPATH=python_path).finish()
+        exported = torch.export.load(tmp_path / "run" / "last.pt2").module()
+        assert list(exported(torch.zeros(3, 4, dtype=torch.float64))) == ["side", "sum"]
     rows = list(csv.DictReader((tmp_path / "run" / "predictions.csv").open()))
     assert list(rows[0]) == ["index", "side", "sum", "truth_side", "truth_sum"]
     assert [float(row["truth_sum"]) for row in rows] == pytest.approx([float(point.sum()) for point, _ in Points()])

@@ -52,6 +52,37 @@ class Labelled(Points):
         return point, (point > 0).long()
 
 
+class OwnNumbers(Points):
+    """Noise from a generator of its own, as MONAI's transforms have it."""
+
+    numbers = np.random.RandomState(0)
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point + float(self.numbers.rand()), label
+
+
+class Changed(Points):
+    """Changes what it keeps."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.points[index] *= 0.5
+        return super().__getitem__(index)
+
+
+class OfEpoch(Points):
+    """A point is moved by the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        point, label = super().__getitem__(index)
+        return point + 100 * self.epoch, label
+
+
 class Broken(Points):
     def __getitem__(self, index: int) -> Any:
         if index == BROKEN:
@@ -143,6 +174,23 @@ class WrongLabel(Points):
 def first_two(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """A collate function for triples."""
     return torch.stack([sample[0] for sample in samples]), torch.tensor([sample[1] for sample in samples])
+
+
+def scaled(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that draws a number for the batch, as one for images of several sizes does."""
+    points, labels = first_two(samples)
+    return points * torch.rand(()) * float(np.random.rand()) * random.random(), labels
+
+
+def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that makes two rows of a sample."""
+    return first_two([*samples, *samples])
+
+
+def of_several_sizes(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """A collate function with a list of boxes for each sample."""
+    points, labels = first_two(samples)
+    return points, [torch.zeros(2 + int(label), 4) for label in labels]
 
 
 def without_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ EQUAL = {
 AFTER = ("nothing", "resume", "evaluate", "predict", "export", "load")
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
 DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
-DRAWS += ("Checkpointed", "Residual")
+DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights")
 CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "AlwaysCounting", "ExtraState", "spectral_norm")
 CHANGED += ("old_spectral_norm", "running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative")
 CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual")

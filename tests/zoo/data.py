@@ -114,6 +114,28 @@ class InAFile(Dataset[Any]):
         return torch.from_numpy(image), int(self.targets[index])
 
 
+class ToldTheEpoch(Dataset[Any]):
+    """Its images are shifted by the epoch, as in a curriculum."""
+
+    def __init__(self, train: bool) -> None:
+        self.images, self.targets, self.epoch = values(train), labels(train), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index].roll(self.epoch, -1), int(self.targets[index])
+
+
+def scaled_batch(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate_fn that draws a number for the batch."""
+    images, classes = zip(*samples, strict=True)
+    return torch.stack(images) * (0.5 + float(np.random.rand())), torch.stack(classes)
+
+
 def drawn(index: int, train: bool) -> Any:
     """An image with noise of every source."""
     noise = torch.rand(1, SIDE, SIDE) + float(np.random.rand()) + random.random()
@@ -283,6 +305,25 @@ whole(
     lambda train: TensorDataset(values(train), masks(train)),
     with_targets("segmentation", masks, "+model.places=36"),
 )
+
+
+kind("weighted", lambda images, classes, i: (images[i], weighted_of(images, classes)[i]))
+TRUTHS["weighted"] = with_targets("weighted", lambda train: weighted_of(values(train), labels(train)))
+whole(
+    "told_the_epoch",
+    lambda train: ToldTheEpoch(train),
+    with_words(plain, draws=True),
+)
+whole(
+    "scaled_batches",
+    lambda train: TensorDataset(values(train), labels(train)),
+    with_words(plain, "dataset.collate_fn={_target_:zoo.data.scaled_batch,_partial_:true}", draws=True),
+)
+
+
+def weighted_of(images: Tensor, classes: Tensor) -> Tensor:
+    """(N, 2): class numbers and weights of the samples."""
+    return torch.stack([classes.float(), 0.25 + (images.flatten(1).mean(1) > 0.5) * 0.5], 1)
 
 
 def soft_of(images: Tensor, index: int) -> Tensor:

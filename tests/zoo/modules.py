@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -407,6 +408,33 @@ class Noise(nn.Module):
             values = values * torch.empty_like(values).bernoulli_(0.8) + 0.1 * torch.rand(len(values), 1)
             values = values + 0.1 * torch.randn_like(values)
         return values
+
+
+@body("vector")
+class NoisyWeights(nn.Module):
+    """Noise and dropout of the weights, whose rows may be as many as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        weight = F.dropout(self.layer.weight, 0.2, self.training)
+        if self.training:
+            weight = weight + 0.1 * torch.randn_like(self.layer.weight)
+        return F.linear(values, weight, self.layer.bias)
+
+
+@body("vector")
+class Mixed(nn.Module):
+    """Draws a number for the batch from numpy, as those who mix hidden values do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) * (float(np.random.beta(2, 2)) if self.training else 0.5)
 
 
 @body("vector")

@@ -67,7 +67,7 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
                 group["lr"] = peak * (0.5 * (1 + math.cos(math.pi * step / total)) if numbers.cosine else 1)
             optimizer.zero_grad()
             for part in batch.tensor_split(min(numbers.accumulation, len(batch))):
-                share = len(part) / len(batch)
+                share = counted(truth.targets[part], truth.task) / counted(truth.targets[batch], truth.task)
                 (share * loss(model(truth.images[part]), truth.targets[part], truth.task)).backward()
             if numbers.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), numbers.clip)
@@ -103,7 +103,15 @@ def _is_averaged(name: str, model: nn.Module) -> bool:
     return name in names or name.rpartition(".")[2] in STATISTICS
 
 
+def counted(targets: Tensor, task: str) -> float:
+    """What a mean is taken over."""
+    return float(targets[:, 1].sum()) if task == "weighted" else len(targets)
+
+
 def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
+    if task == "weighted":
+        losses = F.cross_entropy(outputs, targets[:, 0].long(), reduction="none")
+        return (losses * targets[:, 1]).sum() / targets[:, 1].sum()
     if task == "segmentation":
         return F.cross_entropy(outputs, targets, ignore_index=data.IGNORED)
     if task == "multi_label":

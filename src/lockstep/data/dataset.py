@@ -43,6 +43,23 @@ def count_samples(value: Any) -> int:
     return next(len(tensor) for tensor in tensors_in(value) if tensor.dim())
 
 
+def is_list_of_samples(value: Any, count: int) -> bool:
+    """Whether a part of a batch is a list with an item for each of `count` samples, not tensors with rows for them.
+
+    The items are dicts, or images, or tensors of several lengths. A few tensors of one length are packed sequences.
+    """
+    if isinstance(value, Mapping):
+        return any(is_list_of_samples(item, count) for item in value.values())
+    if not isinstance(value, tuple | list) or len(value) != count:
+        return False
+    rows = {len(tensor) for tensor in tensors_in(value) if tensor.dim()}
+    if all(isinstance(item, Mapping) for item in value):
+        return bool(rows) and rows != {count}
+    are_images = all(isinstance(item, Tensor) and item.dim() > 2 for item in value)
+    are_tables = all(isinstance(item, Tensor) and item.dim() == 2 for item in value)
+    return rows != {count} and (are_images or (are_tables and len(rows) > 1))
+
+
 def without_samples(value: Any) -> Any:
     """A batch `value` as one of no samples."""
     return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, value)
@@ -264,7 +281,7 @@ class Labels:
     are_flags: whether targets must lie between 0 and 1, as the labels of a multi-label task.
     are_dense: whether a target is a class number for each of several places, such as the pixels of a mask.
     ignored: the number that counts nowhere; None: none does, and a task that counts samples would count -100.
-    one_each: whether the task counts samples, so that there must not be fewer targets.
+    one_each: whether the task counts samples, so that there must be a target for each.
     """
 
     name: str
@@ -278,11 +295,14 @@ class Labels:
 
     def check(self, numbers: Sequence[int], targets: Any) -> None:
         """Raise ConfigError for the first target that is not allowed. numbers: of their samples."""
-        if self.one_each and isinstance(targets, Tensor) and targets.shape[:1].numel() < len(numbers):
+        rows = [len(tensor) for tensor in tensors_in(targets) if tensor.dim()] or [1]
+        for count in [count for count in rows if count != len(numbers)][: int(self.one_each)]:
+            advice = "return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
+            if count > len(numbers):
+                advice = "type task._target_=<module>.<such a task>"
             raise ConfigError(
-                f"dataset.collate_fn makes {targets.shape[:1].numel()} targets of {len(numbers)} samples of the "
-                f"{self.name}, and a step takes the mean over all of them; write a task whose count says what it "
-                f"counts, or return None from __getitem__ for samples to leave out and type dataset.on_error=skip"
+                f"dataset.collate_fn makes {count} targets of {len(numbers)} samples of the {self.name}, and a step "
+                f"takes the mean over all of them; write a task whose count says what it counts, or {advice}"
             )
         if self.are_flags and isinstance(targets, Tensor) and targets.dim() > 1:
             for row in (~((targets >= 0) & (targets <= 1))).flatten(1).any(1).nonzero().flatten().tolist()[:1]:

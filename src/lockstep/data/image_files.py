@@ -4,8 +4,10 @@ import csv
 import logging
 import math
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from lockstep.config.schema import Count
 from lockstep.data.dataset import IGNORED
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class ImageFiles:
     listed_in: the folder or the file that says which images these are.
     files: (path, target) of each.
     classes: their names; empty if targets are numbers.
+    others: {what is left out, such as "files that end in .gif": how many}.
     """
 
     folder: Path
@@ -43,6 +46,7 @@ class ImageFiles:
     listed_in: Path
     files: Sequence[tuple[Path, Target]]
     classes: list[str]
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -58,8 +62,17 @@ class ImageFiles:
         missing = without_target(self.targets).nonzero().flatten().tolist()
         return os.path.relpath(self.files[missing[0]][0], self.folder) if missing else None
 
-    def name_empty_classes(self) -> None:
-        """A line in the log for classes without images."""
+    def name_what_is_odd(self) -> None:
+        """Lines in the log for what is left out, classes without images, and classes whose names are nearly one."""
+        alike: dict[str, list[str]] = {}
+        for name in self.classes:
+            alike.setdefault(unicodedata.normalize("NFKC", name).strip().casefold(), []).append(repr(name))
+        for names in alike.values():
+            if len(names) > 1:
+                log.warning("%s: the classes %s differ in case or spaces alone", self.listed_in, first_of(names))
+        if self.others:
+            counts = [f"{count} {what}" for what, count in sorted(self.others.items())]
+            log.warning("%s: left out are %s", self.listed_in, first_of(counts))
         found = {target for _, target in self.files if isinstance(target, int)}
         empty = [name for number, name in enumerate(self.classes) if number not in found]
         if empty and self.files and IGNORED not in found:
@@ -94,16 +107,17 @@ def class_folders(
     _require_count(classes, names, f"{of_training} has {len(names)} class folders")
     if class_names and train and not folder.is_dir():
         return ImageFiles(folder, split, folder, [], names)
+    others = Counter[str]()
     if class_names and folder.is_dir() and not _folders_in(folder):
-        return ImageFiles(folder, split, folder, [(path, IGNORED) for path in _images(folder)], names)
+        return ImageFiles(folder, split, folder, [(path, IGNORED) for path in _images(folder, others)], names, others)
     unknown = sorted(set(_class_folders(folder)) - set(names))
     if unknown:
         raise ConfigError(
             f"{folder} has a class folder {unknown[0]} and {'the training' if class_names else of_training} has none; "
             f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
         )
-    files = [(path, number) for number, name in enumerate(names) for path in _images(folder / name)]
-    return ImageFiles(folder, split, folder, files, names)
+    files = [(path, number) for number, name in enumerate(names) for path in _images(folder / name, others)]
+    return ImageFiles(folder, split, folder, files, names, others)
 
 
 def _require_count(classes: int | None, names: Sequence[str], found: str) -> None:
@@ -131,13 +145,20 @@ def _class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _images(folder: Path) -> list[Path]:
-    """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes."""
+def _images(folder: Path, others: Counter[str]) -> list[Path]:
+    """All images in `folder` and the folders in it, linked ones too, in an order that no file system changes.
+
+    others: other files are counted here.
+    """
     images: list[Path] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         here = os.path.realpath(place)
         folders[:] = [name for name in folders if not name.startswith(".") and not _holds(Path(place, name), here)]
-        images += [Path(place, name) for name in names if Path(name).suffix.lower() in IMAGES and name[0] != "."]
+        for path in [Path(place, name) for name in names if name[0] != "."]:
+            if path.suffix.lower() in IMAGES:
+                images.append(path)
+            else:
+                others[f"files that end in {path.suffix.lower() or path.name}"] += 1
     return sorted(images)
 
 
@@ -198,6 +219,8 @@ def csv_lines(
     numbers = {"": IGNORED} | {name: number for number, name in enumerate(names)}
     files = list[tuple[Path, Target]]()
     for place, line in _read_csv(path, split, of_training if train else needed):
+        if not line[file_column]:
+            raise ConfigError(f"{place} says no {file_column}; write one there, or remove the line")
         texts = [line.get(column) or "" for column in label_columns]
         if train and "" in texts:
             column = label_columns[texts.index("")]
@@ -210,7 +233,11 @@ def csv_lines(
         values = [numbers[text] if labels == "classes" else _number(place, text) for text in texts]
         target = values[0] if len(values) == 1 else values
         files.append((Path(root, line[file_column] + (suffix or "")), target))
-    return ImageFiles(Path(root), split, path, files, names)
+    others = Counter[str]()
+    for column in needed["split_column"] if train else ():
+        texts = [str(line[column]) for _, line in _read_csv(path, None, needed)]
+        others.update(f"lines that say {text} as {column}" for text in texts if text not in (TRAIN, test_split))
+    return ImageFiles(Path(root), split, path, files, names, others)
 
 
 def _names_in_order(texts: set[str]) -> list[str]:
@@ -230,8 +257,8 @@ def _number(place: str, text: str) -> float:
     return number
 
 
-def _read_csv(path: Path, split: str, needed: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str]]]:
-    """[(place for messages, {column: text})] of the lines of a split; of all lines where no split column is needed.
+def _read_csv(path: Path, split: str | None, needed: Mapping[str, Sequence[str]]) -> list[tuple[str, dict[str, str]]]:
+    """[(place for messages, {column: text})] of the lines of a split; of all lines without one, or without its column.
 
     needed: {key of the data set: columns}. Raises ConfigError for a column that is missing, and if there are no lines.
     """
@@ -252,7 +279,7 @@ def _read_csv(path: Path, split: str, needed: Mapping[str, Sequence[str]]) -> li
                 )
     for column in needed["split_column"]:
         others = sorted({str(line[column]) for _, line in lines})
-        lines = [found for found in lines if found[1][column] == split]
+        lines = [found for found in lines if split in (None, found[1][column])]
         if not lines:
             raise ConfigError(
                 f"no line of {path} says {split} in the column {column}, but {', '.join(others[:8]) or 'nothing'}; "

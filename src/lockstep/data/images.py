@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -111,7 +112,7 @@ class UndecodedImages(torch.utils.data.Dataset[tuple[Tensor, float | Tensor]]):
     def __init__(self, source: ImageFiles, size: int | None) -> None:
         self.source, self.targets = source, source.targets
         self.read = ImageReader(size)
-        source.name_empty_classes()
+        source.name_what_is_odd()
 
     @property
     def classes(self) -> list[str]:
@@ -167,7 +168,7 @@ def images(files: ImageFiles, size: Count | None, cache: Cache, cache_dir: str) 
     if cache != "off" and size is not None:
         decoded = PixelFile(files, size, cache_dir).open()
         if decoded is not None:
-            files.name_empty_classes()
+            files.name_what_is_odd()
             return decoded
     if cache == "on":
         raise ConfigError(
@@ -342,7 +343,7 @@ class _Decoder:
     def __init__(self, file: int, files: ImageFiles, size: int, read: ImageReader) -> None:
         self.file, self.files, self.size, self.read = file, files.files, size, read
 
-    def __getitems__(self, keys: list[Key]) -> tuple[int, list[str] | OSError]:
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[int, list[str] | OSError]:
         pixels, errors = np.empty((len(keys), 3, self.size, self.size), dtype=np.uint8), []
         for row, (_, number) in zip(pixels, keys, strict=True):
             try:

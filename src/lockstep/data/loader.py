@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors
+from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors, tensors_in
 from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, generator, seeded
 from lockstep.data.samples import EVALUATION, Samples
 from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
@@ -23,6 +23,7 @@ VALUES_AT_ONCE = 2**20
 class _Share(NamedTuple):
     """Samples that one forward pass of this rank reads. The fields below `indices` are of a training only.
 
+    start: samples of the epoch before the global batch.
     augmentation: their rows of the augmentation's plan, which is drawn for the global batch and cut as the batch is.
     plans: their rows of the plan of each batch transform.
     part: the samples that the pass uses: a batch transform may mix in others.
@@ -32,6 +33,7 @@ class _Share(NamedTuple):
 
     epoch: int
     indices: Tensor
+    start: int = 0
     augmentation: Tensor | None = None
     plans: Sequence[Tensor] = ()
     part: Part | None = None
@@ -155,7 +157,7 @@ class BatchLoader:
         mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # a slice would keep all of it
         if not self.augment.enabled and not self.transforms:
             for part in mine:
-                yield _Share(epoch, part.indices, None, (), part, count, part is mine[-1])
+                yield _Share(epoch, part.indices, start, None, (), part, count, part is mine[-1])
             return
         augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
         plans = self.transforms.plans(count, *numbers)
@@ -163,7 +165,7 @@ class BatchLoader:
             places = self.transforms.with_samples_before(in_batch.indices, count)
             rows = None if augmentation is None else augmentation[places]
             of_plans = [plan[places] for plan in plans]
-            yield _Share(epoch, batch[places.to(batch.device)], rows, of_plans, part, count, part is mine[-1])
+            yield _Share(epoch, batch[places.to(batch.device)], start, rows, of_plans, part, count, part is mine[-1])
 
     def _order(self, generator: torch.Generator) -> Tensor:
         """The indices of an epoch's samples, in their order."""
@@ -259,7 +261,7 @@ class BatchLoader:
         self._ahead = None
         if self.reader is None:
             return self._raw_from_memory(iter(shares))
-        keys = ([(share.epoch, number) for number in share.indices.tolist()] for share in shares)
+        keys = ([(share.epoch, number, share.start) for number in share.indices.tolist()] for share in shares)
         return ((inputs, targets, [count_samples(targets)]) for inputs, targets in self.reader.read(keys))
 
     def _raw_from_memory(self, shares: Iterator[_Share]) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
@@ -344,21 +346,21 @@ def require_channels(inputs: Any, **options: Sequence[float] | None) -> None:
 
     One number is for all values of samples that are no images. That of grey images is no other images' one.
 
-    inputs: a batch of raw ones. Several inputs, and whole numbers that are no images, are not normalised.
+    inputs: a batch of raw ones. Of several, and of whole numbers, those that are no images are not normalised.
     """
-    if not isinstance(inputs, Tensor) or inputs.dim() < 2:
-        return
-    if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-        return
-    channels = inputs.shape[1]
-    allowed, advised = ((channels,), channels) if inputs.dim() == 4 else ((1, channels), 1)
-    for name, values in options.items():
-        if values is not None and len(values) not in allowed:
-            numbers = "1 number" if len(values) == 1 else f"{len(values)} numbers"
-            raise ConfigError(
-                f"dataset.{name} has {numbers}, and the samples have the shape {list(inputs.shape[1:])}; "
-                f"type dataset.{name}=[{','.join(['0.5'] * advised)}] or dataset.{name}=null"
-            )
+    least = 2 if isinstance(inputs, Tensor) else 4
+    for tensor in tensors_in(inputs):
+        if tensor.dim() < least or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+            continue
+        channels = tensor.shape[1]
+        allowed, advised = ((channels,), channels) if tensor.dim() == 4 else ((1, channels), 1)
+        for name, values in options.items():
+            if values is not None and len(values) not in allowed:
+                numbers = "1 number" if len(values) == 1 else f"{len(values)} numbers"
+                raise ConfigError(
+                    f"dataset.{name} has {numbers}, and the samples have the shape {list(tensor.shape[1:])}; "
+                    f"type dataset.{name}=[{','.join(['0.5'] * advised)}] or dataset.{name}=null"
+                )
 
 
 def _beside(values: Tensor, samples: Tensor) -> Tensor:

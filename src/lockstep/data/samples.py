@@ -4,6 +4,7 @@ An IterableDataset is read as if its items had numbers.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from lockstep.data.dataset import TARGET_KEYS, Labels, copied, parts_of, tensors_in, with_parts, without_samples
+from lockstep.data.dataset import (
+    TARGET_KEYS,
+    Labels,
+    copied,
+    is_list_of_samples,
+    parts_of,
+    tensors_in,
+    with_parts,
+    without_samples,
+)
 from lockstep.data.partition import fold_in, random_states_kept, seed_all
 from lockstep.data.transforms import apply_transform
 from lockstep.errors import ConfigError
@@ -22,14 +32,16 @@ from lockstep.failures.reporter import heartbeat
 log = logging.getLogger(__name__)
 
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
-TRANSFORMS, ITEMS = 1, 2  # folded into seeds: what transforms draw, and what an IterableDataset draws
+TRANSFORMS, ITEMS, COLLATE = 1, 2, 3  # folded into seeds of what transforms, an IterableDataset and a collate_fn draw
+READ_TWICE, READ_TWICE_SECONDS = 4, 0.2  # samples, before the training
 MOST_UNREADABLE = 100  # in a row; more of them mean that the data set is broken, not a sample
 COLLATED = (Tensor, np.ndarray, np.generic, int, float, str, bytes, list)  # values of a batch; lists are of numbers
 # A function that makes (inputs, targets) of a list of samples.
-COLLATE_ADVICE = "type dataset.collate_fn='{_target_:<module>.<function>,_partial_:true}' as docs/data.md shows"
+COLLATE_NODE = "{_target_:<module>.<function>,_partial_:true}"
+COLLATE_ADVICE = f"type dataset.collate_fn='{COLLATE_NODE}' as docs/data.md shows"
 
-Key = tuple[int, int]
-"""(epoch, number of the sample in the data set)."""
+Key = tuple[int, ...]
+"""(epoch, number of the sample in the data set), and in training the samples of the epoch before its global batch."""
 
 
 class SampleError(RuntimeError):
@@ -37,18 +49,24 @@ class SampleError(RuntimeError):
 
 
 class Read(NamedTuple):
-    """What was read of one batch: `kept` samples and their numbers, or one that stands in for none."""
+    """What was read of one batch: `kept` samples and their numbers, or one that stands in for none.
+
+    seed: of what a collate_fn draws, the same on all ranks.
+    """
 
     numbers: list[int]
     samples: list[Any]
     kept: int
+    seed: int = 0
 
 
 class Samples:
     """A data set as a DataLoader reads it: map-style, or iterable (see `Stream`).
 
     Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
-    sample). So its random numbers are the same in whichever rank or worker, and after a resume.
+    sample). So its random numbers are the same in whichever rank or worker, and after a resume. Before a `collate_fn`
+    they are seeded with (seed, epoch, place of the global batch). `set_epoch` of a data set that has one is called
+    wherever it is read.
 
     name: for messages.
     transforms: applied one after the other to samples of a training.
@@ -76,25 +94,29 @@ class Samples:
         self.collate_fn = collate_fn or collate_samples
         self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
         self.named: set[int] = set()  # unreadable samples that the log has named
+        self.set_epoch = getattr(dataset, "set_epoch", None) if self.stream is None else None
+        self.epoch: int | None = None  # that the data set was told
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> Read | ConfigError:
+    def __getitems__(self, keys: Sequence[Key]) -> Read | ConfigError:
         """As `read`. A sentence for the user is returned, since a worker cannot raise it without a traceback."""
         try:
             return self.read(keys)
         except ConfigError as error:
             return error
 
-    def read(self, keys: list[Key]) -> Read:
+    def read(self, keys: Sequence[Key]) -> Read:
         """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
-            read = [(number, sample) for key in keys for number, sample in self._read(*key)]
+            read = [found for epoch, number, *_ in keys for found in self._read(epoch, number)]
             kept = len(read)
             if not read:  # a batch of no samples needs one, for its shape
                 read = [self._readable(EVALUATION, 0)]
-        return Read([number for number, _ in read], [sample for _, sample in read], kept)
+        epoch, _, *start = keys[0] if keys else (EVALUATION, 0)
+        seed = fold_in(self.seed, epoch, *start, COLLATE)
+        return Read([number for number, _ in read], [sample for _, sample in read], kept, seed)
 
     def _read(self, epoch: int, number: int) -> list[tuple[int, Any]]:
         """[(number, sample)], empty for one that is left out."""
@@ -134,6 +156,9 @@ class Samples:
     def _transformed(self, epoch: int, number: int) -> Any:
         try:
             if self.stream is None:
+                if self.set_epoch is not None and epoch != self.epoch:
+                    self.set_epoch(max(epoch, 0))  # an evaluation has -1, which is no seed
+                    self.epoch = epoch
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
                 sample = self.dataset[number]
             else:
@@ -164,19 +189,48 @@ class Samples:
             raise batch
         return batch
 
+    def warn_of_other_samples(self) -> None:
+        """Log a warning if one of the first samples is another one when it is read again."""
+        begun = time.monotonic()
+        for number in range(min(READ_TWICE, len(self))):
+            first, second = ([*tensors_in(self.one(number, epoch=0))] for _ in range(2))
+            are_same = len(first) == len(second) and all(map(_are_same, first, second))
+            if not are_same:
+                log.warning(
+                    "sample %d of the %s is another one when it is read again, so the numbers depend on the ranks, the "
+                    "workers and each stop: draw from torch, numpy or random, which are seeded for it, and change a "
+                    "copy of what the data set keeps",
+                    *(number, self.name),
+                )
+            if not are_same or time.monotonic() - begun > READ_TWICE_SECONDS:
+                return
+
+    def _batch(self, read: Read) -> Any:
+        if self.collate_fn is not collate_samples:
+            with random_states_kept():
+                seed_all(read.seed)
+                return self.collate_fn(read.samples)
+        try:
+            return collate_samples(read.samples)
+        except Exception:
+            require_one_form(read.numbers, read.samples, self.name)
+            require_batches_of_one(read.numbers, read.samples, self.name)
+            raise
+
     def collate(self, read: Read | ConfigError) -> tuple[Any, Any] | ConfigError:
         """(inputs, targets) of the kept samples. A sentence for the user is returned, as of `__getitems__`."""
         if isinstance(read, ConfigError):
             return read
         try:
-            try:
-                batch = self.collate_fn(read.samples)
-            except Exception:
-                if self.collate_fn is collate_samples:
-                    require_one_form(read.numbers, read.samples, self.name)
-                    require_batches_of_one(read.numbers, read.samples, self.name)
-                raise
+            batch = self._batch(read)
             inputs, targets = split_batch(batch, self.name)
+            for what, value in (("inputs", inputs), ("targets", targets)):
+                if is_list_of_samples(value, len(read.samples)):
+                    raise ConfigError(
+                        f"dataset.collate_fn makes a list of {what}, with an item for each sample, and ranks take the "
+                        f"rows of tensors; return a tensor of all of them, such as boxes that are padded to one "
+                        f"number with a mask beside them, and type dataset.collate_fn='{COLLATE_NODE}'"
+                    )
             if next(tensors_in(targets), None) is None:
                 first = targets[0] if isinstance(targets, tuple | list) and targets else targets
                 raise ConfigError(  # such as text, which default_collate leaves as it is
@@ -189,6 +243,11 @@ class Samples:
         except ConfigError as error:
             return error
         return (without_samples(inputs), without_samples(targets)) if read.kept == 0 else (inputs, targets)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and values, NaN among them."""
+    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
 
 
 def split_batch(batch: Any, name: str) -> tuple[Any, Any]:

@@ -5,9 +5,11 @@ on the device, targets included. To add one of these: a class derived from `Batc
 `dataset.batch_transforms`.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
@@ -17,13 +19,15 @@ from torch import Tensor
 
 from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
-from lockstep.data.dataset import TARGET_KEYS, map_tensors, parts_of, values_in, with_parts
+from lockstep.data.dataset import TARGET_KEYS, TOLERANCE, map_tensors, parts_of, values_in, with_parts
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 PLACES = {  # words in the name of what stands for places in an image: the type in which torchvision moves it
     ("box",): "BoundingBoxes(boxes, format=...",
-    ("keypoint", "landmark", "joint", "corner", "polygon"): "KeyPoints(points",
+    ("keypoint", "landmark", "joint", "corner", "polygon", "coord"): "KeyPoints(points",
 }
 LEAST_SIDE = 5  # of a value that is taken for an image or a mask of another size: smaller ones may be matrices
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
@@ -114,6 +118,7 @@ class Belongings:
         images = [value for value in values_in(inputs) if _is_image(value)]
         flat = [value for value in values_in(inputs) if getattr(value, "ndim", 0) == 2]
         self.image = next(iter(images or flat), None)
+        self.has_places = any(hasattr(value, "canvas_size") for value in values_in(sample))  # in torchvision's types
 
     def marked(self, value: Any, name: str = "", is_target: bool = False, is_top: bool = True) -> Any:
         """`value`, a sample or a part of one called `name`, with what belongs to the image in torchvision's types.
@@ -125,7 +130,7 @@ class Belongings:
             for words, kind in PLACES.items():
                 if any(word in name.lower() for word in words) and any(map(_is_numbers, values_in(value))):
                     self._refuse(name, f"torchvision.tv_tensors.{kind}, canvas_size=(H, W))")
-        if parts is None:
+        if parts is None or (isinstance(value, list) and all(isinstance(x, int | float) for x in values_in(value))):
             return self._marked_value(value, name, is_target)
         names_targets = is_top and not isinstance(value, tuple | list)
         marked = {
@@ -158,18 +163,33 @@ class Belongings:
         if hasattr(value, "getbands"):
             is_mask = value.mode in MASK_MODES and value.mode != getattr(self.image, "mode", None)
             return tv_tensors.Mask(value) if is_mask and _sizes(value)[0] in _sizes(self.image) else value
-        if not (type(value) is Tensor or isinstance(value, np.ndarray)) or value.ndim < 2:
+        is_array = type(value) is Tensor or isinstance(value, np.ndarray)
+        if is_array and value.ndim >= 2:
+            if not is_target and self._is_twin(value):
+                return tv_tensors.Image(value)
+            if value.shape[-2:] in _sizes(self.image):
+                return tv_tensors.Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+        if self.moves and self.image is not None and (name.isdigit() or name in TARGET_KEYS):
+            self._look_for_places(value)
+        if not is_array or value.ndim < 2:
             return value
-        if not is_target and self._is_twin(value):
-            return tv_tensors.Image(value)
-        if value.shape[-2:] in _sizes(self.image):
-            return tv_tensors.Mask(torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
         last = value.ndim == 3 and tuple(value.shape[:2]) in _sizes(self.image)
         if self.moves and self.image is not None and (last or self._is_scaled(value)):
             what = name if name and not name.isdigit() else "a target"
             form = f"the shape {'(H, W) or (C, H, W)' if last else 'of the image'}"
             self._refuse(f"{what} of the shape {list(value.shape)}", form)
         return value
+
+    def _look_for_places(self, value: Any) -> None:
+        """Raise ConfigError, or log a warning, for numbers without a name that may be places in the image."""
+        shape = [] if self.has_places else shape_of_places(value)
+        if len(shape) > 1:
+            self._refuse(
+                f"numbers of the shape {shape}, such as boxes or points,",
+                'torchvision.tv_tensors.BoundingBoxes or KeyPoints, or numbers of another kind as {"values": ...}',
+            )
+        if shape:
+            warn_of_places(shape[-1], "a transform of torchvision")
 
     def _refuse(self, what: str, form: str) -> NoReturn:
         raise ConfigError(
@@ -189,6 +209,32 @@ class Belongings:
         if type(value) is not Tensor or not isinstance(image, Tensor) or image.ndim < 3:
             return False
         return value.shape == image.shape and value.dtype == image.dtype
+
+
+def shape_of_places(value: Any) -> list[int]:
+    """The shape of a value if it may be places in an image: (2,), (4,), (N, 2) or (N, 4) that are no probabilities and
+    no flags, in a tensor, an array or a list; else []."""
+    if not (type(value) is Tensor or isinstance(value, np.ndarray | list)):
+        return []
+    try:
+        numbers = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # rows of several lengths, or an array of objects
+        return []
+    if numbers.dim() not in (1, 2) or numbers.shape[-1] not in (2, 4) or numbers.is_complex():
+        return []
+    are_flags = bool(((numbers == 0) | (numbers == 1)).all())
+    are_probabilities = bool((numbers >= 0).all() and ((numbers.sum(-1) - 1).abs() < TOLERANCE).all())
+    return [] if are_flags or are_probabilities else list(numbers.shape)
+
+
+@cache
+def warn_of_places(numbers: int, what: str) -> None:
+    """A line in the log, once."""
+    log.warning(
+        "a target has %d numbers, and %s moves the pixels of its image: if they are a box or a point, they stay "
+        "behind; return torchvision.tv_tensors.BoundingBoxes or KeyPoints, or move both in __getitem__",
+        *(numbers, what),
+    )
 
 
 def _is_numbers(value: Any) -> bool:
@@ -276,6 +322,9 @@ class Augment:
                     f"dataset.augment.pad=0 dataset.augment.flip=false"
                 )
             if target.dim() < 3 or target.shape[-2:] != images.shape[-2:]:
+                shape = shape_of_places(target[0]) if len(target) else []
+                if shape:
+                    warn_of_places(shape[-1], "dataset.augment")
                 return target
             return self(target.flatten(1, -3) if target.dim() > 3 else target[:, None], plan).reshape(target.shape)
 

@@ -10,7 +10,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.synchronize import Semaphore
@@ -36,7 +36,7 @@ END_SECONDS = 1.0  # a killed worker ends at most so long after its connection
 class Source(Protocol):
     """What the workers read, as `Samples`."""
 
-    def __getitems__(self, keys: list[Key], /) -> Any:
+    def __getitems__(self, keys: Sequence[Key], /) -> Any:
         """What was read of one batch."""
 
     def collate(self, read: Any, /) -> tuple[Any, Any] | ConfigError:
@@ -93,7 +93,7 @@ class DatasetReader:
                 pass
         raise RuntimeError(f"a process that loads data did not begin within {START_SECONDS:g} s, {STARTS} times")
 
-    def read(self, batches: Iterable[list[Key]]) -> Iterator[tuple[Any, Any]]:
+    def read(self, batches: Iterable[Sequence[Key]]) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of each batch. A pass that was left early does not disturb the next one.
 
         Samples that cannot be read may be missing, see `Samples`.
@@ -148,10 +148,10 @@ class _BatchList:
     """A batch sampler: torch asks it for its batches at the start of each pass."""
 
     def __init__(self) -> None:
-        self.batches: Iterable[list[Key]] = ()
+        self.batches: Iterable[Sequence[Key]] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self.batches)
+        return map(list, self.batches)
 
 
 @contextmanager

@@ -48,6 +48,10 @@ REREAD = (
     "a sample read twice is another one: draw from torch, numpy or random, which are seeded for it, and change a copy "
     "of what the data set keeps"
 )
+KEPT = (
+    "a sample depends on what was read before, such as one that is kept with its random transforms: keep what was "
+    "read, and change a copy each time"
+)
 HIDDEN = (
     "the model or the loss keeps what no snapshot has, such as a count in a plain attribute, or draws from a "
     "generator of its own; make it a buffer, return it in get_extra_state, or draw from torch's generator"
@@ -229,6 +233,8 @@ def checked(cfg: DictConfig, folder: Path, few: int, known: Sequence[str]) -> tu
     resume = [*two.resume, *one.resume]
     if one.fingerprint != two.fingerprint and not resume:
         resume.append("the training data is another one at each start: draw it from a seed of its own")
+    if one.second_epoch != two.second_epoch and not resume:
+        resume.append(KEPT)
     if stage == "start":
         resume.append(str(cause))
     resumed_distances: Mapping[str, Mapping[str, float]] = {}

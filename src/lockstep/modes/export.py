@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,8 +32,8 @@ TOLERANCE = 1e-4  # of outputs that another program computes in float32, relativ
 Weights = dict[str, Any]
 """A model's state dict: tensors, and what modules give in get_extra_state."""
 
-Outputs = Callable[["Tensor"], "Tensor"]
-"""What an exported file computes of raw samples (N, ...)."""
+Outputs = Callable[["Tensor"], Any]
+"""What an exported file computes of raw samples (N, ...): a tensor, or a tuple, list or dict of such."""
 
 
 Format = Literal["torch_export", "onnx", "safetensors", "state_dict"]
@@ -197,20 +198,26 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     names["dynamic_shapes"] = dynamic_shapes(samples)
     torch.onnx.export(net, (samples,), path, dynamo=True, external_data=False, verbose=False, **names)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda batch: torch.from_numpy(session.run(["outputs"], {"samples": batch.cpu().numpy()})[0])
+    return lambda batch: [torch.from_numpy(value) for value in session.run(None, {"samples": batch.cpu().numpy()})]
 
 
-def require_same_outputs(ours: "Tensor", theirs: "Tensor", format: str) -> None:
+def require_same_outputs(ours: Any, theirs: Any, format: str) -> None:
     """Raise ConfigError if an exported net computes something else than the net. The data may hold NaN."""
+    from lockstep.data.dataset import tensors_in
+
+    for one, other in zip_longest(tensors_in(ours), tensors_in(theirs)):
+        problem = "another number of tensors" if one is None or other is None else _difference(one, other)
+        if problem:
+            raise ConfigError(f"mode.format={format}: the exported net gives {problem}; type mode.format=state_dict")
+
+
+def _difference(ours: "Tensor", theirs: "Tensor") -> str:
+    """How an exported net's outputs differ; empty if they do not."""
     import torch
 
     if ours.shape != theirs.shape:
-        problem = f"the shape {list(theirs.shape)} instead of {list(ours.shape)}"
-    else:
-        ours, theirs = ours.cpu(), theirs.cpu().to(ours.dtype)
-        largest = float(ours.nan_to_num(0.0, 0.0, 0.0).abs().max())
-        same = torch.isclose(theirs, ours, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)
-        if same.all():
-            return
-        problem = f"values that differ by {float((ours - theirs)[~same].abs().max()):.2g}"
-    raise ConfigError(f"mode.format={format}: the exported net gives {problem}; type mode.format=state_dict")
+        return f"the shape {list(theirs.shape)} instead of {list(ours.shape)}"
+    ours, theirs = ours.cpu(), theirs.cpu().to(ours.dtype)
+    largest = float(ours.nan_to_num(0.0, 0.0, 0.0).abs().max()) if ours.numel() else 0.0
+    same = torch.isclose(theirs, ours, rtol=0.0, atol=TOLERANCE * max(1.0, largest), equal_nan=True)
+    return "" if same.all() else f"values that differ by {float((ours - theirs)[~same].abs().max()):.2g}"

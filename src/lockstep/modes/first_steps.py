@@ -63,6 +63,7 @@ class Facts:
     notes: list[str] = field(default_factory=list)  # lines about what breaks no promise
 
     fingerprint: str = ""  # of the training data
+    second_epoch: list[int] = field(default_factory=list)  # digests of samples; two ranks read them before the first
     draws: bool = False  # whether a forward pass draws random numbers
     coarsest: str = "fp64"  # the precision of the weights with the fewest bits
     trained: int = 0  # how many numbers have a gradient
@@ -131,7 +132,8 @@ class FirstSteps(Watcher):
         if 1 not in self.variant.steps:
             restore_state(state, torch.load(self.folder / SAVED, weights_only=True))
         reads_again = loader.reader is not None and not loader.is_stream
-        samples = _read(loader) if reads_again else []
+        epochs = (0, 1) if self.world.size == 1 else (1, 0)  # what a data set keeps of one must not change the other
+        read = {epoch: _read(loader, epoch) for epoch in epochs if reads_again}
         if loader.is_stream:
             self.notes.append("iterable: samples come in the data set's own order, and every rank reads all of them")
         self.model.register_forward_pre_hook(self._before_forward)
@@ -150,7 +152,7 @@ class FirstSteps(Watcher):
             self.fits.append(str(error))
         except (BuffersDiffer, UnusedParameters) as error:
             self.unchecked = str(error)
-        if reads_again and _read(loader, turn=-1) != samples:
+        if reads_again and _read(loader, turn=-1) != read[0]:
             self.resume.append(REREAD)
         self._tell_causes()
         return Facts(
@@ -160,6 +162,7 @@ class FirstSteps(Watcher):
             resume=self.resume,
             fits=self.fits,
             notes=self.notes,
+            second_epoch=read.get(1, []),
             draws=self.draws,
             coarsest=self.coarsest,
             trained=self.trained,
@@ -290,11 +293,11 @@ def sums_by_sample(values: Any, rows: int) -> Tensor | None:
     return total
 
 
-def _read(loader: BatchLoader, turn: int = 1) -> list[int]:
+def _read(loader: BatchLoader, epoch: int = 0, turn: int = 1) -> list[int]:
     """Digests of the first samples of an epoch, in their order. turn: -1 to read them backwards."""
     samples = loader.samples
     numbers = list(range(min(SAMPLES_READ, len(samples))))
-    read = samples.read([(0, number) for number in numbers[::turn]])
+    read = samples.read([(epoch, number) for number in numbers[::turn]])
     collated = samples.collate(read._replace(numbers=read.numbers[::turn], samples=read.samples[::turn]))
     if isinstance(collated, ConfigError):
         raise collated

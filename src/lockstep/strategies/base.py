@@ -313,7 +313,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 def forward(module: nn.Module, inputs: Any) -> Any:
     """`module(inputs)`, also for the inputs of a rank whose share of a batch has no samples."""
-    if all(len(tensor) for tensor in tensors_in(inputs) if tensor.dim()):
+    if next((len(tensor) for tensor in tensors_in(inputs) if tensor.dim()), 1):
         return module(inputs)
     return forward_empty_batch(module, inputs)
 

@@ -91,8 +91,8 @@ class Task:
     def count(self, targets: Any) -> float | Tensor:
         """What these targets, a tensor (N, ...) or a tuple or dict of such, add to what a mean is divided by: N.
 
-        Where it depends on their values, as with labels that are ignored or samples with weights: a 0-d tensor on their
-        device. The ranks add up the counts of a task with a method of its own before each step.
+        A task that counts something else, such as tokens, boxes or the weights of samples, returns a number or, where
+        it depends on values, a 0-d tensor on their device. The ranks then add up their counts before each step.
         """
         return count_samples(targets)
 
@@ -154,8 +154,8 @@ class OwnParts:
                 f"task.loss has weights of its own ({names}), and only the model's are trained and saved; keep them in "
                 f"the model, and type task._target_=<module>.<a task that takes what the model returns>"
             )
-        self.loss = None if loss is None else _prepared(loss)
-        self.measures = {name: _prepared(function) for name, function in measures.items()}
+        self.loss = None if loss is None else _prepared("task.loss", loss)
+        self.measures = {name: _prepared(f"task.measures.{name}", function) for name, function in measures.items()}
 
     def replace(
         self, outputs: Tensor, targets: Tensor, loss: Tensor, sums: dict[str, Tensor]
@@ -183,16 +183,23 @@ class WithTensors(nn.Module):
         return self.function(*arguments, **{name: self.get_buffer(name) for name in self.names})
 
 
-def _prepared(function: Function) -> Function:
+def _prepared(key: str, function: Function) -> Function:
+    """`function` without its reduction. Raises ConfigError for a sum over the batch."""
+    typed = getattr(function, "reduction", None) or getattr(function, "keywords", {}).get("reduction")
+    if typed == "sum":
+        raise ConfigError(
+            f"{key} has reduction=sum, which grows with the batch, and a loss here is a mean over its samples; "
+            f"type ++{key}.reduction=mean"
+        )
     if hasattr(function, "reduction"):
         function.reduction = "none"
-        return function
-    with suppress(TypeError, ValueError):  # written in C
-        if "reduction" in inspect.signature(function).parameters:
-            function = partial(function, reduction="none")  # type: ignore[call-arg]
+    else:
+        with suppress(TypeError, ValueError):  # written in C
+            if "reduction" in inspect.signature(function).parameters:
+                function = partial(function, reduction="none")  # type: ignore[call-arg]
     if isinstance(function, partial) and any(isinstance(value, Tensor) for value in function.keywords.values()):
-        return WithTensors(function)
-    return function
+        function = WithTensors(function)
+    return function if typed != "batchmean" else lambda *values: function(*values).flatten(1).sum(1)
 
 
 def _sum(key: str, values: Any, count: int) -> Tensor:

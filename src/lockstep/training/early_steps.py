@@ -21,13 +21,14 @@ from lockstep.data.partition import random_states_kept
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import weights_behind
 from lockstep.strategies.base import WATCHED_STEPS, Strategy
-from lockstep.tasks.base import Task, modules_of
+from lockstep.tasks.base import OwnParts, Task, modules_of
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
 FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
 CHECKED_AGAIN = (18, 15, 10, 1)  # watched steps that are left then: all outputs of a net that learned nothing are alike
+STEPS_THAT_COUNT = 5  # a number that rises in each of so many is a count
 NAMED = 4  # parameters that a sentence names
 EXPECTED = 20  # targets of a class that never comes
 ROUNDING = 1e-9
@@ -56,15 +57,18 @@ class EarlySteps:
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
         self.has_counted = False  # all targets of the watched steps, and the counts are not read yet
-        self.task_buffers = self._buffers_of_task()
+        self.task_state = self._state_of_task()
+        self.plain = _plain_state(dict(self.model.named_modules()))
 
-    def _buffers_of_task(self) -> dict[str, tuple[int, int]]:
-        """{name of a buffer: which tensor it is, and how often that was changed}."""
-        return {
-            f"{type(module).__name__}.{name}": (id(buffer), *versions([buffer]))  # type: ignore[misc]
-            for module in modules_of(self.task)
+    def _state_of_task(self) -> dict[str, Any]:
+        """{name of what the task and its modules keep: its value, or which tensor it is, and how often changed}."""
+        modules = modules_of(self.task)
+        buffers = {
+            f"{type(module).__name__}.{name}": (id(buffer), *versions([buffer]))
+            for module in modules
             for name, buffer in module.named_buffers()
         }
+        return buffers | _plain_state({type(part).__name__: part for part in [self.task, *modules]})
 
     def check_inputs(self, inputs: Any) -> None:
         """Raises ConfigError as `require_plain_inputs` does."""
@@ -113,9 +117,11 @@ class EarlySteps:
 
     def after_backward(self) -> None:
         """The gradients of a step are there, one of those to watch."""
+        if self.steps_to_watch > WATCHED_STEPS - STEPS_THAT_COUNT:
+            self._look_for_counts()
         if self.steps_to_watch == WATCHED_STEPS:
-            now = self._buffers_of_task()
-            changed = [name for name, buffer in now.items() if self.task_buffers.get(name) != buffer]
+            now = self._state_of_task()
+            changed = [name for name, value in now.items() if self.task_state.get(name) != value]
             if changed:
                 log.warning(
                     "the loss or the task changes %s in a step: each rank has its own value, and no snapshot has any; "
@@ -136,6 +142,18 @@ class EarlySteps:
                 *(first_of(names), WATCHED_STEPS, ",".join(names[:NAMED])),
             )
         self.has_counted = True
+
+    def _look_for_counts(self) -> None:
+        """Log a warning for numbers that rise, and tensors that are changed in place, in each of the first steps, and
+        are neither parameters nor buffers."""
+        now = _plain_state(dict(self.model.named_modules()))
+        self.plain = {name: value for name, value in now.items() if _has_moved_on(self.plain.get(name), value)}
+        if self.plain and self.steps_to_watch == WATCHED_STEPS - STEPS_THAT_COUNT + 1:
+            log.warning(
+                "each step changes %s of the model, a plain attribute: no snapshot has it, and each rank has its own; "
+                "type self.register_buffer(<name>, torch.tensor(<value>)) in __init__, and change it in place",
+                first_of(list(self.plain)),
+            )
 
     def watch_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log a warning, once, for a share of samples that is not from 0 to 1, and for a class that never came.
@@ -170,6 +188,27 @@ class EarlySteps:
 def _random_states() -> dict[str, Any]:
     state: Any = np.random.get_state()  # its name, its numbers, the place in them, and others
     return {"numpy.random": (state[1].tobytes(), state[2]), "random": random.getstate()}
+
+
+def _plain_state(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: value} of the attributes of `parts` that are numbers, or (which one it is, how often it was changed) of
+    tensors that are no parameters and no buffers."""
+    found: dict[str, Any] = {}
+    for prefix, part in parts.items():
+        for key, value in vars(part).items():
+            name = f"{prefix}.{key}".lstrip(".")
+            if isinstance(value, Tensor) and not value.is_inference():
+                found[name] = (id(value), *versions([value]))
+            elif isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_"):
+                found[name] = value
+    return found
+
+
+def _has_moved_on(before: Any, now: Any) -> bool:
+    """Whether a number has risen, or a tensor was changed in place."""
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return bool(before[0] == now[0] and before[1] != now[1])
+    return isinstance(before, int | float) and isinstance(now, int | float) and now > before
 
 
 def weights_beside(model: nn.Module, loss: Tensor) -> str:
@@ -251,7 +290,9 @@ def find_no_sums(task: Task, outputs: Any, targets: Any) -> list[str] | None:
     such as a loss that compares the samples of a batch with each other. The tasks of this project have tests for it: no
     step of theirs waits for a GPU.
     """
-    if _is_ours(task):
+    own = getattr(task, "own", None)
+    has_own_parts = isinstance(own, OwnParts) and bool(own.loss is not None or own.measures)
+    if _is_ours(task) and not has_own_parts:
         return []
     count = count_samples(targets)
     if count < 2:
@@ -275,16 +316,17 @@ def find_no_sums(task: Task, outputs: Any, targets: Any) -> list[str] | None:
         if _is_close(value, first[name], second[name], tolerance):
             continue
         no_sums.append(name)
-        if _is_close(value, half * first[name] / count, (count - half) * second[name] / count, TOLERANCE):
+        parts = half * first[name] / count, (count - half) * second[name] / count
+        if not _is_ours(task) and _is_close(value, *parts, TOLERANCE):
             raise ConfigError(
                 f"{_class_name(task)} returns a mean as its {name}, and the number of ranks would change it; return a "
                 f'sum over samples instead, and type reduction="sum" where it calls a loss of torch'
             )
+        key = "task.loss" if name == "loss" else f"task.measures.{name}"
         log.warning(
-            "%s of %s does not add up over the samples of a batch: it will be another number at another number of "
+            "%s does not add up over the samples of a batch: it will be another number at another number of "
             "ranks or another gradient accumulation",
-            name,
-            _class_name(task),
+            key if _is_ours(task) else f"{name} of {_class_name(task)}",
         )
     return no_sums
 

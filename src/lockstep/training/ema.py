@@ -94,9 +94,9 @@ class OptimizersAverage(ExponentialMovingAverage):
     averages: those of a snapshot until the next step, since an evaluation alone restores no optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
         super().__init__(model, 1.0)
-        self.optimizer: Any = optimizer
+        self.optimizer = optimizer
         self.optimizer.train()
 
     def update(self) -> None:

@@ -167,7 +167,7 @@ class StepLoss:
 
     Losses are summed over samples and divided by the true global count, and multiplied by what gradient averaging
     divides by. A mean of ranks' means would be wrong wherever ranks have unequally many samples or tokens. The count is
-    a collective if the task counts by values. For fp16 the loss is scaled. The early checks look at outputs and loss.
+    a collective if the task has its own. For fp16 the loss is scaled. The early checks look at outputs and loss.
 
     step: its number, counted from 1.
     """

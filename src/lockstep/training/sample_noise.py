@@ -11,19 +11,27 @@ blocks (torch.utils.checkpoint) draw the same again. The global batch is cut int
 """
 
 import itertools
+import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.compat import dispatch_mode
 from lockstep.data.partition import fold_in
 
+log = logging.getLogger(__name__)
+
+OF_LIBRARIES = (str(Path(torch.__file__).parent), __file__)  # beginnings of the names of files
 BLOCKS = 8  # of a global batch, at most
 BLOCK_SIZE = 16384  # numbers in a block, at least: a call takes as long as these
 TOGETHER = 16  # samples of an evaluation whose numbers are drawn at once, whatever the batches and ranks are
@@ -52,9 +60,9 @@ looked at one by one, which takes some microseconds for each."""
 class SampleNoise(TorchFunctionMode):
     """Inside the block, draws belong to the samples from `start` to `start + rows` of a global batch of `count`.
 
-    A single number, which may decide about a layer, is the same on all ranks, as in one process; in an evaluation it
-    belongs to a rank's batch. What else has no dimension of the batch, or cannot be cut by it, is drawn by each rank
-    for itself.
+    A single number, which may decide about a layer, and noise of a parameter are the same on all ranks, as in one
+    process; in an evaluation they belong to a rank's batch. What else has no dimension of the batch, or cannot be cut
+    by it, is drawn by each rank for itself.
 
     is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
     that draw nothing need not pay the microsecond that a look at each function takes.
@@ -65,6 +73,7 @@ class SampleNoise(TorchFunctionMode):
         super().__init__()
         self.has_drawn, self.has_drawn_by_rank, self.is_needed = False, False, True
         self.draws = _Draws(self)
+        self.calls: dict[tuple[str, int], bool] = {}  # {where (N,) is drawn: whether it is for each sample}
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def of(self, start: int, rows: int, count: int) -> Self:
@@ -85,14 +94,14 @@ class SampleNoise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # checkpointed blocks draw in it
+        if func is Tensor.backward and args[0].requires_grad:  # checkpointed blocks draw in it
             with self:  # of an edge: with the tensor, torch would ask this again
                 torch.autograd.backward(get_gradient_edge(args[0]), kwargs.pop("gradient", None), **kwargs)
             return None
         dimensions = DIMENSIONS.get(func)
         if dimensions is None:
             return func(*args, **kwargs)
-        self.dimensions = dimensions
+        self.dimensions, self.of_weight = dimensions, bool(args) and isinstance(args[0], Parameter)
         with self.draws:
             return func(*args, **kwargs)
 
@@ -115,12 +124,26 @@ class SampleNoise(TorchFunctionMode):
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
         """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
-        if not self.rows or (len(shape) < 2 and math.prod(shape) == 1):
+        if self.of_weight or not self.rows:
             return None
+        if len(shape) < 2 and math.prod(shape) in (1, self.rows):
+            return 0 if shape and 0 in self.dimensions and self._is_of_samples(shape[0]) else None
         for dimension in self.dimensions:
             if dimension < len(shape) and shape[dimension] == self.rows:
                 return dimension
         return 0 if 0 in self.dimensions and shape[0] and shape[0] % self.rows == 0 else None
+
+    def _is_of_samples(self, numbers: int) -> bool:
+        """Whether (numbers,), which is 1 or as many as samples, are for each of them.
+
+        A share of one sample does not show it: then what the same call has drawn for more samples does.
+        """
+        call = _call_of_user()
+        if self.rows > 1:
+            self.calls[call] = numbers > 1
+        elif call not in self.calls:  # perhaps a decision about a layer, which must be the same on all ranks
+            warn_of_one(call[0])
+        return self.calls.get(call, False)
 
     def fill(self, tensor: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> None:
         """Fill `tensor` with this rank's rows of what `fill` would draw for the global batch.
@@ -130,7 +153,7 @@ class SampleNoise(TorchFunctionMode):
         self.has_drawn = True
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
         if dimension is None:
-            is_shared = tensor.numel() == 1 and not self.together
+            is_shared = (self.of_weight or tensor.numel() == 1) and not self.together
             self.has_drawn_by_rank |= not is_shared
             fill(tensor, self.seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
             return
@@ -163,6 +186,24 @@ class SampleNoise(TorchFunctionMode):
         if device not in self.generators:
             self.generators[device] = torch.Generator(device)
         return self.generators[device].manual_seed(seed)
+
+
+def _call_of_user() -> tuple[str, int]:
+    """("file:line", place in the code) of the call that draws, outside of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OF_LIBRARIES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_lasti
+
+
+@cache
+def warn_of_one(line: str) -> None:
+    """A line in the log, once."""
+    log.warning(
+        "%s draws one number for a share of one sample, and all ranks draw the same one; if it belongs to the sample, "
+        "draw the shape (N, 1)",
+        line,
+    )
 
 
 class _Draws(dispatch_mode()):  # type: ignore[misc]

@@ -1,0 +1,20 @@
+"""A task whose mean is over the weights of the samples."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.tasks.base import Task
+
+
+class Weighted(Task):
+    """Cross entropy. Targets (N, 2) are class numbers and weights."""
+
+    counts = "weights"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = F.cross_entropy(outputs, targets[:, 0].long(), reduction="none")
+        loss = (losses * targets[:, 1]).sum()
+        return loss, {"loss": loss}
+
+    def count(self, targets: Tensor) -> Tensor:
+        return targets[:, 1].sum()
