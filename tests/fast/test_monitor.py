@@ -16,7 +16,7 @@ from lockstep.failures.start import run_monitor
 from support.commands import ROOT, wait_for
 
 CONNECTS = (
-    "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}, local_rank=0); "
+    "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}); "
 )
 CONNECTS += "reporter.set_run('{run_dir}', 'log'); "
 RAISES = CONNECTS + "reporter.failed({error})"
@@ -54,11 +54,11 @@ def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended(name, t
         send(launcher, {"launcher": True})
         rank = start_rank(RAISES, name, tmp_path, error="ValueError('lost')")
         rank.communicate()
-        send(launcher, {"ranks_ended": {str(rank.pid): 1}})
+        send(launcher, {"exit_codes": {str(rank.pid): 1}})
         run_monitor(listener, MonitorOptions())
     answer = wait_for_report(Reader(launcher))
     assert answer is not None
-    assert answer["report"]["contents"]["first"]["message"] == "lost"
+    assert answer["report"]["first"]["message"] == "lost"
     send(launcher, {"over": True})
     launcher.close()
 
@@ -95,7 +95,7 @@ from lockstep.failures.start import MonitorLink
 link = MonitorLink(None)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    reporter.connect(link.name, 0, 1, local_rank=0)
+    reporter.connect(link.name, 0, 1)
     print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)

@@ -1,6 +1,6 @@
 """From what is known of all ranks that hang to one verdict: whose fault it is, what to do, and the table of all ranks.
 
-Functions of the facts that `lockstep.failures.watchdog` gathers: the state in /proc, the Python stacks that
+Functions of the facts that `lockstep.failures.hang_detector` gathers: the state in /proc, the Python stacks that
 `faulthandler` writes, torch's flight records, and the progress page.
 """
 

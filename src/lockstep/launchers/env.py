@@ -9,10 +9,10 @@ from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.failures import reporter
 from lockstep.failures.record import message_of
-from lockstep.launchers.base import Launcher, RankFailed, Worker
+from lockstep.launchers.base import Launcher, Worker
 
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
@@ -30,7 +30,7 @@ class EnvLauncher(Launcher):
         try:
             value = worker(*args)
         except StoppedEarly:
-            reporter.ended("stopped")
+            reporter.ends_well()
             raise
         except BaseException as error:
             reporter.failed(error)
@@ -45,9 +45,9 @@ class EnvLauncher(Launcher):
                     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
             if answer is None:
                 raise
-            raise RankFailed(answer["screen"] or "", answer) from error
+            raise RankFailed("", answer) from error  # the monitor has printed the report
         else:
-            reporter.ended("finished")
+            reporter.ends_well()
             return value
         finally:
             reporter.disconnect()

@@ -29,7 +29,7 @@ CRASHES = {  # faulthandler's names
 
 
 @dataclass(eq=False)
-class WatchedRank:
+class MonitoredRank:
     """hello: what the rank said when it connected. exit_code: as Python's subprocess has it; None if it is unknown."""
 
     hello: dict[str, Any]
@@ -42,7 +42,7 @@ class WatchedRank:
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
     failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record; or of a hang
-    ended: str | None = None  # "finished" or "stopped"
+    ends_well: bool = False  # it has said so: the run has finished, or was asked to stop
     died_at: float | None = None
     exit_code: int | None = None
     killed_by_monitor: bool = False
@@ -69,14 +69,19 @@ class WatchedRank:
         return self.hello.get("main_thread")
 
     @property
+    def end_is_told(self) -> bool:
+        """Whether it has reported how it ends."""
+        return self.failure is not None or self.ends_well
+
+    @property
     def takes_part(self) -> bool:
         """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
-        return self.died_at is None and (self.reader.is_open or self.ended is None and self.failure is None)
+        return self.died_at is None and (self.reader.is_open or not self.end_is_told)
 
     @property
     def has_failed(self) -> bool:
         """An exception, a hang, or an end without a word, also of a rank that the monitor has killed."""
-        return self.failure is not None or (self.died_at is not None and self.ended is None)
+        return self.failure is not None or (self.died_at is not None and not self.ends_well)
 
     @property
     def is_cause_of_hang(self) -> bool:
@@ -91,8 +96,8 @@ class WatchedRank:
 
     @property
     def end_is_known(self) -> bool:
-        """Whether it has reported how it ends, or has ended."""
-        return self.failure is not None or self.ended is not None or self.died_at is not None
+        """Whether it has reported how it ends, or has ended without a word."""
+        return self.end_is_told or self.died_at is not None
 
     def note(self, message: Message) -> None:
         """What the rank has sent, see `lockstep.failures.reporter`."""
@@ -102,8 +107,8 @@ class WatchedRank:
             self.resumed_from, self.resumed_step = message["resumed"]
         elif "failed" in message and self.failure is None:
             self.failure = message["failed"]
-        elif "ended" in message:
-            self.ended = message["ended"]
+        elif "ends_well" in message:
+            self.ends_well = True
 
     def note_death(self, exit_code: int | None = None) -> None:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it.
