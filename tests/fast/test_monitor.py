@@ -68,7 +68,7 @@ def test_a_monitor_that_starts_late_hears_all_ranks_before_it_blames_one(name, t
     with channel.listen(channel.address_of(name)) as listener:
         for rank, error in enumerate(errors):
             start_rank(RAISES, name, tmp_path, rank, 2, error=error).communicate()
-        run_monitor(listener, MonitorOptions(is_foreign=True))
+        run_monitor(listener, MonitorOptions())
     report = report_in(tmp_path)
     assert (report["first"]["rank"], report["first"]["message"]) == (1, "the cause")
     assert [other["rank"] for other in report["consequences"]] == [0]
@@ -79,7 +79,7 @@ def test_a_rank_in_a_container_of_its_own_is_left_alone(name, tmp_path):
         pytest.skip("needs root, for a PID namespace of its own")
     with channel.listen(channel.address_of(name)) as listener:
         rank = start_rank(WAITS, name, tmp_path, 0, 1, "unshare", "--pid", "--fork")
-        run_monitor(listener, MonitorOptions(is_foreign=True))
+        run_monitor(listener, MonitorOptions())
     time.sleep(2)
     assert not (tmp_path / "failure.json").exists()
     assert rank.poll() is None

@@ -4,6 +4,7 @@ them, or with their launcher.
 
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -94,7 +95,7 @@ class Monitor:
         # A process that has another number here is in a container of its own, and cannot be monitored.
         if hello is None or (credentials is not None and credentials[0] != hello["pid"]):
             connection.close()
-            self.is_over = self.options.is_foreign and not self.ranks
+            self.is_over = self.launcher is None and not self.ranks
             return
         page, stacks, *asks = reader.descriptors
         rank = MonitoredRank(hello, connection, reader, ProgressPage(page), stacks, asks[0] if asks else None)
@@ -167,7 +168,7 @@ class Monitor:
             self.is_over = not is_anyone_alive
         elif not self.ranks and self.launcher is None:
             self.is_over = self.is_over or time.monotonic() - self.started > FIRST_RANK_SECONDS
-        elif self.options.is_foreign:
+        elif self.launcher is None:  # another program has started the ranks
             is_late = bool(failed_at) and time.monotonic() > min(failed_at) + END_SECONDS
             if failed_at and self.report is None and (is_late or all(rank.end_is_known for rank in self.ranks)):
                 self._report_of_foreign_ranks()
@@ -176,9 +177,7 @@ class Monitor:
                 if self.options.agent is not None:
                     pid_file = open_pid_file(self.options.agent)
                     if pid_file is not None:  # torchrun's traceback comes before the report
-                        with selectors.DefaultSelector() as waiter:
-                            waiter.register(pid_file, selectors.EVENT_READ)
-                            waiter.select(AGENT_SECONDS)
+                        select.select([pid_file], [], [], AGENT_SECONDS)
                     self._print()
 
     def _report_of_foreign_ranks(self) -> None:

@@ -30,13 +30,11 @@ LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 8, 6, 12, 8
 class MonitorOptions:
     """What the monitor has to know of how its ranks were started. Values of JSON, which it reads from its stdin.
 
-    is_foreign: another program has started the ranks, so the monitor prints the report, and ends by itself.
     agent: torchrun's pid, if it ends when these ranks have ended.
     command: the typed words.
     temporary_folder: what the monitor removes if the launcher is killed.
     """
 
-    is_foreign: bool = False
     agent: int | None = None
     command: list[str] = field(default_factory=list)
     temporary_folder: str | None = None

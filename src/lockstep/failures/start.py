@@ -110,7 +110,6 @@ def start_for_rank(name: str, started_by: str) -> None:
     # Before a restart torchrun goes on, so the report need not wait for its end.
     may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     options = MonitorOptions(
-        is_foreign=True,
         agent=os.getppid() if is_torchrun and not may_restart else None,
         command=whole_command(started_by),
     )

@@ -26,7 +26,6 @@ class EnvLauncher(Launcher):
         return info.world_size, info.local_world_size
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        end_with_starter()  # again: Hydra's launchers start jobs that do not begin in the command line
         try:
             value = worker(*args)
         except StoppedEarly:

@@ -25,7 +25,7 @@ from lockstep.text import differing
 
 TABLE = "sweep.csv"
 WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"
-STATES = (WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED)
+STATES = (FINISHED, PRUNED, RUNNING, STOPPED, WAITING, FAILED)  # in the order of a summary
 SUBMITTED = "submitted, and runs elsewhere"  # the cause of a running row that this command does not wait for
 REFUSED = "refused: "  # the cause of a failed row begins with it if the job would fail again: its config is wrong
 OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by the state of a run; others are failures
