@@ -41,7 +41,7 @@ from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule, flat
 from lockstep.config.suggest import closest, no_option, removed_key, replacement, without_package
 from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import remove_temporary_folder
+from lockstep.distributed.host import end_with_parent, remove_temporary_folder
 from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
@@ -70,13 +70,13 @@ from lockstep.hydra_errors import (
     typed_value,
 )
 from lockstep.launchers.base import flush_output, print_line
-from lockstep.launchers.env import end_with_starter
 from lockstep.launchers.slurm import config_flags
 from lockstep.runs.record import RUNNING, read_run, state_of
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
+STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
@@ -189,7 +189,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed.rendezvous import forget_start
 
     info = read_rank_info()
-    end_with_starter()  # imports and the config take seconds, in which it may be killed
+    if info.started_by in STARTERS:  # started by hand, its parent is a shell, which may end under nohup
+        end_with_parent()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
     argv = with_trained_run(require_words_of_run(resume_sweep(sys.argv)))
     sys.argv = argv = refuse_sampling_sweep(prepare_arguments(argv), info)  # for Hydra

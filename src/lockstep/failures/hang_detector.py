@@ -63,7 +63,7 @@ class HangDetector:
 
         run_dir: for hang.txt.
         """
-        living = [rank for rank in ranks if rank.takes_part and not rank.end_is_known]
+        living = [rank for rank in ranks if not rank.end_is_known]
         if living:
             self._say_where_the_first_step_is(living)
         if not living or self.silence(living, time.monotonic()) is None:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.host import end_with_parent
 from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.failures import reporter
 from lockstep.failures.record import message_of
 from lockstep.launchers.base import Launcher, Worker
 
-STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
@@ -50,12 +48,3 @@ class EnvLauncher(Launcher):
             return value
         finally:
             reporter.disconnect()
-
-
-def end_with_starter() -> None:
-    """Make this rank end with torchrun, srun or mpirun.
-
-    A rank that was started by hand must not end with its parent: that is a shell, which may end under nohup.
-    """
-    if read_rank_info().started_by in STARTERS:
-        end_with_parent()

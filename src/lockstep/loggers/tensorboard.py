@@ -25,11 +25,11 @@ from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAM
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars, histogram, hparams
 from torch.utils.tensorboard.summary import image as image_summary
 from torch.utils.tensorboard.summary import text as text_summary
 
+from lockstep.compat import tensorboard_graph
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.tasks.base import ReadSample, Report
@@ -79,7 +79,7 @@ class TensorBoardLogger(Logger):
             last = last_wall_time(self.run_dir, run.start_step)
             self._pause = 0.0 if last is None else max(0.0, time.time() - last)
             self._purge_step = run.start_step + 1
-            self._append()  # creates the file, which contains the purge step
+            self._append(0)  # creates the file, which contains the purge step
         write_header(run)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
@@ -95,7 +95,7 @@ class TensorBoardLogger(Logger):
         def draw() -> None:
             self._draw, start = lambda: None, time.monotonic()
             for tag, image in report.figures(sample, classes).items():
-                self._append(step, image_summary(tag, image, dataformats="CHW"))
+                self._append(step, summary=image_summary(tag, image, dataformats="CHW"))
             self._drawn_at = time.monotonic()
             self._drawing_seconds = self._drawn_at - start
 
@@ -109,7 +109,7 @@ class TensorBoardLogger(Logger):
             numbers = (torch.view_as_real(dense) if dense.is_complex() else dense).float()
             finite = numbers[numbers.isfinite()]
             if finite.numel():
-                self._append(step, histogram(tag, finite, [*-BINS[::-1], 0.0, *BINS]))
+                self._append(step, summary=histogram(tag, finite, [*-BINS[::-1], 0.0, *BINS]))
 
     def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
         """A model that torch cannot trace costs a warning."""
@@ -117,11 +117,12 @@ class TensorBoardLogger(Logger):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; add_graph has no other way
-                with SummaryWriter(self.run_dir) as writer:  # a file of its own
-                    writer.add_graph(model, inputs)
-        except (RuntimeError, TypeError, ValueError) as error:
+                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; there is no other way
+                graph = tensorboard_graph(model, inputs)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             log.warning("no graph is written: torch cannot trace this model (%s)", str(error).splitlines()[0])
+        else:
+            self._append(0, graph_def=graph)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.log_metrics(summary.tagged_metrics(), summary.step)
@@ -134,14 +135,14 @@ class TensorBoardLogger(Logger):
 
     def _add_summary(self, summary: Summary, step: int) -> None:
         self._last_step = step
-        self._append(step, summary)
+        self._append(step, summary=summary)
 
     def _now(self) -> float:
         return time.time() - self._pause
 
-    def _append(self, step: int = 0, summary: Summary | None = None) -> None:
+    def _append(self, step: int, **content: object) -> None:
         """Write an event at the end of the file, after those that begin it if the file is new: whole or not at all."""
-        events = [] if summary is None else [Event(wall_time=self._now(), step=step, summary=summary)]
+        events = [Event(wall_time=self._now(), step=step, **content)] if content else []
         size = self._file.stat().st_size if self._file.exists() else 0
         if not size:
             begin = [Event(wall_time=self._now(), file_version=VERSION)]
