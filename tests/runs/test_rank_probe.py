@@ -21,13 +21,13 @@ def monitored_rank() -> MonitoredRank:
     Reporter(here).introduce({"rank": 0, "world_size": 1, "pid": os.getpid()})
     reader = Reader(there)
     (message,) = reader.read()
-    page, stacks, asks = reader.descriptors
+    page, *files = reader.descriptors
     hang_detector.SIGNAL_AFTER = hang_detector.PROBE_SECONDS = 60.0  # this process may stand still for a second
-    return MonitoredRank(message["hello"], there, reader, ProgressPage(page), stacks, asks)
+    return MonitoredRank(message["hello"], there, reader, ProgressPage(page), *files)
 
 
 def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
-    """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
+    """(signals that came, whether it answers, the functions in the stack of the thread that is asked)."""
     rank, signals = monitored_rank(), []
     signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
     (facts,) = hang_detector.gather([rank])

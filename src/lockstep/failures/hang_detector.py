@@ -167,7 +167,7 @@ def gather(ranks: Sequence[MonitoredRank]) -> list[RankFacts]:
     states, answers = dict.fromkeys(stacks_before, ""), dict.fromkeys(stacks_before, b"")
     with_busy_child: set[int] = set()
     for rank in ranks:
-        rank.ask()
+        rank.probe()
     start, waited, has_signalled, is_complete = time.monotonic(), 0.0, False, False
     while waited < (SHORTEST_SECONDS if is_complete else PROBE_SECONDS):
         time.sleep(PAUSE)

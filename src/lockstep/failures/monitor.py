@@ -97,8 +97,8 @@ class Monitor:
             connection.close()
             self.is_over = self.launcher is None and not self.ranks
             return
-        page, stacks, *asks = reader.descriptors
-        rank = MonitoredRank(hello, connection, reader, ProgressPage(page), stacks, asks[0] if asks else None)
+        page, *files = reader.descriptors
+        rank = MonitoredRank(hello, connection, reader, ProgressPage(page), *files)
         os.close(page)
         self.ranks.append(rank)
         self._when_readable(connection, lambda: self._read_rank(rank))

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
 from lockstep.failures.record import last_lines
-from lockstep.failures.reporter import ASK, LEAVE
+from lockstep.failures.reporter import LEAVE, PROBE
 from lockstep.failures.verdict import parse_stack
 
 EXIT_CODE_FIELD = 48  # of /proc/<pid>/stat, after the state of the process
@@ -37,7 +37,7 @@ class MonitoredRank:
     reader: Reader
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
-    asks: int | None = None  # the socket to ask it, see lockstep.failures.reporter
+    probe_socket: int | None = None  # the socket to ask it, see lockstep.failures.reporter
     log: str | None = None
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
@@ -50,8 +50,8 @@ class MonitoredRank:
 
     def __post_init__(self) -> None:
         self.pid_file = open_pid_file(self.pid)  # becomes readable when the process ends
-        if self.asks is not None:
-            os.set_blocking(self.asks, False)
+        if self.probe_socket is not None:
+            os.set_blocking(self.probe_socket, False)
         self.oom_counters = _oom_counters(self.pid)  # the system forgets the group of a process that ends
         self.oom_kills_at_start = _oom_kills(self.oom_counters)
 
@@ -159,25 +159,25 @@ class MonitoredRank:
         """This rank is the cause of a hang. diagnosis: what the report says of it."""
         self.failure = {"kind": "hang", "time": time.monotonic(), "log_lines": last_lines(self.log), **diagnosis}
 
-    def ask(self) -> None:
+    def probe(self) -> None:
         """Ask the rank for its stacks and flight records. It answers if its Python threads can run."""
         self.read_answer()  # one that came too late
-        self._send(ASK)
+        self._send(PROBE)
 
     def leave(self) -> None:
         """Ask the rank to exit as one that hangs. It does so if its Python threads can run."""
         self._send(LEAVE)
 
     def _send(self, question: bytes) -> None:
-        if self.asks is not None:
+        if self.probe_socket is not None:
             with suppress(OSError):  # it has ended
-                os.write(self.asks, question)
+                os.write(self.probe_socket, question)
 
     def read_answer(self) -> bytes:
         """What has arrived of its flight records: a line of JSON."""
         answer = b""
         with suppress(OSError):  # nothing has arrived, or it has ended
-            while self.asks is not None and (data := os.read(self.asks, 2**16)):
+            while self.probe_socket is not None and (data := os.read(self.probe_socket, 2**16)):
                 answer += data
         return answer
 
@@ -199,7 +199,7 @@ class MonitoredRank:
 
     def close(self) -> None:
         self.connection.close()
-        for file in (self.stacks, self.pid_file, self.asks):
+        for file in (self.stacks, self.pid_file, self.probe_socket):
             if file is not None:
                 os.close(file)
 

@@ -26,7 +26,7 @@ from lockstep.failures.record import exception_record, last_lines
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-ASK, LEAVE = b"?", b"x"  # what the monitor may send
+PROBE, LEAVE = b"?", b"x"  # what the monitor may send
 RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
 MOST_SAMPLES = 1000  # of a batch, see lockstep.data.partition.Batch: a message has a limit
 

@@ -165,7 +165,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Record:
+class FlightRecord:
     """What a rank has begun, in order. Without `entries` it is not known."""
 
     entries: tuple[Collective, ...] = ()
@@ -179,8 +179,8 @@ class Record:
         return next((entry for entry in reversed(self.entries) if not entry.finished), None)
 
 
-def parse_records(text: str) -> Record:
-    """torch's records (a JSON list: gloo's, NCCL's) -> one Record, in order of time.
+def parse_records(text: str) -> FlightRecord:
+    """torch's records (a JSON list: gloo's, NCCL's) -> one FlightRecord, in order of time.
 
     An unreadable one is an empty one: the format is private to torch.
     """
@@ -210,9 +210,9 @@ def parse_records(text: str) -> Record:
                 enqueued += max(0, int(group["last_enqueued_collective"]))
                 completed += max(0, int(group["last_completed_collective"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Record()
+        return FlightRecord()
     ordered = sorted(entries, key=lambda entry: entry[0])
-    return Record(tuple(collective for _, collective in ordered), tuple(sends), enqueued, completed)
+    return FlightRecord(tuple(collective for _, collective in ordered), tuple(sends), enqueued, completed)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Difference:
     skipped: bool
 
 
-def first_difference(records: Mapping[int, Record]) -> Difference | None:
+def first_difference(records: Mapping[int, FlightRecord]) -> Difference | None:
     """The first collective that not all ranks do alike, None if there is none.
 
     A rank that has not made the call counts only if others wait for it there. It does not count while it is in a call
@@ -318,7 +318,7 @@ class RankFacts:
         return parse_stack(self.stacks, self.main_thread)
 
     @cached_property
-    def record(self) -> Record:
+    def record(self) -> FlightRecord:
         """Torch's, and the sum through shared memory, which torch does not record."""
         record = parse_records(self.records)
         if not self.sum_values:
