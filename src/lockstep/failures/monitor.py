@@ -97,8 +97,8 @@ class Monitor:
             connection.close()
             self.is_over = self.launcher is None and not self.ranks
             return
-        page, *files = reader.descriptors
-        rank = MonitoredRank(hello, connection, reader, ProgressPage(page), *files)
+        page, stacks, *others = reader.descriptors
+        rank = MonitoredRank(hello, connection, reader, ProgressPage(page), stacks, next(iter(others), None))
         os.close(page)
         self.ranks.append(rank)
         self._when_readable(connection, lambda: self._read_rank(rank))
