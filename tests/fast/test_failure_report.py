@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.failures.causes import explain_exception
 from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file
+from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
     MonitorOptions,
@@ -29,7 +30,6 @@ from lockstep.failures.report import (
     will_fail_again,
     write_report,
 )
-from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.source_code import PROJECT
 
 LOST = "rank 1 is gone: closed by peer"

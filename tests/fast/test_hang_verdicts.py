@@ -7,10 +7,10 @@ import pytest
 
 from lockstep.failures.verdict import (
     Diagnosis,
+    FlightRecord,
     Frame,
     Kind,
     RankFacts,
-    FlightRecord,
     find_verdict,
     parse_records,
     parse_stack,

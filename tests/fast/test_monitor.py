@@ -15,9 +15,7 @@ from lockstep.failures.report import MonitorOptions
 from lockstep.failures.start import run_monitor
 from support.commands import ROOT, wait_for
 
-CONNECTS = (
-    "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}); "
-)
+CONNECTS = "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}); "
 CONNECTS += "reporter.set_run('{run_dir}', 'log'); "
 RAISES = CONNECTS + "reporter.failed({error})"
 WAITS = CONNECTS + "sys.stdin.read()"  # until the test closes its input

@@ -10,8 +10,8 @@ from typing import Any
 
 from lockstep.failures import hang_detector
 from lockstep.failures.channel import ProgressPage, Reader
-from lockstep.failures.reporter import Reporter
 from lockstep.failures.monitored_rank import MonitoredRank
+from lockstep.failures.reporter import Reporter
 from support.worlds import in_world
 
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.failures.channel import STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES
-from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, at, find_verdict, parse_stack
 from lockstep.failures.monitored_rank import MonitoredRank, children, parent, process_state, request_stack
+from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, at, find_verdict, parse_stack
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
 MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow

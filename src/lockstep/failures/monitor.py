@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.failures.channel import Message, ProgressPage, Reader, peer, send
-from lockstep.failures.report import MonitorOptions, Report, read_report, remove_report, screen, write_report
 from lockstep.failures.hang_detector import HangDetector
 from lockstep.failures.monitored_rank import MonitoredRank, open_pid_file
+from lockstep.failures.report import MonitorOptions, Report, read_report, remove_report, screen, write_report
 
 POLL_SECONDS = 0.2
 FIRST_RANK_SECONDS = 900.0  # for the first rank, or the launcher, to connect
