@@ -178,8 +178,8 @@ class RankFailed(Exception):
 
 KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
-EXIT_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
-EXIT_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
+KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
+KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
 
 
 def kind_of(error: BaseException) -> str:
@@ -195,4 +195,4 @@ def exit_code_of(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     if isinstance(error, RankFailed):
         return int(error.report.get("exit_code", EXIT_FAILED))
-    return EXIT_CODES[kind_of(error)]
+    return KIND_CODES[kind_of(error)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_CODES, RAISED_BY_ALL, path_value
+from lockstep.errors import KIND_CODES, RAISED_BY_ALL, path_value
 from lockstep.failures.causes import explain_exception, explain_exit, first_to_fail, is_consequence
 from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.files import write_whole
@@ -63,7 +63,7 @@ def write_report(
         "run": resume_hint(None if run_dir is None else Path(run_dir), first, options.command),
     }
     report["will_fail_again"] = will_fail_again(before, report)
-    report["exit_code"] = EXIT_CODES[report["first"]["kind"]]
+    report["exit_code"] = KIND_CODES[report["first"]["kind"]]
     if run_dir is None or report["first"]["kind"] == "config":
         return report
     if is_consequence(report["first"]) and len(ranks) < first.hello["world_size"]:

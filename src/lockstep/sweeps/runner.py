@@ -141,7 +141,7 @@ class OpenSweep:
         return self.stop_code is not None or self.is_hopeless
 
     def note_stop(self, code: int = EXIT_RESUMABLE) -> None:
-        """A signal keeps jobs from their start or their end. code: of the one that ended; no snapshot outweighs some."""
+        """A signal keeps jobs from their start or end. code: of the one that ended; no snapshot outweighs some."""
         self.stop_code = max(self.stop_code or 0, code)
 
     def begin(self, number: int) -> Row:
