@@ -30,9 +30,9 @@ from lockstep.config.targets import chooses_foreign_target, instantiate_as
 from lockstep.distributed import signals
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import CannotStartNow, ConfigError, RankMissing, StoppedEarly
+from lockstep.errors import CannotStartNow, ConfigError, RankFailed, RankMissing, StoppedEarly
 from lockstep.hydra_errors import as_config_error
-from lockstep.launchers.base import Launcher, RankFailed
+from lockstep.launchers.base import Launcher
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
 from lockstep.sweeps.process import Outcome, Slot, divide_machine
@@ -59,7 +59,7 @@ from lockstep.sweeps.search import (
     with_earlier_jobs,
 )
 from lockstep.sweeps.summary import say
-from lockstep.sweeps.table import FINISHED, Row, cause_in_words, read_table
+from lockstep.sweeps.table import FINISHED, Row, read_table
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 KEPT_CONFIGS = 200  # of jobs, in memory
@@ -219,15 +219,13 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 
 def _in_words(error: BaseException | None) -> str:
-    """The error of a job in one line."""
-    if error is None:
-        return ""
-    if isinstance(error, RankFailed) and "first" in error.contents:
-        return cause_in_words(error.contents)
+    """The error of a job in one line. The failure report in its folder says more, if it has one."""
     if isinstance(error, RankFailed) and error.__cause__ is None:
-        return error.headline.removeprefix("lockstep: ")
+        return str(error).partition("\n")[0].removeprefix("lockstep: ")
     if isinstance(error, RankFailed):
         error = error.__cause__  # this rank's own error
+    if error is None:
+        return ""
     return " ".join((str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}").split())
 
 

@@ -41,18 +41,18 @@ from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule, flat
 from lockstep.config.suggest import closest, no_option, removed_key, replacement, without_package
 from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import remove_temporary_folder
+from lockstep.distributed.host import end_with_parent, remove_temporary_folder
 from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
-    EXIT_DIVERGED,
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
+    RAISED_BY_ALL,
     ConfigError,
-    RanksDiffer,
+    RankFailed,
     StoppedEarly,
-    TrainingDiverged,
+    exit_code_of,
+    kind_of,
     path_value,
     without_quotes,
 )
@@ -69,14 +69,14 @@ from lockstep.hydra_errors import (
     search_path,
     typed_value,
 )
-from lockstep.launchers.base import RankFailed, flush_output
-from lockstep.launchers.env import end_with_starter
+from lockstep.launchers.base import flush_output, print_line
 from lockstep.launchers.slurm import config_flags
 from lockstep.runs.record import RUNNING, read_run, state_of
 
 HELP_FLAGS = {"--help", "-h"}
 TEXT_FLAGS = {*HELP_FLAGS, "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
+STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"}
 FLAGS_WITH_VALUE |= {"--config-dir", "-cd", "--experimental-rerun"}
 GROUPS_OF_ONE = (*NEEDED_GROUPS, "backend", "sync_bn")
@@ -136,39 +136,33 @@ def end_of(run: Callable[[], int | None]) -> tuple[int, BaseException | None]:
     try:
         return run() or EXIT_FINISHED, None
     except SystemExit as error:
-        return _show_error(error), None
-    except StoppedEarly as stopped:
-        return stopped.code, None
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED, None
+        if isinstance(error.code, str):
+            print_line(error.code, sys.stderr)
+            return EXIT_FAILED, None
+        return error.code or EXIT_FINISHED, None
+    except (StoppedEarly, KeyboardInterrupt) as stopped:
+        return exit_code_of(stopped), None
     except Exception as error:
         if isinstance(error, BrokenPipeError) and asks_for_text(sys.argv):  # `--help | head`
             return EXIT_FINISHED, None
         shown = as_config_error(error, sys.argv[1:]) or error
-        return _show_error(shown), shown
+        if text := _text_of(shown):
+            print_line(text, sys.stderr)
+        return exit_code_of(shown), shown
 
 
-def _show_error(error: BaseException) -> int:
-    """Print the error on stderr, a ConfigError as a sentence. Returns the exit code, see `lockstep.errors`."""
-    if isinstance(error, SystemExit):
-        text, code = (error.code, EXIT_FAILED) if isinstance(error.code, str) else ("", error.code or EXIT_FINISHED)
-    elif isinstance(error, RankFailed):
-        text, code = str(error), error.code  # without a text if the monitor prints the report when all ranks have ended
-    elif isinstance(error, ConfigError):
-        text, code = f"lockstep: {error}", EXIT_CONFIG
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank.
-            time.sleep(1)
-    elif isinstance(error, TrainingDiverged | RanksDiffer):
-        text, code = f"lockstep: {error}", EXIT_DIVERGED if isinstance(error, TrainingDiverged) else EXIT_FAILED
-    else:
-        text, code = "".join(traceback.format_exception(error)).rstrip("\n"), EXIT_FAILED
-        if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            text += f"\nlockstep: {'; '.join(LOST_RANK)}"
-    if text:
-        with suppress(OSError, ValueError):  # nobody reads stderr any more: the exit code tells
-            print(text, file=sys.stderr)
-    return code
+def _text_of(error: Exception) -> str:
+    """What is shown of an error that ends a command."""
+    if isinstance(error, RankFailed):
+        return str(error)  # empty if the monitor prints the report
+    if isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(1)  # rank 0 of this machine usually prints the same sentence, and the launcher then ends this rank
+    if kind_of(error) in RAISED_BY_ALL:
+        return f"lockstep: {error}"
+    text = "".join(traceback.format_exception(error)).rstrip("\n")
+    if is_communication_error(error) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        text += f"\nlockstep: {'; '.join(LOST_RANK)}"
+    return text
 
 
 class _RunFailed(BaseException):
@@ -195,7 +189,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed.rendezvous import forget_start
 
     info = read_rank_info()
-    end_with_starter()  # imports and the config take seconds, in which it may be killed
+    if info.started_by in STARTERS:  # started by hand, its parent is a shell, which may end under nohup
+        end_with_parent()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
     argv = with_trained_run(require_words_of_run(resume_sweep(sys.argv)))
     sys.argv = argv = refuse_sampling_sweep(prepare_arguments(argv), info)  # for Hydra

@@ -1,6 +1,10 @@
 """Errors that end a run, and the exit codes of `src/train.py`.
 
-A rank's own exit code may be another one: its launcher takes that of the command from the failure report.
+An exit code passes through three hands:
+
+    a rank       exits with the code of a stop, or tells its monitor of its failure, which then has a `kind`
+    the launcher makes of all ranks' ends one error: ConfigError, StoppedEarly, or RankFailed with the monitor's report
+    the command  shows this error and exits with `exit_code_of` it (`cli.end_of`); in a sweep, so does each job
 """
 
 import re
@@ -8,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # an exception
@@ -145,3 +150,49 @@ class StoppedEarly(BaseException):
     def __init__(self, message: str, code: int = EXIT_RESUMABLE) -> None:
         super().__init__(message)
         self.code = code
+
+
+class RankFailed(Exception):
+    """A rank has failed: one that this process started, or the process itself where something else started it.
+
+    The message is the failure report as one screen, empty if the monitor prints it. report: what failure.json holds
+    (see docs/failures.md), as far as this process knows it.
+    """
+
+    def __init__(self, screen: str, report: dict[str, Any]) -> None:
+        super().__init__(screen)
+        self.report = report
+
+    @property
+    def is_raised_by_all(self) -> bool:
+        """Whether all ranks have raised it alike. It is not restarted: the message says what the user has to decide."""
+        return self.report.get("first", {}).get("kind") in RAISED_BY_ALL
+
+    @property
+    def will_fail_again(self) -> bool:
+        """Whether the attempt before ended with the same failure at the same step."""
+        return bool(self.report.get("will_fail_again"))
+
+
+# The kinds of failures, as failure.json has them, and their exit codes.
+
+KINDS: dict[type[Exception], str] = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
+RAISED_BY_ALL = tuple(KINDS.values())  # by all ranks alike, with a message that says what to type
+KIND_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "different": EXIT_FAILED, "exception": EXIT_FAILED}
+KIND_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
+
+
+def kind_of(error: BaseException) -> str:
+    """The kind of the failure that an exception of a rank is."""
+    return next((kind for of_type, kind in KINDS.items() if isinstance(error, of_type)), "exception")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a run, or of a command, that `error` has ended."""
+    if isinstance(error, StoppedEarly):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    if isinstance(error, RankFailed):
+        return int(error.report.get("exit_code", EXIT_FAILED))
+    return KIND_CODES[kind_of(error)]

@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.failures.causes import explain_exception
 from lockstep.failures.channel import SIZE, ProgressPage, Reader, create_unnamed_file
+from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.failures.record import exception_record
 from lockstep.failures.report import (
     MonitorOptions,
@@ -29,7 +30,6 @@ from lockstep.failures.report import (
     will_fail_again,
     write_report,
 )
-from lockstep.failures.watched_rank import WatchedRank
 from lockstep.source_code import PROJECT
 
 LOST = "rank 1 is gone: closed by peer"
@@ -62,14 +62,14 @@ def lost(message: str = LOST) -> Exception:
 
 @pytest.fixture
 def make_rank() -> Iterator[Any]:
-    """make_rank(number, error=None, at=0.0, **what is known of its end) -> a WatchedRank that has ended."""
+    """make_rank(number, error=None, at=0.0, **what is known of its end) -> a MonitoredRank that has ended."""
     with ExitStack() as stack:
 
-        def make(number: int, error: Exception | None = None, at: float = 0.0, **known: Any) -> WatchedRank:
+        def make(number: int, error: Exception | None = None, at: float = 0.0, **known: Any) -> MonitoredRank:
             here, there = socket.socketpair()
             page = create_unnamed_file("page", SIZE)
             hello = {"rank": number, "world_size": 3, "pid": 100 + number, "host": "h"}
-            rank = WatchedRank(hello, here, Reader(here), ProgressPage(page), create_unnamed_file("stacks"))
+            rank = MonitoredRank(hello, here, Reader(here), ProgressPage(page), create_unnamed_file("stacks"))
             os.close(page)
             there.close()
             stack.callback(rank.close)
@@ -84,13 +84,13 @@ def make_rank() -> Iterator[Any]:
         yield make
 
 
-def report_of(*ranks: WatchedRank, folder: Path | None = None) -> Report:
+def report_of(*ranks: MonitoredRank, folder: Path | None = None) -> Report:
     found = write_report(ranks, None if folder is None else str(folder), MonitorOptions(), None)
     assert found is not None
     return found
 
 
-def first_rank(*ranks: WatchedRank) -> tuple[int, str]:
+def first_rank(*ranks: MonitoredRank) -> tuple[int, str]:
     first = report_of(*ranks)["first"]
     return first["rank"], first["kind"]
 
@@ -107,7 +107,7 @@ def test_a_lost_peer_is_a_consequence_whatever_the_clock_says(make_rank):
     assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, at=1.1, exit_code=-9)) == (1, "killed")
     assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, ValueError("x"), 1.1)) == (1, "exception")
     assert first_rank(make_rank(0, ValueError("x"), 1.0), make_rank(1, ValueError("x"), 0.9)) == (1, "exception")
-    assert first_rank(make_rank(0, ended="finished"), make_rank(1, at=5.0, exit_code=0)) == (1, "left")
+    assert first_rank(make_rank(0, ends_well=True), make_rank(1, at=5.0, exit_code=0)) == (1, "left")
     assert first_rank(make_rank(0, lost(), 1.0), make_rank(1, lost(), 0.9)) == (1, "exception")
 
 
@@ -217,7 +217,7 @@ def test_a_kill_that_the_kernel_has_counted_is_told_as_its_cause(make_rank, code
 
 
 def test_no_report_without_a_failure(make_rank):
-    ranks = [make_rank(0, ended="finished"), make_rank(1, ended="stopped")]
+    ranks = [make_rank(0, ends_well=True), make_rank(1, ends_well=True)]
     assert write_report(ranks, None, MonitorOptions(), None) is None
 
 

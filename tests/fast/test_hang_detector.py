@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from lockstep.failures.channel import SIZE, ProgressPage, create_unnamed_file
-from lockstep.failures.watchdog import SHORTEST_SILENCE, Watchdog
+from lockstep.failures.hang_detector import SHORTEST_SILENCE, HangDetector
 
 
 @dataclass
-class WatchedProcess:
+class MonitoredProcess:
     """This process, as the monitor sees a rank that never answers."""
 
     page: ProgressPage
@@ -24,17 +24,17 @@ class WatchedProcess:
 
 
 @pytest.fixture
-def watched():
-    process = WatchedProcess(ProgressPage(create_unnamed_file("page", SIZE)))
+def process():
+    process = MonitoredProcess(ProgressPage(create_unnamed_file("page", SIZE)))
     process.page.step_ended(1, 1)
     process.page.enter("train")
     return process
 
 
-def examined_after(watched, rules, seconds):
-    """Whether a watchdog examines the rank when it has been silent for `seconds`."""
-    watchdog, now = Watchdog(*rules), time.monotonic()
-    return [watchdog.silence([watched], now + second) for second in range(int(seconds) + 1)][-1] is not None
+def examined_after(process, rules, seconds):
+    """Whether a detector examines the rank when it has been silent for `seconds`."""
+    detector, now = HangDetector(*rules), time.monotonic()
+    return [detector.silence([process], now + second) for second in range(int(seconds) + 1)][-1] is not None
 
 
 @pytest.mark.parametrize(
@@ -60,28 +60,28 @@ def examined_after(watched, rules, seconds):
     ],
 )
 def test_how_long_a_rank_may_be_silent(phase, steps, timeout, silent, examined):
-    watched = WatchedProcess(ProgressPage(create_unnamed_file("page", SIZE)))
+    process = MonitoredProcess(ProgressPage(create_unnamed_file("page", SIZE)))
     for step in range(steps):
-        watched.page.step_ended(1, step + 1)
-    watched.page.enter(phase)
-    assert examined_after(watched, (timeout, "stop", 300.0), silent) == examined
+        process.page.step_ended(1, step + 1)
+    process.page.enter(phase)
+    assert examined_after(process, (timeout, "stop", 300.0), silent) == examined
 
 
-def test_a_pause_is_no_silence(watched):
+def test_a_pause_is_no_silence(process):
     rules = (10.0, "stop", 300.0)
     stopped = subprocess.Popen(["sleep", "1000"])
-    watched.pid = stopped.pid
-    watchdog, now = Watchdog(*rules), time.monotonic()
+    process.pid = stopped.pid
+    detector, now = HangDetector(*rules), time.monotonic()
     for second in range(9):
-        watchdog.silence([watched], now + second)
+        detector.silence([process], now + second)
     stopped.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
     os.waitpid(stopped.pid, os.WUNTRACED)
     for second in range(9, 40):
-        watchdog.silence([watched], now + second)
+        detector.silence([process], now + second)
     stopped.send_signal(signal.SIGCONT)
     os.waitpid(stopped.pid, os.WCONTINUED)
     for second in range(40, 48):
-        assert watchdog.silence([watched], now + second) is None
-    assert any([watchdog.silence([watched], now + second) for second in range(48, 53)])
+        assert detector.silence([process], now + second) is None
+    assert any([detector.silence([process], now + second) for second in range(48, 53)])
     stopped.kill()
     stopped.wait()

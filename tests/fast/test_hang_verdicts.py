@@ -7,10 +7,10 @@ import pytest
 
 from lockstep.failures.verdict import (
     Diagnosis,
+    FlightRecord,
     Frame,
     Kind,
     RankFacts,
-    Record,
     find_verdict,
     parse_records,
     parse_stack,
@@ -171,7 +171,7 @@ def test_the_table_of_many_ranks_shows_the_one_whose_fault_it_is():
 
 def test_a_flight_record_of_another_torch_is_an_empty_one():
     for text in ("", "{}", "[]", "[3]", '[{"entries": [{"new": 1}]}]', '[{"entries": 3}]'):
-        assert parse_records(text) == Record()
+        assert parse_records(text) == FlightRecord()
 
 
 def test_the_main_threads_stack_is_read_whichever_thread_took_the_signal():

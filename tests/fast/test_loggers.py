@@ -1,6 +1,7 @@
 """What loggers write, and what happens when one of them cannot."""
 
 import csv
+import resource
 
 import pytest
 
@@ -135,21 +136,20 @@ def test_a_table_cut_off_by_a_kill_is_read_as_far_as_it_is_whole(tmp_path):
     assert rows(tmp_path) == whole
 
 
-def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypatch):
-    from lockstep.loggers import tensorboard
-
-    folder = tmp_path / "run"
-    folder.write_text("in the way")
-    monkeypatch.setattr(tensorboard, "REOPEN_SECONDS", 0.0)
-    logger = TensorBoardLogger(folder, images=0, histograms=False, graph=False)
-    with pytest.raises(OSError):
-        logger.log_metrics({"train/lr": 0.1}, 1)
-    folder.unlink()
-    folder.mkdir()
-    logger.log_metrics({"train/lr": 0.2}, 2)
-    logger.close()
-    assert scalars(folder) == {"train/lr": [(2, pytest.approx(0.2))]}
-    assert not (folder / "tensorboard.tmp").exists()
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path):
+    logger = TensorBoardLogger(tmp_path, images=0, histograms=False, graph=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lost = []
+    for step, room in enumerate((20, before[0], 200, before[0]), start=1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))  # bytes of a file, as on a disk without more
+        try:
+            logger.log_metrics({"train/lr": 0.1, "x" * 100: 1.0}, step)
+        except OSError:
+            lost.append(step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert lost == [1, 3]
+    assert [step for step, _ in scalars(tmp_path)["train/lr"]] == [2, 4]
 
 
 def test_a_table_with_bytes_that_are_no_text_loses_only_their_rows(tmp_path):

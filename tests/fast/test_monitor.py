@@ -15,9 +15,7 @@ from lockstep.failures.report import MonitorOptions
 from lockstep.failures.start import run_monitor
 from support.commands import ROOT, wait_for
 
-CONNECTS = (
-    "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}, local_rank=0); "
-)
+CONNECTS = "import os, sys; from lockstep.failures import reporter; reporter.connect('{name}', {rank}, {size}); "
 CONNECTS += "reporter.set_run('{run_dir}', 'log'); "
 RAISES = CONNECTS + "reporter.failed({error})"
 WAITS = CONNECTS + "sys.stdin.read()"  # until the test closes its input
@@ -54,11 +52,11 @@ def test_a_monitor_that_starts_late_still_hears_of_ranks_that_have_ended(name, t
         send(launcher, {"launcher": True})
         rank = start_rank(RAISES, name, tmp_path, error="ValueError('lost')")
         rank.communicate()
-        send(launcher, {"ranks_ended": {str(rank.pid): 1}})
+        send(launcher, {"exit_codes": {str(rank.pid): 1}})
         run_monitor(listener, MonitorOptions())
     answer = wait_for_report(Reader(launcher))
     assert answer is not None
-    assert answer["report"]["contents"]["first"]["message"] == "lost"
+    assert answer["report"]["first"]["message"] == "lost"
     send(launcher, {"over": True})
     launcher.close()
 
@@ -68,7 +66,7 @@ def test_a_monitor_that_starts_late_hears_all_ranks_before_it_blames_one(name, t
     with channel.listen(channel.address_of(name)) as listener:
         for rank, error in enumerate(errors):
             start_rank(RAISES, name, tmp_path, rank, 2, error=error).communicate()
-        run_monitor(listener, MonitorOptions(is_foreign=True))
+        run_monitor(listener, MonitorOptions())
     report = report_in(tmp_path)
     assert (report["first"]["rank"], report["first"]["message"]) == (1, "the cause")
     assert [other["rank"] for other in report["consequences"]] == [0]
@@ -79,7 +77,7 @@ def test_a_rank_in_a_container_of_its_own_is_left_alone(name, tmp_path):
         pytest.skip("needs root, for a PID namespace of its own")
     with channel.listen(channel.address_of(name)) as listener:
         rank = start_rank(WAITS, name, tmp_path, 0, 1, "unshare", "--pid", "--fork")
-        run_monitor(listener, MonitorOptions(is_foreign=True))
+        run_monitor(listener, MonitorOptions())
     time.sleep(2)
     assert not (tmp_path / "failure.json").exists()
     assert rank.poll() is None
@@ -95,7 +93,7 @@ from lockstep.failures.start import MonitorLink
 link = MonitorLink(None)
 if os.fork() == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    reporter.connect(link.name, 0, 1, local_rank=0)
+    reporter.connect(link.name, 0, 1)
     print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)

@@ -176,7 +176,6 @@ def test_a_run_folder_that_is_deleted_is_made_again_with_one_warning(start, trai
     wait_for(lambda: (tmp_path / "run/.lock").exists(), "new folder")
     second = train("hydra.run.dir=run", code=2)
     assert "another run holds" in second.sentence
-    # A write that failed during the move keeps TensorBoard's logger from its next file for REOPEN_SECONDS.
     wait_for(lambda: "train/running_loss" in scalars(tmp_path / "run"), "curves in the new folder")
     run.process.terminate()
     run.finish(75)

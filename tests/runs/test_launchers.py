@@ -15,8 +15,7 @@ from lockstep.config.schema import rules
 from lockstep.distributed.host import LAUNCHER, cpu_count
 from lockstep.distributed.rendezvous import listening_socket
 from lockstep.distributed.world import init_distributed
-from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, StoppedEarly, TrainingDiverged
-from lockstep.launchers.base import RankFailed
+from lockstep.errors import EXIT_DIVERGED, EXIT_KILLED, ConfigError, RankFailed, StoppedEarly, TrainingDiverged
 from lockstep.launchers.env import EnvLauncher
 from lockstep.launchers.local import SpawnLauncher, Supervisor, TorchrunLauncher, resolve_nproc
 from support.commands import ROOT, wait_for
@@ -119,11 +118,16 @@ def test_how_a_rank_ends_is_what_the_launcher_raises():
         spawn(1).launch(_end, "stopped")
     with pytest.raises(RankFailed) as failed:
         spawn(1).launch(_end, "exit")
-    first = failed.value.contents["first"]
-    assert (first["rank"], first["kind"], first["exit_code"], failed.value.code) == (0, "left", 3, EXIT_KILLED)
+    first = failed.value.report["first"]
+    assert (first["rank"], first["kind"], first["exit_code"], failed.value.report["exit_code"]) == (
+        0,
+        "left",
+        3,
+        EXIT_KILLED,
+    )
     with pytest.raises(RankFailed, match="^lockstep: the loss is nan at step 3; type x\n") as diverged:
         spawn(1).launch(_end, "diverged")
-    assert diverged.value.code == EXIT_DIVERGED
+    assert diverged.value.report["exit_code"] == EXIT_DIVERGED
 
 
 def _with_one_core() -> tuple[int, int]:

@@ -8,29 +8,29 @@ import time
 from contextlib import redirect_stderr
 from typing import Any
 
-from lockstep.failures import watchdog
+from lockstep.failures import hang_detector
 from lockstep.failures.channel import ProgressPage, Reader
+from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.failures.reporter import Reporter
-from lockstep.failures.watched_rank import WatchedRank
 from support.worlds import in_world
 
 
-def watched_rank() -> WatchedRank:
+def monitored_rank() -> MonitoredRank:
     """This process, as a monitor sees it."""
     here, there = socket.socketpair()
     Reporter(here).introduce({"rank": 0, "world_size": 1, "pid": os.getpid()})
     reader = Reader(there)
     (message,) = reader.read()
-    page, stacks, asks = reader.descriptors
-    watchdog.SIGNAL_AFTER = watchdog.ANSWER_SECONDS = 60.0  # this process may stand still for a second
-    return WatchedRank(message["hello"], there, reader, ProgressPage(page), stacks, asks)
+    page, *files = reader.descriptors
+    hang_detector.SIGNAL_AFTER = hang_detector.PROBE_SECONDS = 60.0  # this process may stand still for a second
+    return MonitoredRank(message["hello"], there, reader, ProgressPage(page), *files)
 
 
 def ask_a_rank_that_runs() -> tuple[int, Any, list[str]]:
-    """(signals that came, whether it answers, the functions in the stack of the thread that asks)."""
-    rank, signals = watched_rank(), []
+    """(signals that came, whether it answers, the functions in the stack of the thread that is asked)."""
+    rank, signals = monitored_rank(), []
     signal.signal(signal.SIGUSR2, lambda number, frame: signals.append(number))
-    (facts,) = watchdog.gather([rank])
+    (facts,) = hang_detector.gather([rank])
     return len(signals), facts.answers, [frame.function for frame in facts.stack.frames]
 
 
@@ -43,10 +43,10 @@ def test_a_rank_whose_python_threads_run_gets_no_signal() -> None:
 
 def examine_a_slow_first_step() -> tuple[Any, str]:
     """(the diagnosis, what two examinations print) of a rank that waits for no other and has not ended a step."""
-    rank = watched_rank()
+    rank = monitored_rank()
     rank.page.enter("train")
     time.sleep(0.2)
-    detector = watchdog.Watchdog(timeout=None, on_hang="stop", backend_timeout=0.2)
+    detector = hang_detector.HangDetector(timeout=None, on_hang="stop", backend_timeout=0.2)
     with redirect_stderr(io.StringIO()) as printed:
         diagnoses = [detector.examine([rank]) for _ in range(2)]
     return diagnoses, printed.getvalue()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.record import code_facts, exit_code_of, read_run, versions
+from lockstep.runs.record import code_facts, read_run, run_exit_code, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
 from support.event_files import Backend
 from support.run_folders import SLOW, position
@@ -126,7 +126,7 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     os.kill(run.process.pid, number)
     run.finish(None)
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
-    assert exit_code_of(read_run(folder)) == code
+    assert run_exit_code(read_run(folder)) == code
     fewer = start(*PYTHON_TRAIN, *words, "trainer.ema=0.5").finish(2)  # the default would replace the learning rate
     assert "holds a run of optimizer.lr=0.1; to train it on type optimizer.lr=0.1 in this" in fewer.sentence
 

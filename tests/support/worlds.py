@@ -76,7 +76,7 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
     results.put((rank, function(*args)))
     from lockstep.failures import reporter
 
-    reporter.ended("finished")  # as launchers do: else the monitor of a training reports that its rank has left
+    reporter.ends_well()  # as launchers do: else the monitor of a training reports that its rank has left
     os._exit(0)
 
 

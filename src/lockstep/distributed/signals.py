@@ -204,7 +204,7 @@ def _read_signals(reader: int) -> None:
 
 
 def _end(number: int) -> NoReturn:
-    reporter.ended("stopped")
+    reporter.ends_well()
     stopped = ended_at_once(number, _process.saves_first)
     if _process.prints:
         with suppress(OSError, ValueError):  # the terminal is closed

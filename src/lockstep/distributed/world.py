@@ -223,16 +223,16 @@ def init_distributed(
 def join_monitor(world: World, run_dir: str | Path, timeout: float | None, on_hang: str) -> None:
     """Tell the monitor where the run folder is, and what a hang is. A collective.
 
-    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.watchdog`.
+    If no launcher has started a monitor, this starts it. timeout, on_hang: see `lockstep.failures.hang_detector`.
     """
     if not reporter.is_connected():
         name = world.broadcast_json(uuid.uuid4().hex)
         started_by = read_rank_info().started_by
         if world.local_rank == 0:
-            start_for_rank(name, started_by, world.size)
-        reporter.connect(name, world.rank, world.size, local_rank=world.local_rank)
+            start_for_rank(name, started_by)
+        reporter.connect(name, world.rank, world.size)
     reporter.set_run(str(run_dir), str(Path(run_dir) / "logs" / f"rank{world.rank}.log"))
-    reporter.watch_for_hangs(timeout, on_hang, world.timeout)
+    reporter.set_hang_rules(timeout, on_hang, world.timeout)
 
 
 # What all ranks must have alike.

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.failures.watched_rank import WatchedRank
+from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.source_code import is_project
 
 # Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
@@ -155,7 +155,7 @@ ABORTS = {  # by the thread that has called abort: one that runs Python, or one 
 }
 
 
-def first_failure(ranks: Sequence[WatchedRank]) -> WatchedRank | None:
+def first_to_fail(ranks: Sequence[MonitoredRank]) -> MonitoredRank | None:
     """The rank that failed first; None if none has failed.
 
     It is the cause of a hang, or the rank whose end or exception is no error of communication, the earliest of several:
@@ -163,7 +163,7 @@ def first_failure(ranks: Sequence[WatchedRank]) -> WatchedRank | None:
     in communication, it is the earliest of those that ended by themselves. One that the monitor killed comes last.
     """
 
-    def key(rank: WatchedRank) -> tuple[bool, bool, bool, float]:
+    def key(rank: MonitoredRank) -> tuple[bool, bool, bool, float]:
         is_ended_by_monitor = rank.killed_by_monitor and rank.failure is None
         return not rank.is_cause_of_hang, is_ended_by_monitor, is_consequence(rank.failure), rank.failed_at
 
@@ -189,7 +189,7 @@ def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
     return "the code raised this exception", "correct its cause, then type the command that resumes"
 
 
-def explain_exit(rank: WatchedRank) -> tuple[str, str, str]:
+def explain_exit(rank: MonitoredRank) -> tuple[str, str, str]:
     """(short name, what it means, what to type) of a process that ended without a word."""
     code = rank.exit_code
     if code is None and rank.out_of_memory:

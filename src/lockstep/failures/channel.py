@@ -15,9 +15,7 @@ from typing import Any
 Message = dict[str, Any]
 LARGEST_LINE = 2**22  # bytes of one message
 RETRY_SECONDS = 0.01
-ANSWER_SECONDS = (
-    4.0  # for a monitor that has to read logs. It kills ranks some time after a failure, also those that wait
-)
+REPORT_SECONDS = 4.0  # for the monitor's report. It kills ranks some time after a failure, also those that wait
 
 
 def address_of(name: str) -> str:
@@ -101,8 +99,8 @@ class Reader:
         return messages
 
     def wait_for(self, key: str) -> Message | None:
-        """The first message that has `key`, None if none comes within ANSWER_SECONDS."""
-        deadline = time.monotonic() + ANSWER_SECONDS
+        """The first message that has `key`, None if none comes within REPORT_SECONDS."""
+        deadline = time.monotonic() + REPORT_SECONDS
         try:
             while self.is_open and (left := deadline - time.monotonic()) > 0:
                 self.connection.settimeout(left)

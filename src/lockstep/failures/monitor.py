@@ -4,6 +4,7 @@ them, or with their launcher.
 
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.failures.channel import Message, ProgressPage, Reader, peer, send
+from lockstep.failures.hang_detector import HangDetector
+from lockstep.failures.monitored_rank import MonitoredRank, open_pid_file
 from lockstep.failures.report import MonitorOptions, Report, read_report, remove_report, screen, write_report
-from lockstep.failures.watchdog import Watchdog
-from lockstep.failures.watched_rank import WatchedRank, open_pid_file
 
 POLL_SECONDS = 0.2
 FIRST_RANK_SECONDS = 900.0  # for the first rank, or the launcher, to connect
@@ -34,18 +35,18 @@ class Monitor:
     def __init__(self, listener: socket.socket, options: MonitorOptions) -> None:
         self.options, self.listener = options, listener
         self.selector = selectors.DefaultSelector()
-        self.ranks: list[WatchedRank] = []
+        self.ranks: list[MonitoredRank] = []
         self.launcher: socket.socket | None = None
         self.launcher_lost_at: float | None = None
         self.requests: list[Message] = []  # of the launcher, not answered yet
         self.run_dir: str | None = None
-        self.before: Report | None = None  # the report of an earlier start or attempt
+        self.before: Report | None = None  # the report of an earlier start
         self.started = time.monotonic()
         self.report: Report | None = None
-        self.watchdog: Watchdog | None = None
+        self.hang_detector: HangDetector | None = None
         self.is_over = False
         listener.setblocking(False)
-        self._watch(listener, self._accept)
+        self._when_readable(listener, self._accept)
 
     def run(self) -> None:
         """Until the ranks and the launcher are gone.
@@ -66,7 +67,7 @@ class Monitor:
         if self.run_dir is not None and self.before is not None and self.report is None:
             remove_report(Path(self.run_dir))  # it tells of a start that was not the last
 
-    def _watch(self, file: Any, callback: Callable[[], None]) -> None:
+    def _when_readable(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
 
     def _accept(self) -> None:
@@ -76,7 +77,7 @@ class Monitor:
             connection.close()
             return
         reader = Reader(connection)
-        self._watch(connection, lambda: self._read_first(connection, reader))
+        self._when_readable(connection, lambda: self._read_first(connection, reader))
 
     def _read_first(self, connection: socket.socket, reader: Reader) -> None:
         """The first message says whether this is a rank or the launcher."""
@@ -86,27 +87,27 @@ class Monitor:
         self.selector.unregister(connection)
         if messages and "launcher" in messages[0]:
             self.launcher = connection
-            self._watch(connection, lambda: self._read_launcher(reader))
+            self._when_readable(connection, lambda: self._read_launcher(reader))
             self.requests += messages[1:]
             return
         hello = messages[0].get("hello") if messages else None
         credentials = peer(connection)
-        # A process that has another number here is in a container of its own, and cannot be watched.
+        # A process that has another number here is in a container of its own, and cannot be monitored.
         if hello is None or (credentials is not None and credentials[0] != hello["pid"]):
             connection.close()
-            self.is_over = self.options.is_foreign and not self.ranks
+            self.is_over = self.launcher is None and not self.ranks
             return
-        page, stacks, *asks = reader.descriptors
-        rank = WatchedRank(hello, connection, reader, ProgressPage(page), stacks, asks[0] if asks else None)
+        page, stacks, *others = reader.descriptors
+        rank = MonitoredRank(hello, connection, reader, ProgressPage(page), stacks, next(iter(others), None))
         os.close(page)
         self.ranks.append(rank)
-        self._watch(connection, lambda: self._read_rank(rank))
+        self._when_readable(connection, lambda: self._read_rank(rank))
         if rank.pid_file is not None:
-            self._watch(rank.pid_file, lambda: self._rank_ended(rank))
+            self._when_readable(rank.pid_file, lambda: self._rank_ended(rank))
         for message in messages[1:]:
             self._note(rank, message)
 
-    def _read_rank(self, rank: WatchedRank) -> None:
+    def _read_rank(self, rank: MonitoredRank) -> None:
         for message in rank.reader.read():
             self._note(rank, message)
         if not rank.reader.is_open:  # it has left the monitor, or has ended
@@ -114,15 +115,15 @@ class Monitor:
             if rank.pid_file is None:
                 rank.note_death()
 
-    def _note(self, rank: WatchedRank, message: Message) -> None:
+    def _note(self, rank: MonitoredRank, message: Message) -> None:
         rank.note(message)
         if "run_dir" in message:
             self.run_dir = message["run_dir"]
             self.before = self.before or read_report(Path(message["run_dir"]))
-        elif "watch" in message and sys.platform == "linux":
-            self.watchdog = self.watchdog or Watchdog(**message["watch"])
+        elif "hang_rules" in message and sys.platform == "linux":
+            self.hang_detector = self.hang_detector or HangDetector(**message["hang_rules"])
 
-    def _rank_ended(self, rank: WatchedRank) -> None:
+    def _rank_ended(self, rank: MonitoredRank) -> None:
         if rank.pid_file is not None:
             self.selector.unregister(rank.pid_file)
         rank.note_death()
@@ -136,21 +137,13 @@ class Monitor:
             self.launcher_lost_at = time.monotonic()
 
     def _obey(self, request: Message) -> None:
-        if "ranks_ended" in request:
+        if "exit_codes" in request:
             for rank in self.ranks:
-                rank.note_death(request["ranks_ended"].get(str(rank.pid)))
+                rank.note_death(request["exit_codes"].get(str(rank.pid)))
             self.report = write_report(self.ranks, self.run_dir, self.options, self.before)
-            report = self.report and {"contents": self.report, "screen": screen(self.report)}
             assert self.launcher is not None
             with suppress(OSError):  # the launcher does not wait any more
-                send(self.launcher, {"report": report})
-        elif "next_attempt" in request:
-            for rank in self.ranks:
-                for file in (rank.connection, rank.pid_file):
-                    with suppress(KeyError, ValueError):  # it was closed, or is not watched any more
-                        self.selector.unregister(file or -1)
-                rank.close()
-            self.ranks, self.before, self.report, self.watchdog = [], self.report, None, None
+                send(self.launcher, {"report": self.report})
         elif "over" in request:
             self.is_over = True
 
@@ -160,14 +153,14 @@ class Monitor:
         """Kill ranks that do not end, look for hangs, report where no launcher asks, end this process."""
         failed_at = [rank.failed_at for rank in self.ranks if rank.has_failed]
         if failed_at or self.launcher_lost_at is not None:  # the others must end, too
-            first_failure = min(failed_at, default=self.launcher_lost_at or 0.0)
+            since = min(failed_at, default=self.launcher_lost_at or 0.0)
             is_hang = any(rank.is_cause_of_hang for rank in self.ranks)
             for rank in self.ranks:
                 grace = GRACE_WHILE_SAVING if rank.page.phase in ("snapshot", "disk") else GRACE_SECONDS
-                if rank.takes_part and time.monotonic() - first_failure > (GRACE_AFTER_HANG if is_hang else grace):
+                if rank.takes_part and time.monotonic() - since > (GRACE_AFTER_HANG if is_hang else grace):
                     rank.kill()
-        elif self.watchdog is not None:
-            self.watchdog.look(self.ranks, self.run_dir)
+        elif self.hang_detector is not None:
+            self.hang_detector.look(self.ranks, self.run_dir)
         is_anyone_alive = any(rank.takes_part for rank in self.ranks)
         if self.launcher_lost_at is not None and not self.is_over:
             if self.options.temporary_folder is not None:
@@ -175,7 +168,7 @@ class Monitor:
             self.is_over = not is_anyone_alive
         elif not self.ranks and self.launcher is None:
             self.is_over = self.is_over or time.monotonic() - self.started > FIRST_RANK_SECONDS
-        elif self.options.is_foreign:
+        elif self.launcher is None:  # another program has started the ranks
             is_late = bool(failed_at) and time.monotonic() > min(failed_at) + END_SECONDS
             if failed_at and self.report is None and (is_late or all(rank.end_is_known for rank in self.ranks)):
                 self._report_of_foreign_ranks()
@@ -184,9 +177,7 @@ class Monitor:
                 if self.options.agent is not None:
                     pid_file = open_pid_file(self.options.agent)
                     if pid_file is not None:  # torchrun's traceback comes before the report
-                        with selectors.DefaultSelector() as waiter:
-                            waiter.register(pid_file, selectors.EVENT_READ)
-                            waiter.select(AGENT_SECONDS)
+                        select.select([pid_file], [], [], AGENT_SECONDS)
                     self._print()
 
     def _report_of_foreign_ranks(self) -> None:
@@ -196,18 +187,15 @@ class Monitor:
             return
         if self.options.agent is None:  # srun ends this process when the last rank has ended
             self._print()
-        answer = {"exit_code": self.report["exit_code"]}
-        answer["screen"] = screen(self.report) if self.options.is_printed_by_rank else None
         for rank in self.ranks:
             if rank.reader.is_open:
+                is_first = rank.rank == self.report["first"]["rank"]
                 with suppress(OSError):
-                    send(rank.connection, answer | {"is_first": rank.rank == self.report["first"]["rank"]})
+                    send(rank.connection, {"exit_code": self.report["exit_code"], "is_first": is_first})
 
     def _print(self) -> None:
-        """Show the report, unless a rank that was started alone does it itself."""
-        first = self.ranks[0]
-        by_rank = self.options.is_printed_by_rank and first.failure is not None and not first.is_cause_of_hang
-        if self.report is not None and self.report["first"]["kind"] != "config" and not by_rank:
+        """Show the report; the rank itself shows a sentence about its config."""
+        if self.report is not None and self.report["first"]["kind"] != "config":
             with suppress(OSError):  # nobody reads stderr any more
                 print(screen(self.report), file=sys.stderr, flush=True)
 

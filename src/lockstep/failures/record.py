@@ -9,12 +9,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lockstep.compat import BACKWARD, CALLED_OPERATOR, GENERATED
-from lockstep.errors import ConfigError, RanksDiffer, TrainingDiverged, printable
+from lockstep.errors import ConfigError, kind_of, printable
 from lockstep.source_code import PROJECT, is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
-KINDS = {ConfigError: "config", TrainingDiverged: "diverged", RanksDiffer: "different"}
 COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
 _OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
@@ -26,7 +25,7 @@ def exception_record(error: BaseException) -> dict[str, Any]:
     while _is_wrapper(error) and error.__cause__ not in (None, error):
         error = error.__cause__
     return {
-        "kind": next((kind for of_type, kind in KINDS.items() if isinstance(error, of_type)), "exception"),
+        "kind": kind_of(error),
         "type": type(error).__name__,
         "message": message_of(error),
         "is_communication": is_communication_error(error),
@@ -47,7 +46,7 @@ def is_communication_error(error: BaseException) -> bool:
     By its type and by the frame that raised it, not by its words: torch's own errors of communication; a broken
     connection, a timeout or a plain RuntimeError of C++ in torch.distributed, in a backward pass, in which torch
     averages gradients, in compiled code, in a `wait()`, or in this project's own code. A RuntimeError there may be a
-    mistake of this rank alone, so the time decides, see `lockstep.failures.causes.first_failure`. An error while such a
+    mistake of this rank alone, so the time decides, see `lockstep.failures.causes.first_to_fail`. An error while such a
     one is handled counts, too.
     """
     before: BaseException | None = error

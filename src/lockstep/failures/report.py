@@ -12,16 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_KILLED, path_value
-from lockstep.failures.causes import explain_exception, explain_exit, first_failure, is_consequence
-from lockstep.failures.watched_rank import WatchedRank
+from lockstep.errors import KIND_CODES, RAISED_BY_ALL, path_value
+from lockstep.failures.causes import explain_exception, explain_exit, first_to_fail, is_consequence
+from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.files import write_whole
 
 SCHEMA = 3  # of failure.json
 OTHER_MACHINE_SECONDS = 2.0  # for the report of the machine on which a rank failed first
-EXIT_CODES = {"config": EXIT_CONFIG, "diverged": EXIT_DIVERGED, "exception": EXIT_FAILED, "different": EXIT_FAILED}
-EXIT_CODES |= {"hang": EXIT_HANG, "killed": EXIT_KILLED, "left": EXIT_KILLED}
-RAISED_BY_ALL = ("config", "diverged", "different")  # kinds that all ranks raise alike; the message says what to type
 FILES = ("failure.json", "failure.txt", "hang.txt")  # in the run folder
 
 LINES, COLUMNS = 40, 160  # of the screen
@@ -33,15 +30,11 @@ LOG_LINES, CONSEQUENCES, SAMPLES, STACK_LINES = 8, 6, 12, 8
 class MonitorOptions:
     """What the monitor has to know of how its ranks were started. Values of JSON, which it reads from its stdin.
 
-    is_foreign: another program has started the ranks, so the monitor prints the report, and ends by itself.
-    is_printed_by_rank: a rank that was started alone prints the report.
     agent: torchrun's pid, if it ends when these ranks have ended.
     command: the typed words.
     temporary_folder: what the monitor removes if the launcher is killed.
     """
 
-    is_foreign: bool = False
-    is_printed_by_rank: bool = False
     agent: int | None = None
     command: list[str] = field(default_factory=list)
     temporary_folder: str | None = None
@@ -52,14 +45,14 @@ Report = dict[str, Any]
 
 
 def write_report(
-    ranks: Sequence[WatchedRank], run_dir: str | None, options: MonitorOptions, before: Report | None
+    ranks: Sequence[MonitoredRank], run_dir: str | None, options: MonitorOptions, before: Report | None
 ) -> Report | None:
     """The report of ranks that have reported how they end, or have ended, also as files in the run folder.
 
     Where it may only tell that a rank of another machine is lost, it is the report of that machine, if that comes soon.
     before: the report of an earlier start. Returns None if no rank has failed.
     """
-    first = first_failure(ranks)
+    first = first_to_fail(ranks)
     if first is None:
         return None
     report: Report = {
@@ -70,7 +63,7 @@ def write_report(
         "run": resume_hint(None if run_dir is None else Path(run_dir), first, options.command),
     }
     report["will_fail_again"] = will_fail_again(before, report)
-    report["exit_code"] = EXIT_CODES[report["first"]["kind"]]
+    report["exit_code"] = KIND_CODES[report["first"]["kind"]]
     if run_dir is None or report["first"]["kind"] == "config":
         return report
     if is_consequence(report["first"]) and len(ranks) < first.hello["world_size"]:
@@ -91,11 +84,11 @@ def write_report(
     return report
 
 
-def _identity(rank: WatchedRank) -> dict[str, Any]:
+def _identity(rank: MonitoredRank) -> dict[str, Any]:
     return {key: rank.hello[key] for key in ("rank", "host", "pid")}
 
 
-def _first(rank: WatchedRank) -> dict[str, Any]:
+def _first(rank: MonitoredRank) -> dict[str, Any]:
     described = _identity(rank) | rank.position() | {"log": rank.log, "log_lines": rank.log_lines()}
     described |= rank.failure or {"stack": rank.stack()}
     described["time"] = time.time() - time.monotonic() + rank.failed_at
@@ -110,7 +103,7 @@ def _first(rank: WatchedRank) -> dict[str, Any]:
     return described | {"meaning": meaning, "advice": advice}
 
 
-def _consequence(rank: WatchedRank, first: WatchedRank) -> dict[str, Any]:
+def _consequence(rank: MonitoredRank, first: MonitoredRank) -> dict[str, Any]:
     if first.is_cause_of_hang:
         what = "was ended"
     elif rank.failure is not None:
@@ -152,7 +145,7 @@ def will_fail_again(before: Report | None, now: Report) -> bool:
 # How to go on.
 
 
-def resume_hint(folder: Path | None, first: WatchedRank, words: list[str]) -> dict[str, Any]:
+def resume_hint(folder: Path | None, first: MonitoredRank, words: list[str]) -> dict[str, Any]:
     """The part `run` of a report: the newest snapshot, the steps that are lost, the command that goes on.
 
     first: the rank that failed first. words: the typed command.

@@ -26,7 +26,7 @@ from lockstep.failures.record import exception_record, last_lines
 
 ADDRESS = "LOCKSTEP_MONITOR"  # the environment variable with the name of the monitor's address
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-ASK, LEAVE = b"?", b"x"  # what the monitor may send
+PROBE, LEAVE = b"?", b"x"  # what the monitor may send
 RECORDED_COLLECTIVES = "256"  # torch's default of 2000 takes 30 ms and 1 MB to send
 MOST_SAMPLES = 1000  # of a batch, see lockstep.data.partition.Batch: a message has a limit
 
@@ -87,14 +87,14 @@ def _answer(connection: socket.socket, stacks: int) -> None:
 _reporter = Reporter()
 
 
-def connect(name: str, rank: int, world_size: int, **facts: Any) -> None:
-    """Connect to the monitor called `name`. facts: JSON values about this rank and how it was started."""
+def connect(name: str, rank: int, world_size: int) -> None:
+    """Connect to the monitor called `name`."""
     global _reporter
     connection = channel.connect(channel.address_of(name), timeout=2)
     if connection is not None:
         _reporter = Reporter(connection)
-        identity = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
-        _reporter.introduce(identity | facts)
+        hello = {"rank": rank, "world_size": world_size, "pid": os.getpid(), "host": socket.gethostname()}
+        _reporter.introduce(hello)
 
 
 def is_connected() -> bool:
@@ -119,9 +119,9 @@ def set_run(run_dir: str, log_file: str) -> None:
     _reporter.send({"run_dir": os.path.abspath(run_dir), "log": os.path.abspath(log_file)})
 
 
-def watch_for_hangs(timeout: float | None, on_hang: str, backend_timeout: float) -> None:
-    """Ask the monitor to end or report a run that hangs, see `lockstep.failures.watchdog.Watchdog`."""
-    _reporter.send({"watch": {"timeout": timeout, "on_hang": on_hang, "backend_timeout": backend_timeout}})
+def set_hang_rules(timeout: float | None, on_hang: str, backend_timeout: float) -> None:
+    """When a silence is a hang, and what the monitor does then: see `lockstep.failures.hang_detector.HangDetector`."""
+    _reporter.send({"hang_rules": {"timeout": timeout, "on_hang": on_hang, "backend_timeout": backend_timeout}})
 
 
 def resumed(snapshot: str, step: int) -> None:
@@ -213,17 +213,16 @@ def _end_copy(error: BaseException) -> None:
         os._exit(EXIT_FAILED)
 
 
-def ended(how: str) -> None:
-    """Tell the monitor that this rank is about to exit as it should. how: "finished" or "stopped"."""
+def ends_well() -> None:
+    """Tell the monitor that this rank is about to exit as it should: the run has finished, or was asked to stop."""
     _reporter.page.enter("end")
-    _reporter.send({"ended": how})
+    _reporter.send({"ends_well": True})
 
 
 def wait_for_report() -> dict[str, Any] | None:
-    """The monitor's answer to `failed`; None without one.
+    """The monitor's answer to `failed`, when it has written and printed the report; None without one.
 
-    "screen": the report, if this rank shall print it. "exit_code": of the run. "is_first": whether this rank failed
-    first.
+    "exit_code": of the run. "is_first": whether this rank failed first.
     """
     if _reporter.connection is None:
         return None

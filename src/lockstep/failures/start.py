@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from lockstep.failures import channel
-from lockstep.failures.report import MonitorOptions
+from lockstep.failures.report import MonitorOptions, Report
 
 MPI_LAUNCHERS = ("mpirun", "mpiexec", "orterun")
 
@@ -70,25 +70,15 @@ class MonitorLink:
             os.register_at_fork(after_in_child=self.connection.close)  # its end shows that the launcher has ended
             self._send({"launcher": True})
 
-    def report(self, exit_codes: dict[int, int]) -> dict[str, Any] | None:
+    def report(self, exit_codes: dict[int, int]) -> Report | None:
         """The report of the ranks, which have all ended. exit_codes: {pid: code}. None if no rank has failed, or
         the monitor does not answer.
-
-        The dictionary has the "contents" of failure.json and the "screen".
         """
         if self.connection is None:
             return None
-        self._send({"ranks_ended": {str(pid): code for pid, code in exit_codes.items()}})
+        self._send({"exit_codes": {str(pid): code for pid, code in exit_codes.items()}})
         answer = self.reader.wait_for("report")
-        if answer is None:  # what comes later must not be taken for the report of the next attempt
-            self.close()
-            return None
-        report: dict[str, Any] | None = answer["report"]
-        return report
-
-    def next_attempt(self) -> None:
-        """The ranks are about to start again."""
-        self._send({"next_attempt": True})
+        return None if answer is None else answer["report"]
 
     def close(self) -> None:
         """End the monitor."""
@@ -114,14 +104,12 @@ def typed_command() -> list[str]:
     return [os.path.basename(sys.executable), *sys.argv]
 
 
-def start_for_rank(name: str, started_by: str, world_size: int) -> None:
+def start_for_rank(name: str, started_by: str) -> None:
     """Start the monitor for ranks that another program has started. The first rank of each machine calls it."""
     is_torchrun = started_by == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
     # Before a restart torchrun goes on, so the report need not wait for its end.
     may_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     options = MonitorOptions(
-        is_foreign=True,
-        is_printed_by_rank=started_by == "python" and world_size == 1,
         agent=os.getppid() if is_torchrun and not may_restart else None,
         command=whole_command(started_by),
     )

@@ -1,6 +1,6 @@
 """From what is known of all ranks that hang to one verdict: whose fault it is, what to do, and the table of all ranks.
 
-Functions of the facts that `lockstep.failures.watchdog` gathers: the state in /proc, the Python stacks that
+Functions of the facts that `lockstep.failures.hang_detector` gathers: the state in /proc, the Python stacks that
 `faulthandler` writes, torch's flight records, and the progress page.
 """
 
@@ -9,7 +9,7 @@ import linecache
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -165,7 +165,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Record:
+class FlightRecord:
     """What a rank has begun, in order. Without `entries` it is not known."""
 
     entries: tuple[Collective, ...] = ()
@@ -179,8 +179,8 @@ class Record:
         return next((entry for entry in reversed(self.entries) if not entry.finished), None)
 
 
-def parse_records(text: str) -> Record:
-    """torch's records (a JSON list: gloo's, NCCL's) -> one Record, in order of time.
+def parse_records(text: str) -> FlightRecord:
+    """torch's records (a JSON list: gloo's, NCCL's) -> one FlightRecord, in order of time.
 
     An unreadable one is an empty one: the format is private to torch.
     """
@@ -210,9 +210,9 @@ def parse_records(text: str) -> Record:
                 enqueued += max(0, int(group["last_enqueued_collective"]))
                 completed += max(0, int(group["last_completed_collective"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Record()
+        return FlightRecord()
     ordered = sorted(entries, key=lambda entry: entry[0])
-    return Record(tuple(collective for _, collective in ordered), tuple(sends), enqueued, completed)
+    return FlightRecord(tuple(collective for _, collective in ordered), tuple(sends), enqueued, completed)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Difference:
     skipped: bool
 
 
-def first_difference(records: Mapping[int, Record]) -> Difference | None:
+def first_difference(records: Mapping[int, FlightRecord]) -> Difference | None:
     """The first collective that not all ranks do alike, None if there is none.
 
     A rank that has not made the call counts only if others wait for it there. It does not count while it is in a call
@@ -294,7 +294,7 @@ class RankFacts:
     seconds: since its last progress.
     answers: whether its Python threads run, None if they cannot be asked.
     stacks, main_thread: what faulthandler has written, and the thread to look at.
-    records: torch's flight records.
+    records: torch's flight records, as JSON.
     sum_values: the size of a sum through shared memory that has not ended, or 0.
     worker: the pid of a process that it has started, such as a loader worker, and the stacks of that one.
     """
@@ -318,8 +318,14 @@ class RankFacts:
         return parse_stack(self.stacks, self.main_thread)
 
     @cached_property
-    def record(self) -> Record:
-        return parse_records(self.records)
+    def record(self) -> FlightRecord:
+        """Torch's, and the sum through shared memory, which torch does not record."""
+        record = parse_records(self.records)
+        if not self.sum_values:
+            return record
+        operation, shape = "shared-memory sum", f"{self.sum_values:,} values"
+        entry = Collective("shared memory", 1, operation, shape, (operation, shape), finished=False)
+        return replace(record, entries=(*record.entries, entry))
 
     @cached_property
     def workers_frame(self) -> Frame | None:
@@ -334,8 +340,6 @@ class RankFacts:
         a Python frame of its own, and calls that wait for a result count, too: a GPU's result is waited for in state R.
         """
         top = self.stack.top
-        if self.sum_values:
-            return top is None or not top.is_users
         has_unfinished = self.record.unfinished is not None or bool(self.record.point_to_point)
         if top is None or top.function == BACKWARD:
             return has_unfinished and self.state != "R"
@@ -344,11 +348,9 @@ class RankFacts:
         return has_unfinished and any(call in top.source for call in WAITING_CALLS)
 
     def call(self, entry: Collective | None = None) -> str:
-        """The collective that it is in. entry: the one of its record that is asked about."""
-        if self.sum_values:
-            return f"shared-memory sum of {self.sum_values:,} values"
+        """What it waits in. entry: the collective of its record that is asked about."""
         otherwise = "a new process group" if self.stack.makes_group else "no collective"
-        return str(entry or self.record.unfinished or otherwise)
+        return str(entry or self.record.unfinished or ", ".join(self.record.point_to_point) or otherwise)
 
     def place(self, entry: Collective | None = None) -> str:
         """As `call`, and where."""
@@ -427,16 +429,6 @@ def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
         meaning = f"rank {rank.rank} is in user code{_activity(rank)}{holds}, {at(rank.stack.users)}"
         return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
 
-    # Sums through shared memory, which the flight recorder does not record.
-    sums = {rank: rank.sum_values for rank in waiting if rank.sum_values}
-    if len(set(sums.values())) > 1:
-        sizes = list(sums.values())
-        usual = max(sizes, key=sizes.count)
-        odd = tuple(rank.rank for rank, size in sums.items() if size != usual or len(set(sizes)) == len(sizes))
-        places = _places({rank: rank.place() for rank in sums})
-        meaning = f"{name_ranks(odd)}: another shape than the other ranks: {places}"
-        return Verdict(Kind.OTHER_SHAPE, odd, meaning, SAME_CALLS)
-
     if free:  # neither in a collective nor in the user's code
         computing = [rank for rank in free if rank.state == "R" or rank.children_run]
         rank = (computing or free)[0]
@@ -456,8 +448,7 @@ def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
 
     here = facts[0]
     if len(facts) < world_size:
-        sends = f" ({', '.join(here.record.point_to_point)})" if here.record.point_to_point else ""
-        meaning = f"all ranks of this machine wait in {here.place()}{sends} for ranks of other machines"
+        meaning = f"all ranks of this machine wait in {here.place()} for ranks of other machines"
         advice = "read the report of the other machines, and check the network to them"
         return Verdict(Kind.ELSEWHERE, (), meaning, advice)
     advice = f"check the network between the ranks (backend.socket_ifname=<interface>), and {STACKS}"
@@ -468,21 +459,17 @@ def _unlike(facts: Sequence[RankFacts], difference: Difference) -> Verdict:
     """All ranks are in a collective, but not in the same one."""
     odd, entries = difference.odd, difference.entries
     calls = [entry for entry in entries.values() if entry is not None]
-    places = _places({rank: rank.place(entries[rank.rank]) for rank in facts if rank.rank in entries})
+    together: dict[str, list[int]] = {}  # place -> ranks
+    for rank in facts:
+        if rank.rank in entries:
+            together.setdefault(rank.place(entries[rank.rank]), []).append(rank.rank)
+    places = "; ".join(f"{are(ranks)} in {place}" for place, ranks in together.items())
     if difference.skipped:
         usual = next(entry for rank, entry in entries.items() if rank not in odd and entry is not None)
         return Verdict(Kind.MISSING_CALL, odd, f"{name_ranks(odd)} did not call {usual}: {places}", SAME_CALLS)
     is_same_operation = len(calls) == len(entries) and len({entry.operation for entry in calls}) == 1
     kind = Kind.OTHER_SHAPE if is_same_operation else Kind.OTHER_OPERATION
     return Verdict(kind, odd, f"{name_ranks(odd)}: {kind.value} than the other ranks: {places}", SAME_CALLS)
-
-
-def _places(places: Mapping[RankFacts, str]) -> str:
-    """rank 1 is in a broadcast at ...; ranks 0 and 2 are in ..."""
-    together: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        together.setdefault(place, []).append(rank.rank)
-    return "; ".join(f"{are(ranks)} in {place}" for place, ranks in together.items())
 
 
 def _activity(rank: RankFacts) -> str:
@@ -554,10 +541,8 @@ class Diagnosis:
 def _row(rank: RankFacts) -> tuple[str, ...]:
     record, frame = rank.record, rank.workers_frame or rank.stack.place
     calls = f"{record.completed}/{record.enqueued}" if record.enqueued else "-"
-    call = ", ".join(record.point_to_point) if record.point_to_point and not record.unfinished else rank.call()
-    if not rank.is_waiting:
-        call = "no collective"
-    elif len(call) > WIDEST_CALL:
+    call = rank.call() if rank.is_waiting else "no collective"
+    if len(call) > WIDEST_CALL:
         call = f"{call[: WIDEST_CALL - 3]}..."
     who = f"loader worker {rank.worker[0]}: " if rank.worker and rank.workers_frame else ""
     if not who and rank.answers is False:

@@ -10,8 +10,7 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.errors import EXIT_FAILED, ConfigError
-from lockstep.failures.report import RAISED_BY_ALL
+from lockstep.errors import ConfigError
 
 Worker = Callable[..., Any]
 
@@ -45,38 +44,6 @@ class Launcher:
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """
         raise NotImplementedError
-
-
-class RankFailed(Exception):
-    """A rank has failed: one that this process started, or the process itself where something else started it.
-
-    The message is the failure report as one screen, empty if the monitor prints it. contents: what failure.json holds
-    (see docs/failures.md), as far as this process knows it.
-    """
-
-    def __init__(self, screen: str, contents: dict[str, Any]) -> None:
-        super().__init__(screen)
-        self.contents = contents
-
-    @property
-    def headline(self) -> str:
-        """The first line of the report."""
-        return str(self).partition("\n")[0]
-
-    @property
-    def code(self) -> int:
-        """The exit code for the whole command, see `lockstep.errors`."""
-        return int(self.contents.get("exit_code", EXIT_FAILED))
-
-    @property
-    def is_raised_by_all(self) -> bool:
-        """Whether all ranks have raised it alike. It is not restarted: the message says what the user has to decide."""
-        return self.contents.get("first", {}).get("kind") in RAISED_BY_ALL
-
-    @property
-    def will_fail_again(self) -> bool:
-        """Whether the attempt before ended with the same failure at the same step."""
-        return bool(self.contents.get("will_fail_again"))
 
 
 def refuse_nesting(name: str) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.distributed.environment import read_rank_info
-from lockstep.distributed.host import end_with_parent
-from lockstep.errors import ConfigError, StoppedEarly
+from lockstep.errors import ConfigError, RankFailed, StoppedEarly
 from lockstep.failures import reporter
 from lockstep.failures.record import message_of
-from lockstep.launchers.base import Launcher, RankFailed, Worker
+from lockstep.launchers.base import Launcher, Worker
 
-STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 CONSEQUENCE_DELAY = 60  # seconds added to the time that torchrun reads, so that it names another rank as the first
 
 
@@ -26,11 +24,10 @@ class EnvLauncher(Launcher):
         return info.world_size, info.local_world_size
 
     def launch(self, worker: Worker, *args: Any) -> Any:
-        end_with_starter()  # again: Hydra's launchers start jobs that do not begin in the command line
         try:
             value = worker(*args)
         except StoppedEarly:
-            reporter.ended("stopped")
+            reporter.ends_well()
             raise
         except BaseException as error:
             reporter.failed(error)
@@ -45,18 +42,9 @@ class EnvLauncher(Launcher):
                     Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(root_cause))
             if answer is None:
                 raise
-            raise RankFailed(answer["screen"] or "", answer) from error
+            raise RankFailed("", answer) from error  # the monitor has printed the report
         else:
-            reporter.ended("finished")
+            reporter.ends_well()
             return value
         finally:
             reporter.disconnect()
-
-
-def end_with_starter() -> None:
-    """Make this rank end with torchrun, srun or mpirun.
-
-    A rank that was started by hand must not end with its parent: that is a shell, which may end under nohup.
-    """
-    if read_rank_info().started_by in STARTERS:
-        end_with_parent()

@@ -9,6 +9,7 @@ unpickles what it finds in its store, waits 30 s for a rank that does not end, a
 
 import gc
 import importlib
+import itertools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -36,12 +37,14 @@ from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     CannotStartNow,
     ConfigError,
+    RankFailed,
     RankMissing,
     StoppedEarly,
 )
 from lockstep.failures import reporter
+from lockstep.failures.report import screen
 from lockstep.failures.start import MonitorLink
-from lockstep.launchers.base import Launcher, RankFailed, Worker, flush_output, print_line, refuse_nesting
+from lockstep.launchers.base import Launcher, Worker, flush_output, print_line, refuse_nesting
 
 POLL_SECONDS = 0.5
 SECONDS_AFTER_SECOND_SIGNAL = 1.5  # until ranks that have not ended are killed
@@ -237,27 +240,23 @@ class Supervisor:
         Raises what `Launcher.launch` raises.
         """
         # Made before the ranks, the folder of multiprocessing is theirs, too: it goes with the launcher or the monitor.
-        with MonitorLink(multiprocessing.util.get_temp_dir()) as link, Relay() as relay:
-            attempt = 0
-            while True:
-                failure, value = self._attempt(link, relay, attempt, worker, args)
-                if failure is None:
-                    return value
-                if not isinstance(failure, RankFailed) or attempt == self.max_restarts or relay.first is not None:
-                    raise failure
-                if failure.is_raised_by_all:
-                    raise failure
-                if failure.will_fail_again:
-                    print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
-                    raise failure
-                attempt += 1
-                print_line(f"{failure.headline}\nlockstep: restart {attempt} of {self.max_restarts}", sys.stdout)
-                link.next_attempt()
+        folder = multiprocessing.util.get_temp_dir()
+        with Relay() as relay:
+            for attempt in itertools.count():
+                try:
+                    with MonitorLink(folder) as link:
+                        return self._attempt(link, relay, attempt, worker, args)
+                except RankFailed as failed:
+                    if attempt == self.max_restarts or relay.first is not None or failed.is_raised_by_all:
+                        raise
+                    if failed.will_fail_again:
+                        print_line("lockstep: no restart: the same failure came again at the same step", sys.stdout)
+                        raise
+                    headline = str(failed).partition("\n")[0]
+                    print_line(f"{headline}\nlockstep: restart {attempt + 1} of {self.max_restarts}", sys.stdout)
 
-    def _attempt(
-        self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]
-    ) -> tuple[BaseException | None, Any]:
-        """Start all ranks and wait for them. Returns (the failure, None) or (None, rank 0's value)."""
+    def _attempt(self, link: MonitorLink, relay: Relay, attempt: int, worker: Worker, args: tuple[Any, ...]) -> Any:
+        """Start all ranks and wait for them. Returns rank 0's value."""
         reader, writer = multiprocessing.Pipe(duplex=False)
         env = self.env | {reporter.ADDRESS: link.name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         self.processes = [
@@ -273,7 +272,9 @@ class Supervisor:
                 shared_store(self.hosted)  # after the ranks are forked: a fork copies locks that its thread may hold
             self._wait(relay)
             failure = self._failure(link, relay)
-            return failure, reader.recv() if failure is None and reader.poll() else None
+            if failure is not None:
+                raise failure
+            return reader.recv() if reader.poll() else None
         finally:
             for process in self.processes:
                 if process.is_alive():
@@ -321,9 +322,9 @@ class Supervisor:
             return RankFailed(f"lockstep: a rank ended with {code}; look at logs/ in the run folder for its error", {})
         if report is None:
             return None
-        first = report["contents"]["first"]
+        first = report["first"]
         if first["kind"] != "config":
-            return RankFailed(report["screen"], report["contents"])
+            return RankFailed(screen(report), report)
         can_start_later = first.get("type") in (CannotStartNow.__name__, RankMissing.__name__)
         return (CannotStartNow if can_start_later else ConfigError)(first["message"])
 
@@ -345,15 +346,15 @@ def run_rank(
     gc.freeze()  # a collection writes to every object, and memory shared with the parent is copied when written to
     signals.leave_last_line_to_launcher()
     end_with_parent()
-    reporter.connect(env[reporter.ADDRESS], rank, int(env["WORLD_SIZE"]), local_rank=local_rank)
+    reporter.connect(env[reporter.ADDRESS], rank, int(env["WORLD_SIZE"]))
     try:
         value = worker(*args)
         if rank == 0:
             results.send(value)
-        reporter.ended("finished")
+        reporter.ends_well()
         code = EXIT_FINISHED
     except StoppedEarly as stopped:
-        reporter.ended("stopped")
+        reporter.ends_well()
         code = stopped.code
     except BaseException as error:  # SystemExit, too: leaving before the end is a failure
         reporter.failed(error)

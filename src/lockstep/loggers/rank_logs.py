@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging.handlers import WatchedFileHandler
@@ -83,18 +82,9 @@ def _log_to(handlers: Sequence[logging.Handler]) -> None:
 def rank_logs() -> Iterator[RankLogs]:
     """Inside the block, this rank's log lines go to files as soon as they are open; on rank 0 also to stdout.
 
-    An exception that ends the block is written to the rank's own log. The thread of TensorBoard's that cannot
-    write to a full disk or a deleted folder shows no traceback: the writer's next call raises the same error.
+    An exception that ends the block is written to the rank's own log.
     """
     root, logs = logging.getLogger(), RankLogs(read_rank_info().rank)
-    show_thread_error = threading.excepthook
-
-    def show_unless_write_failed(failed: threading.ExceptHookArgs) -> None:
-        is_tensorboards = type(failed.thread).__module__.startswith("tensorboard.")
-        if not (isinstance(failed.exc_value, OSError) and is_tensorboards):
-            show_thread_error(failed)
-
-    threading.excepthook = show_unless_write_failed
     handlers, level = [*root.handlers], root.level
     _log_to([*logs.files, *logs.console])
     root.setLevel(logging.INFO)
@@ -109,7 +99,6 @@ def rank_logs() -> Iterator[RankLogs]:
         log.error("%s", message_of(error), exc_info=not isinstance(error, ConfigError | TrainingDiverged | RanksDiffer))
         raise
     finally:
-        threading.excepthook = show_thread_error
         _log_to(handlers)
         root.setLevel(level)
         close_all([*logs.files, *logs.console])

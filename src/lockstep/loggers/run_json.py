@@ -15,16 +15,7 @@ import torch
 
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
-from lockstep.errors import (
-    EXIT_CONFIG,
-    EXIT_DIVERGED,
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    StoppedEarly,
-    TrainingDiverged,
-)
+from lockstep.errors import EXIT_FINISHED, ConfigError, StoppedEarly, TrainingDiverged, exit_code_of
 from lockstep.loggers.base import EpochSummary, Logger, RunInfo
 from lockstep.runs.record import (
     DIFF,
@@ -33,9 +24,9 @@ from lockstep.runs.record import (
     KILLED,
     PAUSED,
     RUNNING,
-    exit_code_of,
     loaded_code_facts,
     read_run,
+    run_exit_code,
     state_of,
     versions,
     write_run,
@@ -129,14 +120,9 @@ class RunJson(Logger):
         self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
-        if isinstance(error, StoppedEarly):
-            self._end("stopped", error.code)
-        elif isinstance(error, KeyboardInterrupt):
-            self._end("stopped", EXIT_INTERRUPTED)
-        elif isinstance(error, TrainingDiverged):
-            self._end("diverged", EXIT_DIVERGED)
-        else:
-            self._end(FAILED, EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED)
+        is_stop = isinstance(error, StoppedEarly | KeyboardInterrupt)
+        state = "stopped" if is_stop else "diverged" if isinstance(error, TrainingDiverged) else FAILED
+        self._end(state, exit_code_of(error))
 
     def _end(self, state: str, code: int) -> None:
         if self.life is not None:
@@ -178,7 +164,7 @@ def _complete(before: dict[str, Any], config: dict[str, Any]) -> None:
     last = before["lives"][-1]
     last["config"] = {key: then for key, (then, _) in differing(before["config"], config).items()}
     if last["state"] == FAILED:
-        last |= {"state": state_of(before), "exit_code": exit_code_of(before)}
+        last |= {"state": state_of(before), "exit_code": run_exit_code(before)}
 
 
 def _ended(life: dict[str, Any], step: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ a run, and it reads files in the order of their names: so this file comes first.
 import logging
 import os
 import shlex
+import socket
 import struct
 import time
 import warnings
@@ -15,17 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.plugins.hparams.metadata import PLUGIN_DATA_VERSION, PLUGIN_NAME, SESSION_START_INFO_TAG
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import custom_scalars, hparams, text
+from torch.utils.tensorboard.summary import custom_scalars, histogram, hparams
+from torch.utils.tensorboard.summary import image as image_summary
+from torch.utils.tensorboard.summary import text as text_summary
 
+from lockstep.compat import tensorboard_graph
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.tasks.base import ReadSample, Report
@@ -33,8 +37,8 @@ from lockstep.tasks.base import ReadSample, Report
 log = logging.getLogger(__name__)
 
 HEADER = "events.out.tfevents.0.header"
-REOPEN_SECONDS = 10.0  # from a failed write to the next event file
-PROBE_BYTES = 4096
+VERSION = "brain.Event:2"  # in the first event of a file
+BINS = 1e-12 * 1.1 ** np.arange(774)  # of a histogram, as torch's SummaryWriter has them, to 1e20
 DRAWING_SHARE = 0.01  # of the time: images of an evaluation are drawn after training for 100 times as long
 FIRST_DRAWING = 0.1  # seconds
 LENGTH = struct.Struct("<Q")  # of an event in its file
@@ -50,8 +54,8 @@ class TensorBoardLogger(Logger):
     Events of a resumed run have the times that they would have if the run had not paused: TensorBoard's relative x-axis
     shows the time that was trained.
 
-    A SummaryWriter that failed once, on a full disk, fails for ever. It is replaced by a new one REOPEN_SECONDS later;
-    what is logged in between is lost.
+    Torch's SummaryWriter is not used: its thread prints a traceback where the disk is full, and fails for ever. Here
+    what does not fit is lost, and the file goes on when there is room.
 
     run_dir: folder of this run.
     images: test images that an evaluation shows; 0: no images of it.
@@ -63,9 +67,9 @@ class TensorBoardLogger(Logger):
         self.run_dir, self.images, self.histograms, self.graph = Path(run_dir), images, histograms, graph
         self._draw: Callable[[], None] = lambda: None  # the newest report, if it is not drawn yet
         self._drawn_at, self._drawing_seconds = time.monotonic(), FIRST_DRAWING
-        self._writer: SummaryWriter | None = None
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self.run_dir / name  # not there before the first event
         self._purge_step: int | None = None
-        self._reopen_at = 0.0  # time.monotonic()
         self._last_step = 0
         self._pause = 0.0  # seconds in which the run was not running
 
@@ -75,7 +79,7 @@ class TensorBoardLogger(Logger):
             last = last_wall_time(self.run_dir, run.start_step)
             self._pause = 0.0 if last is None else max(0.0, time.time() - last)
             self._purge_step = run.start_step + 1
-            self._write(lambda writer: None)  # creates the file, which contains the purge step
+            self._append(0)  # creates the file, which contains the purge step
         write_header(run)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
@@ -91,7 +95,7 @@ class TensorBoardLogger(Logger):
         def draw() -> None:
             self._draw, start = lambda: None, time.monotonic()
             for tag, image in report.figures(sample, classes).items():
-                self._log_image(tag, image, step)
+                self._append(step, summary=image_summary(tag, image, dataformats="CHW"))
             self._drawn_at = time.monotonic()
             self._drawing_seconds = self._drawn_at - start
 
@@ -99,17 +103,13 @@ class TensorBoardLogger(Logger):
         if time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE:
             draw()
 
-    def _log_image(self, tag: str, image: Tensor, step: int) -> None:
-        self._write(lambda writer: writer.add_image(tag, image, step, self._now()))
-
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if self.histograms:
             dense = values.to_dense()
             numbers = (torch.view_as_real(dense) if dense.is_complex() else dense).float()
             finite = numbers[numbers.isfinite()]
-            if not finite.numel():
-                return
-            self._write(lambda writer: writer.add_histogram(tag, finite, step, walltime=self._now()))
+            if finite.numel():
+                self._append(step, summary=histogram(tag, finite, [*-BINS[::-1], 0.0, *BINS]))
 
     def log_graph(self, model: nn.Module, inputs: Tensor) -> None:
         """A model that torch cannot trace costs a warning."""
@@ -117,18 +117,15 @@ class TensorBoardLogger(Logger):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; add_graph has no other way
-                self._write(lambda writer: writer.add_graph(model, inputs))
-        except (RuntimeError, TypeError, ValueError) as error:
+                warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; there is no other way
+                graph = tensorboard_graph(model, inputs)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
             log.warning("no graph is written: torch cannot trace this model (%s)", str(error).splitlines()[0])
+        else:
+            self._append(0, graph_def=graph)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.log_metrics(summary.tagged_metrics(), summary.step)
-        self.flush()
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._write(lambda writer: writer.flush())
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         self._draw()
@@ -136,39 +133,32 @@ class TensorBoardLogger(Logger):
         self._add_summary(end, self._last_step)
         log.info("curves:     tensorboard --logdir %s", shlex.quote(str(run_dir)))
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._write(lambda writer: writer.close())
-            self._writer = None
-
     def _add_summary(self, summary: Summary, step: int) -> None:
         self._last_step = step
-        self._write(lambda writer: writer.file_writer.add_summary(summary, step, self._now()))  # type: ignore[attr-defined]
+        self._append(step, summary=summary)
 
     def _now(self) -> float:
         return time.time() - self._pause
 
-    def _write(self, write: Callable[[SummaryWriter], object]) -> None:
-        if self._writer is None and time.monotonic() < self._reopen_at:
-            return
+    def _append(self, step: int, **content: object) -> None:
+        """Write an event at the end of the file, after those that begin it if the file is new: whole or not at all."""
+        events = [Event(wall_time=self._now(), step=step, **content)] if content else []
+        size = self._file.stat().st_size if self._file.exists() else 0
+        if not size:
+            begin = [Event(wall_time=self._now(), file_version=VERSION)]
+            if self._purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                begin.append(Event(wall_time=self._now(), step=self._purge_step, session_log=start))
+            events = [*begin, *events]
         try:
-            if self._writer is None:
-                if self._reopen_at > 0:  # on a disk that is still full it leaves an empty file and prints a traceback
-                    probe = self.run_dir / "tensorboard.tmp"
-                    try:
-                        probe.write_bytes(bytes(PROBE_BYTES))
-                    finally:
-                        probe.unlink(missing_ok=True)
-                self._writer = SummaryWriter(self.run_dir, purge_step=self._purge_step)
-            write(self._writer)
-            self._purge_step = None  # not before: a full disk would lose the purge
+            with self._file.open("ab") as file:
+                for event in events:
+                    RecordWriter(file).write(event.SerializeToString())
         except OSError:
-            if self._writer is not None:  # its close() would raise before it stops its thread
-                with suppress(OSError):
-                    self._writer.file_writer.event_writer.close()  # type: ignore[attr-defined]
-                self._writer = None
-            self._reopen_at = time.monotonic() + REOPEN_SECONDS
+            with suppress(OSError):
+                os.truncate(self._file, size)
             raise
+        self._purge_step = None  # not before: a full disk would lose the purge
 
 
 def write_header(run: RunInfo) -> None:
@@ -177,8 +167,8 @@ def write_header(run: RunInfo) -> None:
     No experiment is written: TensorBoard takes the columns of its HParams table from the first experiment that it
     finds, so that keys which only other runs have would be lost. Without one it takes the keys of all runs.
     """
-    config = text("config", f"```yaml\n{run.config_yaml}```")
-    events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+    config = text_summary("config", f"```yaml\n{run.config_yaml}```")
+    events = [Event(wall_time=time.time(), file_version=VERSION)]
     for summary in (config, hyperparameters(run.hyperparameters), custom_scalars(layout(run))):
         events.append(Event(wall_time=time.time(), step=0, summary=summary))
     unfinished = run.run_dir / "header.tmp"

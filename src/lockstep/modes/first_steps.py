@@ -83,7 +83,7 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) 
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
         logs.leave_console()  # warnings are shown below the table, once
         with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
-            reporter.watch_for_hangs(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
+            reporter.set_hang_rules(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
             set_determinism(cfg.seed, cfg.trainer.deterministic)

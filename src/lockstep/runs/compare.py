@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, first_of, path_value
-from lockstep.runs.record import DIFF, FINISHED, Run, best_of, configs_of, exit_code_of, state_of, versions
+from lockstep.runs.record import DIFF, FINISHED, Run, best_of, configs_of, run_exit_code, state_of, versions
 from lockstep.source_code import hash_of_source
 from lockstep.text import MISSING, aligned, differing, plain
 
@@ -98,7 +98,7 @@ def _ranks(run: Run) -> dict[str, Any]:
 
 def _result(a: Run, b: Run) -> list[Row]:
     def shown(run: Run) -> list[str]:
-        (value, step), code = best_of(run), exit_code_of(run)
+        (value, step), code = best_of(run), run_exit_code(run)
         state = state_of(run) if code is None else f"{state_of(run)}, exit code {code}"
         best = MISSING if value is None else f"{value!r} at step {step}"
         return [state, best, str(run["steps"]), plain(run["samples_per_second"])]

@@ -152,7 +152,7 @@ def changed_at(folder: Path) -> float:
     return max(times)
 
 
-def exit_code_of(run: Run) -> int | None:
+def run_exit_code(run: Run) -> int | None:
     """The exit code of the run's command, None if it is not known. That of a failure is in its report."""
     failure = _failure(run)
     if failure is not None:

@@ -90,15 +90,15 @@ class Halving(Search):
                 return Job(number, (*job.overrides, *pause), f"to epoch {epochs} of {self.rungs[-1]}")
         return None
 
-    def tell(self, number: int, objective: float | None) -> None:
-        epochs = self.asked.pop(number)
-        if objective is None:
-            self.over.add(number)
-        else:
-            self.results[number][epochs] = objective
+    def tell(self, number: int) -> None:
+        epochs, row = self.asked.pop(number), self.table.rows[number]
+        if row.state == FINISHED and row.objective is not None:
+            self.results[number][epochs] = row.objective
             self.table.update(
                 number, rungs=" ".join(f"{rung}:{value!r}" for rung, value in self.results[number].items())
             )
+        else:
+            self.over.add(number)
         self._write_states()
 
     def _climb(self) -> Rungs:

@@ -25,6 +25,7 @@ from lockstep.errors import (
     EXIT_STOPPED_WITHOUT_SNAPSHOT,
     ConfigError,
 )
+from lockstep.failures.monitored_rank import open_pid_file
 from lockstep.sweeps.search import Job
 from lockstep.sweeps.table import FAILED, FINISHED, STOPPED, Row, reported_cause
 
@@ -73,7 +74,7 @@ class JobProcess:
 
     results: the read end of the pipe on which it sends its outcome.
     output: the read end of what it prints, None if it prints to this process's own streams.
-    ended: a descriptor that can be read from when the process has ended; None where the system has none (macOS).
+    pid_file: see `open_pid_file`.
     """
 
     job: Job
@@ -81,7 +82,7 @@ class JobProcess:
     pid: int
     results: int
     output: int | None
-    ended: int | None
+    pid_file: int | None
     started: float = field(default_factory=time.time)
 
     def stop(self) -> None:
@@ -107,8 +108,8 @@ class JobProcess:
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             return None
-        if self.ended is not None:
-            os.close(self.ended)
+        if self.pid_file is not None:
+            os.close(self.pid_file)
         return os.waitstatus_to_exitcode(status)
 
     def outcome(self, run_dir: Path, code: int) -> Outcome:
@@ -131,7 +132,7 @@ class JobProcess:
 def wait_for_any(processes: Sequence[JobProcess]) -> None:
     """Wait until one of them prints something or ends."""
     outputs = [process.output for process in processes if process.output is not None]
-    ends = [process.ended for process in processes if process.ended is not None]
+    ends = [process.pid_file for process in processes if process.pid_file is not None]
     connection.wait([*outputs, *ends], None if len(ends) == len(processes) else POLL_SECONDS)
 
 
@@ -161,7 +162,7 @@ def start_job(
     if stream is not None and output is not None:
         os.close(stream)
         os.set_blocking(output, False)
-    return JobProcess(job, slot, pid, reader, output, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None)
+    return JobProcess(job, slot, pid, reader, output, open_pid_file(pid))
 
 
 def _become(work: Callable[[], Outcome], results: int, environment: Mapping[str, str], cores: set[int]) -> None:

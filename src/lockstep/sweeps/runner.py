@@ -135,8 +135,13 @@ class OpenSweep:
         """Whether `sweep.max_failures` jobs have failed."""
         return self.settings.max_failures is not None and self.failures >= self.settings.max_failures
 
+    @property
+    def starts_no_more(self) -> bool:
+        """Whether no other job is to be started."""
+        return self.stop_code is not None or self.is_hopeless
+
     def note_stop(self, code: int = EXIT_RESUMABLE) -> None:
-        """Jobs are left to run, or to go on. code: of the one that ended; no snapshot outweighs some."""
+        """A signal keeps jobs from their start or end. code: of the one that ended; no snapshot outweighs some."""
         self.stop_code = max(self.stop_code or 0, code)
 
     def begin(self, number: int) -> Row:
@@ -204,8 +209,6 @@ class SweepRunner:
                 while self.running:
                     self._wait()
             self.was_stopped = relay.first is not None
-            if self.was_stopped and self.sweep.stop_code is None and self.search.ask() is not None:
-                self.sweep.note_stop()  # the signal came between two jobs
 
     def _wait(self) -> list[tuple[JobProcess, int]]:
         """Wait until a job prints something or ends. Returns those that have ended, with their exit codes."""
@@ -220,12 +223,15 @@ class SweepRunner:
         return ended
 
     def _fill(self, relay: signals.Relay) -> None:
-        """Start jobs in the free slots."""
+        """Start jobs in the free slots; none after a signal."""
         for number, slot in enumerate(self.slots):
             if number in self.running:
                 continue
-            job = None if relay.first is not None or self.sweep.is_hopeless else self.search.ask()
+            job = None if self.sweep.starts_no_more else self.search.ask()
             if job is None:
+                break
+            if relay.first is not None:
+                self.sweep.note_stop()
                 break
             row = self.sweep.begin(job.number)
             environment = slot.environment | {SWEEP_RESUME: shlex.join(self.table.resume)}
@@ -252,7 +258,7 @@ class SweepRunner:
         row = self.sweep.record(job.number, outcome, state, time.time() - process.started)
         if row.state == STOPPED:
             self.sweep.note_stop(outcome.stop_code)
-        self.search.tell(job.number, row.objective if row.state == FINISHED else None)
+        self.search.tell(job.number)
         if len(self.slots) > 1:
             self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
 
@@ -293,9 +299,9 @@ def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Searc
 def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work: Work) -> None:
     table = sweep.table
     os.environ[SWEEP_RESUME] = resume = shlex.join(table.resume)
-    while not signals.stop_requested() and not sweep.is_hopeless:
-        job = search.ask()
-        if job is None:
+    while not sweep.starts_no_more and (job := search.ask()) is not None:
+        if signals.stop_requested():
+            sweep.note_stop()
             break
         row = sweep.begin(job.number)
         say(f"sweep: {job.describe(row.overrides)}")
@@ -306,12 +312,9 @@ def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work:
             outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
         state = WAITING if outcome.rank_is_missing else outcome.state
         sweep.record(job.number, outcome, state, time.time() - started)
-        search.tell(job.number, outcome.objective)
+        search.tell(job.number)
         if state in (STOPPED, WAITING):  # each job after it would wait for the same rank
             sweep.note_stop(outcome.stop_code)
-            break
-    if signals.stop_requested() and search.ask() is not None:
-        sweep.note_stop()
 
 
 def _follow(store: "Store", work: Work) -> None:

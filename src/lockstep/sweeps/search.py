@@ -77,8 +77,8 @@ class Search:
         """
         raise NotImplementedError
 
-    def tell(self, number: int, objective: float | None) -> None:
-        """A job has ended. objective: what its run returned, None if it has not finished. Its state is in the table."""
+    def tell(self, number: int) -> None:
+        """A job has ended, as its row of the table says."""
 
 
 class JobList(Search):

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 SHOWN = 40  # rows on the console
 CAUSE = 100  # characters of a cause on the console
-ORDER = (FINISHED, PRUNED, "running", "stopped", "waiting", FAILED)
 PLOT = "sweep.png"
 FINER = 3  # pixels drawn for one of the picture, so that dots and letters are smooth
 # In pixels as drawn: a panel and its margins, from the margins to the outermost dots, a dot, and letters.
@@ -50,7 +49,7 @@ def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
     def place(row: Row) -> tuple[int, float, int]:
         value = row.best if row.objective is None else row.objective
         is_known = value is not None and not math.isnan(value)
-        return ORDER.index(row.state), sign * value if is_known and value is not None else math.inf, row.number
+        return STATES.index(row.state), sign * value if is_known and value is not None else math.inf, row.number
 
     return sorted(table, key=place)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from lockstep.distributed.environment import SLURM_JOB_FILE, is_in_queue
 from lockstep.distributed.run_folder import HeldFolder, unwritable
-from lockstep.errors import ConfigError, path_value
-from lockstep.failures.report import RAISED_BY_ALL, read_report
+from lockstep.errors import RAISED_BY_ALL, ConfigError, path_value
+from lockstep.failures.report import read_report
 from lockstep.files import write_whole
 from lockstep.runs.record import Run, best_of, changed_at, read_run, state_of
 from lockstep.source_code import source_hashes
@@ -25,7 +25,7 @@ from lockstep.text import differing
 
 TABLE = "sweep.csv"
 WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED = "waiting", "running", "finished", "failed", "stopped", "pruned"
-STATES = (WAITING, RUNNING, FINISHED, FAILED, STOPPED, PRUNED)
+STATES = (FINISHED, PRUNED, RUNNING, STOPPED, WAITING, FAILED)  # in the order of a summary
 SUBMITTED = "submitted, and runs elsewhere"  # the cause of a running row that this command does not wait for
 REFUSED = "refused: "  # the cause of a failed row begins with it if the job would fail again: its config is wrong
 OF_RUNS = {"finished": FINISHED, "paused": STOPPED, "stopped": STOPPED}  # by the state of a run; others are failures
@@ -278,19 +278,15 @@ def _seconds(run: Run) -> float:
 
 
 def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:
-    """What a failure report in the run folder says, in one line. Empty without one newer than `since`.
+    """What a failure report in the run folder says, in one line: "rank 1 of 2: RuntimeError: mat1 and mat2 ...".
 
+    Empty without one newer than `since`.
     since: in seconds since 1970.
     was_killed: this process knows by which signal, and the report does not; only the verdict on a hang is better.
     """
     report = read_report(run_dir)
     if report is None or report["run"]["time"] < since or (was_killed and "verdict" not in report["first"]):
         return ""
-    return cause_in_words(report)
-
-
-def cause_in_words(report: Mapping[str, Any]) -> str:
-    """One line of what failure.json holds: "rank 1 of 2: RuntimeError: mat1 and mat2 ..." """
     first = report["first"]
     if first["kind"] in RAISED_BY_ALL:
         return str(first["message"])

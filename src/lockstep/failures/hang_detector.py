@@ -1,6 +1,6 @@
 """Finds hangs: how long a silence must be, what can be known of the ranks then, and what is done about it.
 
-The monitor calls `Watchdog.look` a few times a second. Silent ranks are examined from /proc, their progress pages,
+The monitor calls `HangDetector.look` a few times a second. Silent ranks are examined from /proc, their progress pages,
 their stacks and torch's flight records. All ranks of this machine are asked at the same time, and the answers are in
 after two seconds, or later where a rank's loader has many workers; the monitor does nothing else meanwhile.
 """
@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.failures.channel import STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES
+from lockstep.failures.monitored_rank import MonitoredRank, children, parent, process_state, request_stack
 from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, at, find_verdict, parse_stack
-from lockstep.failures.watched_rank import WatchedRank, children, parent, process_state, request_stack
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
 MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow
@@ -32,7 +32,7 @@ FIRST_STEP_SECONDS = 60.0  # or watch.timeout, if that is less; then a line says
 OWN_PAUSE = 5.0  # seconds between two looks, after which the monitor itself was stopped
 PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
 
-ANSWER_SECONDS = 2.0  # for a rank's Python thread; one that holds the GIL never answers
+PROBE_SECONDS = 2.0  # for a rank's Python thread; one that holds the GIL never answers
 SIGNAL_AFTER = 1.0  # seconds without an answer; the stack is then asked for by a signal
 SHORTEST_SECONDS = 0.4  # of an examination, to tell a rank that computes from one that waits
 PAUSE = 0.05
@@ -40,7 +40,7 @@ MOST_WORKERS = 16  # loader workers of a rank that are asked for their stack, on
 WORKER_SECONDS = 0.5
 
 
-class Watchdog:
+class HangDetector:
     """Looks at the ranks of this machine.
 
     timeout: watch.timeout, None for a multiple of the median step.
@@ -58,12 +58,12 @@ class Watchdog:
         self.first_step_is_told = False
         self.reported: tuple[bool, Kind, tuple[int, ...]] | None = None  # whether it was slow, and the verdict
 
-    def look(self, ranks: Sequence[WatchedRank], run_dir: str | None) -> None:
+    def look(self, ranks: Sequence[MonitoredRank], run_dir: str | None) -> None:
         """With watch.on_hang=stop a hang is the failure of the rank that causes it, if the diagnosis is certain.
 
         run_dir: for hang.txt.
         """
-        living = [rank for rank in ranks if rank.takes_part and not rank.end_is_known]
+        living = [rank for rank in ranks if not rank.end_is_known]
         if living:
             self._say_where_the_first_step_is(living)
         if not living or self.silence(living, time.monotonic()) is None:
@@ -89,7 +89,7 @@ class Watchdog:
                     with suppress(OSError):
                         os.kill(child, signal.SIGKILL)
 
-    def _say_where_the_first_step_is(self, ranks: Sequence[WatchedRank]) -> None:
+    def _say_where_the_first_step_is(self, ranks: Sequence[MonitoredRank]) -> None:
         """Print a line, once, if the first step of these processes takes long: nothing else is on the screen yet."""
         seconds = time.monotonic() - max(rank.page.last_progress for rank in ranks)
         is_first = all(rank.page.phase == "train" and not rank.page.get(STEPS_ENDED) for rank in ranks)
@@ -101,7 +101,7 @@ class Watchdog:
         text = f"the first step has taken {seconds:.0f} s; rank {rank.rank} is {at(rank.stack.place)}"
         print(text, file=sys.stderr, flush=True)
 
-    def silence(self, ranks: Sequence[WatchedRank], now: float) -> float | None:
+    def silence(self, ranks: Sequence[MonitoredRank], now: float) -> float | None:
         """Seconds since the last progress of any rank, if they are too many. now: time.monotonic()."""
         for rank in ranks:
             steps, ended_at = rank.page.get(STEPS_ENDED), rank.page.get_time(STEP_ENDED_AT)
@@ -122,7 +122,7 @@ class Watchdog:
             return None
         return silence if silence > self.limit(ranks, capped=True) and now > self.next_examination else None
 
-    def limit(self, ranks: Sequence[WatchedRank], capped: bool) -> float:
+    def limit(self, ranks: Sequence[MonitoredRank], capped: bool) -> float:
         """Seconds of silence that are no hang. capped: while a rank waits for another one."""
         timeout = self.timeout
         if timeout is None:
@@ -136,7 +136,7 @@ class Watchdog:
             return min(timeout * patience, max(BACKEND_SHARE * self.backend_timeout, self.timeout or 0.0))
         return timeout * patience
 
-    def examine(self, ranks: Sequence[WatchedRank]) -> Diagnosis | None:
+    def examine(self, ranks: Sequence[MonitoredRank]) -> Diagnosis | None:
         """The diagnosis of a new hang, None if there is none, and of slow ranks a line. Takes up to a few seconds."""
         facts = tuple(gather(ranks))
         verdict = find_verdict(facts, int(ranks[0].hello["world_size"]))
@@ -161,15 +161,15 @@ class Watchdog:
         return Diagnosis(verdict, facts, silence)
 
 
-def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
+def gather(ranks: Sequence[MonitoredRank]) -> list[RankFacts]:
     """The facts of all `ranks`. Takes 0.4 s, or 2 s and more if a rank does not answer."""
     stacks_before = {rank.pid: rank.stacks_size() for rank in ranks}
     states, answers = dict.fromkeys(stacks_before, ""), dict.fromkeys(stacks_before, b"")
     with_busy_child: set[int] = set()
     for rank in ranks:
-        rank.ask()
+        rank.probe()
     start, waited, has_signalled, is_complete = time.monotonic(), 0.0, False, False
-    while waited < (SHORTEST_SECONDS if is_complete else ANSWER_SECONDS):
+    while waited < (SHORTEST_SECONDS if is_complete else PROBE_SECONDS):
         time.sleep(PAUSE)
         waited = time.monotonic() - start
         for rank in ranks:
@@ -206,7 +206,7 @@ def gather(ranks: Sequence[WatchedRank]) -> list[RankFacts]:
     return facts
 
 
-def _busy_worker(rank: WatchedRank) -> tuple[int, str] | None:
+def _busy_worker(rank: MonitoredRank) -> tuple[int, str] | None:
     """The first loader worker that is in the user's code, and its stacks.
 
     They are asked one after the other: they write to the same file.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.failures.channel import EPOCH, STEP, Message, ProgressPage, Reader
 from lockstep.failures.record import last_lines
-from lockstep.failures.reporter import ASK, LEAVE
+from lockstep.failures.reporter import LEAVE, PROBE
 from lockstep.failures.verdict import parse_stack
 
 EXIT_CODE_FIELD = 48  # of /proc/<pid>/stat, after the state of the process
@@ -29,7 +29,7 @@ CRASHES = {  # faulthandler's names
 
 
 @dataclass(eq=False)
-class WatchedRank:
+class MonitoredRank:
     """hello: what the rank said when it connected. exit_code: as Python's subprocess has it; None if it is unknown."""
 
     hello: dict[str, Any]
@@ -37,12 +37,12 @@ class WatchedRank:
     reader: Reader
     page: ProgressPage
     stacks: int  # the file in which faulthandler writes
-    asks: int | None = None  # the socket to ask it, see lockstep.failures.reporter
+    probe_socket: int | None = None  # the socket to ask it, see lockstep.failures.reporter
     log: str | None = None
     resumed_from: str | None = None  # a snapshot
     resumed_step: int = 0
     failure: dict[str, Any] | None = None  # the record of its exception, see lockstep.failures.record; or of a hang
-    ended: str | None = None  # "finished" or "stopped"
+    ends_well: bool = False  # it has said so: the run has finished, or was asked to stop
     died_at: float | None = None
     exit_code: int | None = None
     killed_by_monitor: bool = False
@@ -50,8 +50,8 @@ class WatchedRank:
 
     def __post_init__(self) -> None:
         self.pid_file = open_pid_file(self.pid)  # becomes readable when the process ends
-        if self.asks is not None:
-            os.set_blocking(self.asks, False)
+        if self.probe_socket is not None:
+            os.set_blocking(self.probe_socket, False)
         self.oom_counters = _oom_counters(self.pid)  # the system forgets the group of a process that ends
         self.oom_kills_at_start = _oom_kills(self.oom_counters)
 
@@ -69,14 +69,19 @@ class WatchedRank:
         return self.hello.get("main_thread")
 
     @property
+    def end_is_told(self) -> bool:
+        """Whether it has reported how it ends."""
+        return self.failure is not None or self.ends_well
+
+    @property
     def takes_part(self) -> bool:
         """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
-        return self.died_at is None and (self.reader.is_open or self.ended is None and self.failure is None)
+        return self.died_at is None and (self.reader.is_open or not self.end_is_told)
 
     @property
     def has_failed(self) -> bool:
         """An exception, a hang, or an end without a word, also of a rank that the monitor has killed."""
-        return self.failure is not None or (self.died_at is not None and self.ended is None)
+        return self.failure is not None or (self.died_at is not None and not self.ends_well)
 
     @property
     def is_cause_of_hang(self) -> bool:
@@ -91,8 +96,8 @@ class WatchedRank:
 
     @property
     def end_is_known(self) -> bool:
-        """Whether it has reported how it ends, or has ended."""
-        return self.failure is not None or self.ended is not None or self.died_at is not None
+        """Whether it has reported how it ends, or has ended without a word."""
+        return self.end_is_told or self.died_at is not None
 
     def note(self, message: Message) -> None:
         """What the rank has sent, see `lockstep.failures.reporter`."""
@@ -102,8 +107,8 @@ class WatchedRank:
             self.resumed_from, self.resumed_step = message["resumed"]
         elif "failed" in message and self.failure is None:
             self.failure = message["failed"]
-        elif "ended" in message:
-            self.ended = message["ended"]
+        elif "ends_well" in message:
+            self.ends_well = True
 
     def note_death(self, exit_code: int | None = None) -> None:
         """The process has ended. Its exit code can be read as long as its parent has not asked for it.
@@ -154,25 +159,25 @@ class WatchedRank:
         """This rank is the cause of a hang. diagnosis: what the report says of it."""
         self.failure = {"kind": "hang", "time": time.monotonic(), "log_lines": last_lines(self.log), **diagnosis}
 
-    def ask(self) -> None:
+    def probe(self) -> None:
         """Ask the rank for its stacks and flight records. It answers if its Python threads can run."""
         self.read_answer()  # one that came too late
-        self._send(ASK)
+        self._send(PROBE)
 
     def leave(self) -> None:
         """Ask the rank to exit as one that hangs. It does so if its Python threads can run."""
         self._send(LEAVE)
 
     def _send(self, question: bytes) -> None:
-        if self.asks is not None:
+        if self.probe_socket is not None:
             with suppress(OSError):  # it has ended
-                os.write(self.asks, question)
+                os.write(self.probe_socket, question)
 
     def read_answer(self) -> bytes:
         """What has arrived of its flight records: a line of JSON."""
         answer = b""
         with suppress(OSError):  # nothing has arrived, or it has ended
-            while self.asks is not None and (data := os.read(self.asks, 2**16)):
+            while self.probe_socket is not None and (data := os.read(self.probe_socket, 2**16)):
                 answer += data
         return answer
 
@@ -194,7 +199,7 @@ class WatchedRank:
 
     def close(self) -> None:
         self.connection.close()
-        for file in (self.stacks, self.pid_file, self.asks):
+        for file in (self.stacks, self.pid_file, self.probe_socket):
             if file is not None:
                 os.close(file)
 
