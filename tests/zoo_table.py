@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from zoo.combinations import AXES, Zoo, drawn, pairwise
+from zoo.combinations import AXES, ONCE, Zoo, drawn, pairwise
 
 
 def main() -> None:
     count, seed = (int(word) for word in (*sys.argv[1:], "0", "0")[:2])
     torch.set_num_threads(1)
-    chosen, wrong = [*pairwise(), *drawn(count, seed)], []
+    chosen, wrong = [*ONCE, *pairwise(), *drawn(count, seed)], []
     results = {axis: {value: Counter[str]() for value in values} for axis, values in AXES.items()}
     with tempfile.TemporaryDirectory() as folder:
         for outcome in Zoo(Path(folder)).outcomes(chosen, at_once=2):
             for axis, value in zip(AXES, outcome.combination, strict=True):
-                results[axis][value][outcome.result] += 1
+                results[axis].setdefault(value, Counter())[outcome.result] += 1
             if outcome.result == "wrong":
                 wrong.append(outcome)
                 print(f"{outcome.combination}\n{outcome.why}\n", flush=True)

@@ -1,5 +1,6 @@
 """strategy=tensor_parallel: what a rank holds, and one process's numbers with data parallel beside it."""
 
+import copy
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
@@ -74,6 +77,49 @@ def test_a_gpt_that_cannot_be_cut_is_refused() -> None:
         TensorParallel(1, PLAN).validate_model(torch.nn.Linear(2, 2), 2)
     TensorParallel(1, PLAN).validate_model(model, 2)
     TensorParallel(2, PLAN).validate_model(model, 4)
+
+
+def test_layers_that_have_no_weight_to_cut_are_refused() -> None:
+    normed = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match="0 computes its weight from others, .* type strategy.plan=.* without it"):
+        TensorParallel(1, [{"0": "gathered"}]).validate_model(normed, 2)
+    sparse = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="strategy=tensor_parallel adds up dense gradients, .* type strategy=ddp"):
+        TensorParallel(1, [{"1": "gathered"}]).validate_model(sparse, 2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_cut_layers_in_a_checkpointed_block_with_an_activation_in_place(reentrant: bool) -> None:
+    for apart in in_world(2, distance_of_gradients, reentrant):
+        assert apart < 1e-12
+
+
+class Recomputed(nn.Sequential):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.ReLU(inplace=True))
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, inputs, use_reentrant=self.reentrant)
+        return out
+
+
+def distance_of_gradients(reentrant: bool) -> float:
+    """From those of the plain model."""
+    from lockstep.distributed.world import init_distributed
+    from lockstep.strategies.gradient_sync import GradientSync
+
+    with init_distributed("gloo", 60, None) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Recomputed(reentrant), nn.Linear(4, 4), nn.ReLU(inplace=True)).double()
+        plain, inputs, targets = copy.deepcopy(model), torch.rand(3, 4).double(), torch.rand(3, 4).double()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        strategy = TensorParallel(1, [{"1.0": "colwise"}, {"1.2": "rowwise"}, {"2": "gathered"}])
+        strategy.setup(model, world, GradientSync())
+        strategy.forward_backward(inputs, targets, nn.functional.mse_loss, nullcontext(), is_last=True)
+        found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        pairs = zip(found, plain.parameters(), strict=True)
+        return max(float((gradient - p.grad).abs().max()) for gradient, p in pairs)
 
 
 def test_a_whole_weight_between_cut_layers_gets_its_whole_gradient(tmp_path: Path) -> None:

@@ -25,9 +25,10 @@ from torch.utils.data import IterableDataset
 import lockstep
 from support.commands import ROOT
 from support.small_commands import Answer, answer_of
+from zoo import data
 from zoo.data import CLASSES, KINDS, TRUTHS
 from zoo.modules import BODIES
-from zoo.oracle import BATCH, EPOCHS, LR, Numbers, first_model, new_net, trained
+from zoo.oracle import BATCH, EPOCHS, LR, Numbers, evaluated, first_model, new_net, trained
 
 FORK = ["launch=fork", "backend=gloo"]
 COMMON = [
@@ -68,10 +69,30 @@ WAYS = {
     "virtual_ranks": Way(2, 1, ("strategy=virtual_ranks", "strategy.count=2")),
     "virtual_ranks, one": Way(1, 2, ("strategy=virtual_ranks", "strategy.count=2")),
     "model_parallel": Way(2, 1, ("strategy=model_parallel", "strategy.devices=2")),
+    "tensor_parallel": Way(2, 1, ("strategy=tensor_parallel",)),
+    "tensor_parallel, two by two": Way(4, 4, ("strategy=tensor_parallel", "strategy.replicas=2")),
 }
 FSDP = ("fsdp, two", "fsdp, unused", "fsdp, three", "fsdp, two by two")
 VIRTUAL = ("virtual_ranks", "virtual_ranks, one")
-SHARDED = (*FSDP, "pipeline")
+TENSOR_PARALLEL = ("tensor_parallel", "tensor_parallel, two by two")
+SHARDED = (*FSDP, *TENSOR_PARALLEL, "pipeline")
+# How tensor_parallel cuts a body, beside its stem and its head.
+PLANS = dict.fromkeys(("in_place", "one_prelu", "frozen"), "{body.0:colwise},{body.2:rowwise}")
+PLANS |= dict.fromkeys(("encoder", "dropped_encoder"), "{body.linear1:colwise},{body.linear2:rowwise}")
+PLANS |= dict.fromkeys(("lazy_linear", "lazy_batch_norm", "twice_the_same"), "{body.0:gathered}")
+PLANS |= dict.fromkeys(("spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"), "{body:gathered}")
+PLANS |= dict.fromkeys(("Embedded", "EmbeddedSparse"), "{body.table:gathered}")
+PLANS |= {
+    "linear": "{body:colwise},{head.layer:rowwise}",
+    "dropout": "{body.1:gathered}",
+    "Reentrant": "{body.layers.0:colwise},{body.layers.2:rowwise}",
+    "Checkpointed": "{body.layers.0:colwise},{body.layers.3:rowwise}",
+    "Tied": "{body.down:colwise},{body.up:rowwise}",
+    "Unused": "{body.unused:gathered}",
+    "Experts": "{body.experts.*:gathered}",
+    "EmbeddedPadded": "{body.table:rowwise}",
+    "OwnFunction": "{body.layer:gathered}",
+}
 
 
 class Change(NamedTuple):
@@ -98,6 +119,7 @@ CHANGES = {
     "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
     "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
     "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
+    "one_cycle": Change(("scheduler=one_cycle", "optimizer.momentum=0"), Numbers(one_cycle=True)),
     "whole batch": Change(("trainer.batch_size=22",), Numbers(batch=22)),
     "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
     "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
@@ -121,10 +143,10 @@ EQUAL = {
     "small evaluations": ("evaluation.batch_size=2",),
     "unfused": ("optimizer.fused=false",),
 }
-AFTER = ("nothing", "resume", "evaluate", "predict", "export", "load")
+AFTER = ("nothing", "resume", "begin", "evaluate", "evaluate_training", "predict", "export", "load")
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
 DRAWS = ("dropout", "dropped_channels", "dropped_lstm", "dropped_attention", "dropped_encoder", "Noise")
-DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights")
+DRAWS += ("Checkpointed", "Residual", "Mixed", "NoisyWeights", "Coin", "AlwaysNoise")
 CHANGED = ("RunningScale", "Codebook", "Teacher", "CountingBuffer", "AlwaysCounting", "ExtraState", "spectral_norm")
 CHANGED += ("old_spectral_norm", "running_instance_norm", "batch_norm_1d", "batch_norm_2d", "batch_norm_cumulative")
 CHANGED += ("batch_norm_plain", "two_batch_norms", "lazy_batch_norm", "Residual")
@@ -149,9 +171,9 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
     "finds shapes without values": ({"Experts", "LateExperts"}, {"pipeline"}),
     "cannot be put into a batch": ({"numpy_flipped"}, set()),
-    "adds up dense gradients": ({"EmbeddedSparse"}, set(FSDP)),
+    "adds up dense gradients": ({"EmbeddedSparse"}, {*FSDP, *TENSOR_PARALLEL}),
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
-    "has a hook for its gradient": ({"OwnFunction"}, set(FSDP)),
+    "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
     "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
     "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
@@ -160,10 +182,20 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
+    ", which is also": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),
+    "computes its weight from others": (
+        {"spectral_norm", "old_spectral_norm", "weight_norm", "orthogonal"},
+        set(TENSOR_PARALLEL),
+    ),
+    "cannot cut the 1 outputs": ({"amounts"}, set(TENSOR_PARALLEL)),
+    "and the classes are 0 to 3": ({"stray_classes"}, set()),
+    "the labels of a sample are 0 or 1": ({"stray_labels"}, set()),
+    "hold only 0 and 255": ({"binary_masks"}, set()),
+    "class 0 is a in the training data and d in the test data": ({"names_in_another_order"}, set()),
 }
 AXES: dict[str, Sequence[str]] = {
     "body": tuple(BODIES),
-    "kind": tuple(KINDS),
+    "kind": tuple(kind for kind in KINDS if kind not in data.REFUSED),
     "way": tuple(WAYS),
     "change": tuple(CHANGES),
     "equal": tuple(EQUAL),
@@ -190,11 +222,22 @@ class Combination(NamedTuple):
         """The command on another number of ranks."""
         truth, way = TRUTHS[self.kind](True), WAYS[self.way]
         words = [*COMMON, f"+model.body={self.body}", f"dataset.kind={self.kind}", f"task={truth.task}", *truth.words]
+        if self.way in TENSOR_PARALLEL:
+            words.append(plan(self.body))
         words += ["trainer.precision=fp64", *way.words, *CHANGES[self.change].words, *EQUAL[self.equal]]
         if ranks > 1:
             words += [*FORK, f"launch.nproc_per_node={ranks}"]
         last = {word.partition("=")[0]: word for word in words if "=" in word}
         return ["--config-dir", words[1], *last.values()]
+
+
+def plan(body: str) -> str:
+    """What tensor_parallel cuts: linear layers, so no stem of images."""
+    stem = "" if BODIES[body][0] == "map" else "{stem.layer:gathered},"
+    return f"strategy.plan=[{stem}{{head.layer:gathered}},{PLANS.get(body, '')}]".replace(",]", "]")
+
+
+ONCE = [Combination("linear", kind, way) for kind in data.REFUSED for way in ("one", "two")]
 
 
 def pairwise(seed: int = 0) -> list[Combination]:
@@ -296,18 +339,15 @@ class Zoo:
     def right(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
         """The state dict and the test loss that the combination must have. None: nobody knows them."""
         body, kind, way, change, _, _ = combination
+        if _is_known(combination):
+            return trained(kind, _numbers(combination), first_model(body, kind))
         if body in CHANGED and way in VIRTUAL:  # each virtual rank begins with the state before the step
             return self._plain_run(Combination(body, kind, "virtual_ranks, one", change))
-        is_drawn_in_float32 = body == "lazy_linear" and change == "fp32"
-        if TRUTHS[kind](True).draws or body in DRAWS or is_drawn_in_float32:
-            if way == "pipeline" and (body in DRAWS or body in CHANGED):
-                return None  # a stage draws by itself
-            return self._plain_run(Combination(body, kind, change=change))
+        if way in ("pipeline", *TENSOR_PARALLEL) and body in (*DRAWS, *CHANGED):
+            return None  # a stage draws by itself, and a rank for its part of the model
         if body == "EmbeddedSparse" and change == "adamw":  # torch refuses it; virtual ranks have dense gradients
             return None
-        numbers = CHANGES[change].numbers
-        numbers = replace(numbers, accumulation=numbers.accumulation * WAYS[way].micro_batches)
-        return trained(kind, numbers, first_model(body, kind))
+        return self._plain_run(Combination(body, kind, change=change))
 
     def _plain_run(self, combination: Combination) -> tuple[dict[str, Tensor], float] | None:
         with self.lock:
@@ -327,6 +367,19 @@ class Zoo:
             place = self.folder / str(next(self.numbers))
         place.mkdir(parents=True)
         return place
+
+
+def _is_known(combination: Combination) -> bool:
+    """Whether plain torch computes its numbers."""
+    body, kind, way, change, _, _ = combination
+    is_drawn = TRUTHS[kind](True).draws or body in DRAWS or (body == "lazy_linear" and change == "fp32")
+    has_own_state = body in CHANGED and way in (*VIRTUAL, "tensor_parallel, two by two")
+    return not is_drawn and not has_own_state and not (body == "EmbeddedSparse" and change == "adamw")
+
+
+def _numbers(combination: Combination) -> Numbers:
+    numbers = CHANGES[combination.change].numbers
+    return replace(numbers, accumulation=numbers.accumulation * WAYS[combination.way].micro_batches)
 
 
 def difference(found: dict[str, Any], right: dict[str, Any], tolerance: float) -> str:
@@ -366,6 +419,23 @@ def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
     return Outcome(combination, "wrong", str(answer))
 
 
+def begin(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    """A new run that begins with the weights of this one."""
+    weights = place / "run" / "model.pt"
+    answer = answer_of([*combination.words, "run_dir=second", f"init={weights}"], place)
+    if answer.code:
+        return refused_or_wrong(combination, answer)
+    if not _is_known(combination):
+        return None
+    model = first_model(combination.body, combination.kind)
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    model.load_state_dict(tensors, strict=False)  # `init` takes weights and buffers, and no extra state
+    right, _ = trained(combination.kind, _numbers(combination), model)
+    again = torch.load(place / "second" / "model.pt", weights_only=True)
+    wrong = difference(again, right, CHANGES[combination.change].tolerance)
+    return Outcome(combination, "wrong", f"the run that begins with its weights: {wrong}") if wrong else None
+
+
 def _follow(combination: Combination, place: Path, *words: str) -> Answer:
     own = (*TRUTHS[combination.kind](True).words, *CHANGES[combination.change].words)
     typed = [word for word in own if "_target_" in word]
@@ -399,9 +469,19 @@ def resume(combination: Combination, place: Path, found: dict[str, Any], loss: f
     return Outcome(combination, "wrong", f"the resumed run: {wrong}") if wrong else None
 
 
-def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+def evaluate_training(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
+    """The training data, whole and without what is done to it in a training."""
+    truth = TRUTHS[combination.kind](True)
+    if truth.draws or combination.body in DRAWS or any("transforms" in word for word in truth.words):
+        return None
+    model = first_model(combination.body, combination.kind)
+    model.load_state_dict(found)
+    return evaluate(combination, place, found, evaluated(model, truth), "mode.split=train")
+
+
+def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float, *words: str) -> Outcome | None:
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
-    answer = _follow(combination, place, "mode=evaluate", "resume=run", *ranks)
+    answer = _follow(combination, place, "mode=evaluate", "resume=run", *words, *ranks)
     if answer.problem() or answer.code:
         return Outcome(combination, "wrong", f"mode=evaluate: {answer}")
     value = json.loads((place / "run" / "evaluation.json").read_text())["metrics"]["loss"]
@@ -482,7 +562,9 @@ def load(combination: Combination, place: Path, found: dict[str, Any], loss: flo
 AFTERWARDS = {
     "nothing": nothing,
     "resume": resume,
+    "begin": begin,
     "evaluate": evaluate,
+    "evaluate_training": evaluate_training,
     "predict": predict,
     "export": export,
     "load": load,

@@ -1,9 +1,11 @@
 """The data sets of the zoo: the same 22 images in every form in which people bring samples and targets."""
 
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,6 +326,44 @@ whole(
 def weighted_of(images: Tensor, classes: Tensor) -> Tensor:
     """(N, 2): class numbers and weights of the samples."""
     return torch.stack([classes.float(), 0.25 + (images.flatten(1).mean(1) > 0.5) * 0.5], 1)
+
+
+whole(
+    "seeded_by_prepare",
+    lambda train: TensorDataset(values(train), labels(train)),
+    with_words(plain, "dataset.prepare={_target_:zoo.data.prepare}"),
+)
+# Targets that are none: refused, whatever the net and the options are.
+REFUSED = {
+    "stray_classes": lambda labels, train: (labels + 1, [], "classification"),
+    "stray_labels": lambda labels, train: (labels[:, None].repeat(1, 4), [], "multi_label"),
+    "binary_masks": lambda labels, train: ((masks(train) > 1) * IGNORED, [], "segmentation"),
+    "names_in_another_order": lambda labels, train: (labels, list("abcd" if train else "dcba"), "classification"),
+}
+
+
+class WithTargets(TensorDataset):
+    """Images with other targets, and the names of classes."""
+
+    def __init__(self, train: bool, name: str) -> None:
+        targets, names, _ = REFUSED[name](labels(train), train)
+        super().__init__(values(train), targets)
+        if names:
+            self.classes = names
+
+
+for name, refused in REFUSED.items():
+    KINDS[name] = partial(WithTargets, name=name)
+    TRUTHS[name] = partial(
+        lambda train, task: Truth(values(train), labels(train), task), task=refused(labels(True), True)[2]
+    )
+
+
+def prepare() -> None:
+    """Draws, as the making of a data set may, on its first run only."""
+    torch.manual_seed(int.from_bytes(os.urandom(4)))
+    np.random.seed()
+    random.seed()
 
 
 def soft_of(images: Tensor, index: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The nets of the zoo: a stem, a body and a head. The bodies are what differs: each is one thing that people bring."""
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,11 @@ SIDE = 6  # an image, or map, is SIDE x SIDE; a sequence has SIDE places
 Body = Callable[[], nn.Module]
 BODIES: dict[str, tuple[str, Body]] = {}
 """{name: (what the body takes and gives: "vector", "map" or "sequence", and what makes it)}."""
+
+
+torch.manual_seed(7)  # as a file of somebody's may do when it is imported
+np.random.seed(7)
+random.seed(7)
 
 
 def net(body: str, shape: list[int], classes: int, places: int = 1) -> nn.Module:
@@ -102,6 +108,7 @@ keep_all(
     rms_norm=partial(nn.RMSNorm, WIDTH),
     bilinear=lambda: Twice(nn.Bilinear(WIDTH, WIDTH, WIDTH)),
     prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(WIDTH), nn.Linear(WIDTH, WIDTH)),
+    one_prelu=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU(), nn.Linear(WIDTH, WIDTH)),
     in_place=lambda: nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.ELU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
     ),
@@ -435,6 +442,33 @@ class Mixed(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return self.layer(values) * (float(np.random.beta(2, 2)) if self.training else 0.5)
+
+
+@body("vector")
+class AlwaysNoise(nn.Module):
+    """Draws in an evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) + 0.1 * torch.randn_like(values)
+
+
+@body("vector")
+class Coin(nn.Module):
+    """Draws numbers that all samples share from each source: one decides about a layer, others mix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if not self.training:
+            return self.layer(values)
+        share = random.random() * np.random.beta(2.0, 2.0)
+        return share * values + (1 - share) * self.layer(values) * (1.5 if torch.rand(()) < 0.5 else 1.0)
 
 
 @body("vector")

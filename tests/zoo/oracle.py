@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 
 from lockstep.data.partition import generator
 from zoo import data, optimizers
@@ -28,6 +29,7 @@ class Numbers:
     frozen: str = ""
     slow: str = ""  # parameters with a tenth of the learning rate
     cosine: bool = False
+    one_cycle: bool = False  # with no momentum
     batch: int = BATCH
     steps: int = 1000
 
@@ -42,8 +44,8 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
         if numbers.frozen and name.startswith(numbers.frozen):
             parameter.requires_grad_(False)
     groups: list[dict[str, object]] = [
-        {"params": [p for n, p in model.named_parameters() if p.requires_grad and not _is_slow(n, numbers)]},
-        {"params": [p for n, p in model.named_parameters() if p.requires_grad and _is_slow(n, numbers)], "lr": LR / 10},
+        {"params": [p for n, p in model.named_parameters() if not _is_slow(n, numbers)]},
+        {"params": [p for n, p in model.named_parameters() if _is_slow(n, numbers)], "lr": LR / 10},
     ]
     optimizer: torch.optim.Optimizer
     if numbers.own:
@@ -53,10 +55,13 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
     elif numbers.adamw:
         optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, weight_decay=0.1)
     else:
-        optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=LR, momentum=0.9)
+        optimizer = torch.optim.SGD(
+            [group for group in groups if group["params"]], lr=LR, momentum=0 if numbers.one_cycle else 0.9
+        )
     peaks = [group["lr"] for group in optimizer.param_groups]
     count, step, average = len(truth.images), 0, dict[str, Tensor]()
     total = EPOCHS * -(-count // numbers.batch)
+    one_cycle = OneCycleLR(optimizer, peaks, total_steps=total + 1, cycle_momentum=False) if numbers.one_cycle else None
     model.train()
     for epoch in range(EPOCHS):
         drawn = torch.randperm(count, generator=generator(0, epoch))
@@ -64,7 +69,8 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
             if step == numbers.steps:
                 break
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * (0.5 * (1 + math.cos(math.pi * step / total)) if numbers.cosine else 1)
+                if one_cycle is None:
+                    group["lr"] = peak * (0.5 * (1 + math.cos(math.pi * step / total)) if numbers.cosine else 1)
             optimizer.zero_grad()
             for part in batch.tensor_split(min(numbers.accumulation, len(batch))):
                 share = counted(truth.targets[part], truth.task) / counted(truth.targets[batch], truth.task)
@@ -72,6 +78,8 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
             if numbers.clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), numbers.clip)
             optimizer.step()
+            if one_cycle is not None:
+                one_cycle.step()
             step += 1
             now = {
                 name: value.detach().clone() for name, value in model.state_dict().items() if _is_averaged(name, model)
@@ -84,10 +92,13 @@ def trained(kind: str, numbers: Numbers, model: nn.Module) -> tuple[dict[str, Te
     if numbers.ema:
         state |= average
         model.load_state_dict(state)
+    return state, evaluated(model, test)
+
+
+def evaluated(model: nn.Module, truth: data.Truth) -> float:
     model.eval()
     with torch.no_grad():
-        tested = loss(model(test.images), test.targets, test.task)
-    return state, float(tested)
+        return float(loss(model(truth.images), truth.targets, truth.task))
 
 
 def _is_slow(name: str, numbers: Numbers) -> bool:

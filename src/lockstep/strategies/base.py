@@ -19,6 +19,7 @@ from lockstep.data.partition import Part, micro_batch_parts
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
+from lockstep.models.base import sparse_parameters
 from lockstep.strategies.tensor_bytes import broadcast
 
 if TYPE_CHECKING:
@@ -290,6 +291,14 @@ def refuse_changing_weights(model: nn.Module, world_size: int) -> None:
                 f"{name or 'the model'} has max_norm={module.max_norm}, so its forward pass changes the weights of the "
                 f"samples that a rank sees, which are others on each rank; leave max_norm out, or type launch=env"
             )
+
+
+def refuse_sparse_gradients(model: nn.Module, strategy: str) -> None:
+    if sparse_parameters(model):
+        raise ConfigError(
+            f"strategy={strategy} adds up dense gradients, and the model has an embedding with sparse=True; "
+            f"type strategy=ddp, or make the embedding with sparse=False"
+        )
 
 
 def refuse_gradient_hooks(model: nn.Module, strategy: str) -> None:

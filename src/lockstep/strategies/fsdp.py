@@ -21,7 +21,6 @@ from lockstep.config.schema import Count, Limits
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
-from lockstep.models.base import sparse_parameters
 from lockstep.strategies.base import (
     WATCHED_STEPS,
     JobSpec,
@@ -30,6 +29,7 @@ from lockstep.strategies.base import (
     UnusedParameters,
     refuse_gradient_hooks,
     refuse_scripted,
+    refuse_sparse_gradients,
 )
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
@@ -204,11 +204,7 @@ class FSDP(Strategy):
                 )
         refuse_scripted(model, "fsdp")
         refuse_gradient_hooks(model, "fsdp")
-        if sparse_parameters(model):
-            raise ConfigError(
-                "strategy=fsdp adds up dense gradients, and the model has an embedding with sparse=True; "
-                "type strategy=ddp, or make the embedding with sparse=False"
-            )
+        refuse_sparse_gradients(model, "fsdp")
         gathered = set[nn.Parameter]()
         for block in [*blocks, model]:
             types = {p.dtype: name for name, p in block.named_parameters() if p.requires_grad and p not in gathered}

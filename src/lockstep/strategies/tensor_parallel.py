@@ -21,7 +21,13 @@ from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import weights_behind
-from lockstep.strategies.base import JobSpec, LossFunction, Strategy, refuse_gradient_hooks
+from lockstep.strategies.base import (
+    JobSpec,
+    LossFunction,
+    Strategy,
+    refuse_gradient_hooks,
+    refuse_sparse_gradients,
+)
 from lockstep.strategies.fsdp import replica_groups, validate_replicas
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, own_blocks
@@ -71,6 +77,7 @@ class TensorParallel(Strategy):
         self.plan.validate(model, world_size // self.replicas)
         if world_size > 1:
             refuse_gradient_hooks(model, "tensor_parallel")
+            refuse_sparse_gradients(model, "tensor_parallel")
 
     def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
         super().setup(model, world, gradient_sync)
@@ -89,9 +96,12 @@ class TensorParallel(Strategy):
             if style == "rowwise" and isinstance(model.get_submodule(name), nn.Linear):
                 model.get_submodule(name).register_forward_pre_hook(self.region.leave)  # sees the rank's own inputs
         parallelize_module(model, mesh, styles, src_data_rank=None)
+        changes_in_place = any(getattr(module, "inplace", False) for module in model.modules())
         for name, style in self.plan.named(model).items():
             if style == "colwise":
                 model.get_submodule(name).register_forward_hook(self.region.enter)
+            if changes_in_place:  # torch refuses that for what comes out of a DTensor
+                model.get_submodule(name).register_forward_hook(lambda layer, inputs, outputs: outputs.clone())
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.replicas
@@ -232,7 +242,8 @@ class CutRegion:
                     f"{NAME} cuts a layer behind which something joins that is not cut; type strategy.plan=[...] "
                     f"without it, or strategy=fsdp"
                 )
-            before = [following for node in self.begins for following, _ in node.next_functions]
+            begins = filter(None, self.begins)  # without a graph before it, or in a checkpointed block's first pass
+            before = [following for node in begins for following, _ in node.next_functions]
             outside = {id(weight) for weight in weights_behind([*self.outputs, *before], self.ends)}
             both = {id(weight) for weight in self.found} & outside
             if both:
@@ -323,6 +334,11 @@ def _require_cuttable(name: str, model: nn.Module, style: str, size: int) -> Non
         raise ConfigError(
             f"strategy.plan: {name} is a {type(layer).__name__}, and {style} is for torch.nn.Linear and "
             f"torch.nn.Embedding; type {EXAMPLE}"
+        )
+    if "weight" not in dict(layer.named_parameters(recurse=False)):
+        raise ConfigError(
+            f"strategy.plan: {name} computes its weight from others, as with spectral_norm or weight_norm, and has no "
+            f"part of it to hold; type strategy.plan=[...] without it, or strategy=fsdp"
         )
     outputs, inputs = layer.weight.shape if isinstance(layer, nn.Linear) else layer.weight.shape[::-1]
     length = inputs if style == "rowwise" else outputs
