@@ -193,6 +193,25 @@ class Renamed(LateBuffer):
         return super().forward(inputs)
 
 
+class OtherNames(Simple):
+    """Its state dict has other names than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(under_other_names)
+        self.register_load_state_dict_pre_hook(under_own_names)
+
+
+def under_other_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}head_{name}"] = state.pop(f"{prefix}layer.{name}")
+
+
+def under_own_names(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    for name in ("weight", "bias"):
+        state[f"{prefix}layer.{name}"] = state.pop(f"{prefix}head_{name}")
+
+
 class Listed(Simple):
     """A layer in a plain list."""
 
@@ -349,6 +368,7 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Spare, Points, ["strategy.find_unused_parameters=true"], YES),
     (Expert, Points, [], ("parameters without a gradient, see below", "", "spare.bias; type strategy.find_unused")),
     (Vmapped, Points, [], YES),
+    (OtherNames, Points, [], YES),
     (Looked, Points, ["optimizer.weight_decay=0"], YES),
     (Simple, OwnGenerator, [], ("a sample is another one on another rank", "a sample read twice is another one", "")),
     (Simple, InPlace, [], ("", "a sample read twice is another one", "")),

@@ -260,11 +260,12 @@ def _to_layout_of_weights(strategy: Strategy, named: dict[str, Any], saved: dict
 
     What has the type of its weight in `saved`, the snapshot's state dict, gets the type of the weight here; other types
     stay. Fused optimizers read a parameter and its state side by side in memory. Averages are updated one after the
-    other.
+    other. A state dict may have other names than the model's parameters (hooks): then types are taken for the same.
     """
     weights = dict(strategy.model.named_parameters()) | dict(strategy.model.named_buffers())
     own = whole(strategy.shard_state(named))
-    return {name: _like(weight, own[name], saved[name].dtype) for name, weight in weights.items() if name in own}
+    types = {name: saved[name].dtype if name in saved else weight.dtype for name, weight in weights.items()}
+    return {name: _like(weight, own[name], types[name]) for name, weight in weights.items() if name in own}
 
 
 def _like(weight: Tensor, values: Any, saved_type: torch.dtype) -> Any:
