@@ -10,10 +10,10 @@ blocks (torch.utils.checkpoint) draw the same again. The global batch is cut int
 (seed of the draw, block): a rank draws the blocks that its rows lie in, and no others.
 """
 
+import inspect
 import itertools
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -190,7 +190,8 @@ class SampleNoise(TorchFunctionMode):
 
 def _call_of_user() -> tuple[str, int]:
     """("file:line", place in the code) of the call that draws, outside of torch."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
+    assert frame is not None  # CPython has frames
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OF_LIBRARIES):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}", frame.f_lasti
