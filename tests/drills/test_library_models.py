@@ -150,7 +150,7 @@ TRANSFORMERS = [
         **WORDS,
     ),
     of_transformers(
-        "MambaForCausalLM", "MambaConfig", NEXT_TOKENS, "", 1e-5, hidden_size=16, num_hidden_layers=2, vocab_size=TOKENS
+        "MambaForCausalLM", "MambaConfig", NEXT_TOKENS, "", hidden_size=16, num_hidden_layers=2, vocab_size=TOKENS
     ),
     of_transformers(
         "BartForSequenceClassification",
