@@ -7,6 +7,7 @@ summed over the ranks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,13 +28,20 @@ def validate_batch_norms(module: nn.Module) -> None:
     for name, norm in module.named_modules():
         if not isinstance(norm, BatchNorm):
             continue
-        is_plain = type(norm).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        forwards = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+        is_plain = type(norm).forward in forwards or is_activated(norm)
         if not is_plain or compat.has_forward_hooks(norm):
             what = "a forward hook" if is_plain else "a forward pass of its own"
             raise ConfigError(
                 f"sync_bn puts torch's batch norm over all ranks in place of {name}, and {type(norm).__name__} has "
                 f"{what}, which would be lost; type sync_bn=off"
             )
+
+
+def is_activated(norm: nn.Module) -> bool:
+    """Whether `norm` is timm's batch norm with an activation in it, which most of timm's convolutional nets have."""
+    forward = type(norm).forward
+    return (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward")
 
 
 def unsynced_batch_norms(module: nn.Module) -> list[str]:
@@ -50,7 +58,9 @@ def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
     """
     validate_batch_norms(module)
     if world.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        has_activated = any(map(is_activated, module.modules()))
+        timm_or_torch: Any = import_module("timm.layers") if has_activated else nn.SyncBatchNorm
+        converted: nn.Module = timm_or_torch.convert_sync_batchnorm(module)
         return converted
     channels = [norm.num_features for norm in module.modules() if isinstance(norm, BatchNorm)]
     if not channels:
@@ -79,6 +89,9 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
         self.affine, self.track_running_stats, self.training = norm.affine, norm.track_running_stats, norm.training
         self.sum_in_place = sum_in_place
         self.counts_inputs = True
+        self.is_activated = is_activated(norm)
+        if self.is_activated:
+            self.drop, self.act = norm.drop, norm.act
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(norm, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -99,6 +112,10 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc, valid-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """input: (N, C, ...). Returns the same shape. A collective in training, unlike in evaluation."""
+        output = self._normalised(input)
+        return self.act(self.drop(output)) if self.is_activated else output
+
+    def _normalised(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if not self.training and self.track_running_stats:
             evaluated: Tensor = super().forward(input)

@@ -1,0 +1,303 @@
+"""Small nets of timm and of transformers, as they are: three steps are those of plain torch on any number of ranks.
+
+Each is trained as its options say, with all that it draws, on 1 and 2 ranks, and without any dropout on 2 ranks, which
+is compared with plain torch. One world of ranks trains all nets of a library: the imports take longer than the steps.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from omegaconf import OmegaConf, open_dict
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from lockstep.config.targets import instantiate
+from support.commands import ROOT
+from support.configs import composed
+from support.pages import copy_examples
+from support.reference import train_reference
+from support.worlds import in_world, train_all
+
+SAMPLES, TESTS, BATCH, CLASSES, TOKENS, LENGTH = 24, 4, 8, 5, 40, 12
+
+
+class Kind(NamedTuple):
+    """What a net computes with. shape: of a sample. vocabulary: of class numbers."""
+
+    task: str
+    classes: int
+
+
+IMAGES, TEXTS, NEXT_TOKENS = (
+    Kind("classification", CLASSES),
+    Kind("classification", CLASSES),
+    Kind("language_modelling", TOKENS),
+)
+
+
+class Net(NamedTuple):
+    """node: of the config. quiet: what switches its dropout off. tolerance: of some that compute in float32 inside."""
+
+    node: dict[str, Any]
+    quiet: dict[str, Any]
+    kind: Kind = IMAGES
+    tolerance: float = 1e-9
+
+
+def of_timm(name: str, *, drop: dict[str, Any] | None = None, **options: Any) -> Net:
+    """drop: what it draws, in place of stochastic depth and dropout before the head."""
+    drop = {"drop_rate": 0.2, "drop_path_rate": 0.3} if drop is None else drop
+    node = {"_target_": "timm.create_model", "model_name": name, "num_classes": CLASSES, **options}
+    return Net(node | drop, dict.fromkeys(drop, 0.0))
+
+
+def of_transformers(name: str, config: str, kind: Kind, quiet: str, tolerance: float = 1e-9, **options: Any) -> Net:
+    """quiet: names of the options that are probabilities; the net draws with 0.2."""
+    sizes = {"num_labels": CLASSES} if kind is not NEXT_TOKENS else {}
+    drop = dict.fromkeys(quiet.split(), 0.2)
+    node = {"_target_": f"transformers.{config}", **sizes, **options, **drop}
+    made = {"_target_": "my_work.huggingface.Logits", "net": {"_target_": f"transformers.{name}", "config": node}}
+    return Net(made, {f"net.config.{key}": 0.0 for key in drop}, kind, tolerance)
+
+
+TRANSFORMER = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+ALL = {"drop_rate": 0.2, "drop_path_rate": 0.3, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2}
+TIMM = [
+    of_timm("test_resnet"),
+    of_timm("test_convnext"),
+    of_timm("test_efficientnet"),
+    of_timm("test_nfnet"),
+    of_timm("test_byobnet"),
+    of_timm("test_mambaout"),
+    of_timm("test_maxvit", img_size=64),
+    of_timm("test_coatnet", img_size=64),
+    of_timm("test_vit", img_size=64, drop=ALL | {"patch_drop_rate": 0.25}),
+    of_timm("vit_base_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
+    of_timm("deit_tiny_distilled_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
+    of_timm("beit_base_patch16_224", img_size=64, drop=ALL, **TRANSFORMER),
+    of_timm("cait_xxs24_224", img_size=64, drop=ALL, **TRANSFORMER),
+    of_timm(
+        "swin_tiny_patch4_window7_224",
+        img_size=64,
+        window_size=4,
+        embed_dim=12,
+        depths=[2, 2],
+        num_heads=[2, 2],
+        drop=ALL,
+    ),
+    of_timm("gmlp_ti16_224", img_size=64, drop={"drop_path_rate": 0.3}),
+    of_timm("regnety_002"),
+    of_timm("mobilenetv3_small_050"),
+    of_timm("ghostnet_050", drop={"drop_rate": 0.2}),
+    of_timm("levit_128s", img_size=64, drop={"drop_rate": 0.2, "drop_path_rate": 0.3}),
+    of_timm("coat_tiny", img_size=64, embed_dims=[16, 16, 16, 16], serial_depths=[1, 1, 1, 1], parallel_depth=1),
+]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+WORDS = {"vocab_size": TOKENS, "max_position_embeddings": 32, "pad_token_id": 0}
+HIDDEN, BART = "hidden_dropout_prob attention_probs_dropout_prob", "dropout attention_dropout activation_dropout"
+OF_BART = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+OF_BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+IMAGE = {"image_size": 64, "patch_size": 16}
+TRANSFORMERS = [
+    of_transformers("BertForSequenceClassification", "BertConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
+    of_transformers("RobertaForSequenceClassification", "RobertaConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
+    of_transformers("ElectraForSequenceClassification", "ElectraConfig", TEXTS, HIDDEN, **SMALL, **WORDS),
+    of_transformers(
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        TEXTS,
+        "dropout attention_dropout seq_classif_dropout",
+        dim=16,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=24,
+        **WORDS,
+    ),
+    of_transformers(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        NEXT_TOKENS,
+        "resid_pdrop embd_pdrop attn_pdrop",
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        vocab_size=TOKENS,
+    ),
+    of_transformers(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        NEXT_TOKENS,
+        "attention_dropout",
+        1e-5,
+        num_key_value_heads=1,
+        **SMALL,
+        **WORDS,
+    ),
+    of_transformers(
+        "OPTForCausalLM",
+        "OPTConfig",
+        NEXT_TOKENS,
+        "dropout attention_dropout layerdrop",
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+        **WORDS,
+    ),
+    of_transformers(
+        "MambaForCausalLM", "MambaConfig", NEXT_TOKENS, "", hidden_size=16, num_hidden_layers=2, vocab_size=TOKENS
+    ),
+    of_transformers(
+        "BartForSequenceClassification",
+        "BartConfig",
+        TEXTS,
+        f"{BART} classifier_dropout encoder_layerdrop decoder_layerdrop",
+        eos_token_id=2,
+        **OF_BART,
+        **WORDS,
+    ),
+    of_transformers(
+        "T5ForSequenceClassification",
+        "T5Config",
+        TEXTS,
+        "dropout_rate classifier_dropout",
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=TOKENS,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=0,
+    ),
+    of_transformers("ViTForImageClassification", "ViTConfig", IMAGES, HIDDEN, **SMALL, **IMAGE),
+    of_transformers(
+        "ConvNextForImageClassification",
+        "ConvNextConfig",
+        IMAGES,
+        "drop_path_rate",
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_stages=2,
+    ),
+    of_transformers(
+        "SwinForImageClassification",
+        "SwinConfig",
+        IMAGES,
+        f"{HIDDEN} drop_path_rate",
+        image_size=64,
+        window_size=4,
+        embed_dim=12,
+        depths=[2, 2],
+        num_heads=[2, 2],
+    ),
+]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Images (3, 64, 64) in float64, or a dict of tokens and their mask, with a class or the next tokens."""
+
+    def __init__(self, samples: int, of: str, task: str) -> None:
+        generator = torch.Generator().manual_seed(samples)
+        self.images = (
+            torch.rand(samples, 3, 64, 64, generator=generator, dtype=torch.float64) if of == "images" else None
+        )
+        self.tokens = torch.randint(3, TOKENS, (samples, LENGTH + 1), generator=generator)
+        if task == "classification":
+            self.tokens[:, LENGTH - 1] = 2  # the end of a text
+        self.task = task
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = self.tokens[index, :LENGTH]
+        target = index % CLASSES if self.task == "classification" else self.tokens[index, 1:]
+        if self.images is not None:
+            return self.images[index], target
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, target
+
+
+def config(net: Net, folder: Path, **more: Any) -> Any:
+    """Of a run that trains the net for three steps. more: keys of the model."""
+    words = [f"run_dir={folder}", "dataset=random", f"task={net.kind.task}", "model=linear", "logger=[]"]
+    words += ["trainer.precision=fp64", f"trainer.batch_size={BATCH}", "trainer.epochs=1", "optimizer.lr=0.01"]
+    words += ["scheduler=constant", "strategy.find_unused_parameters=true"]
+    cfg = composed(*words)
+    node = OmegaConf.create(net.node)
+    for key, value in more.items():
+        OmegaConf.update(node, key, value)
+    data = {"_target_": f"{__name__}.Samples", "of": "images" if net.kind is IMAGES else "texts", "task": net.kind.task}
+    with open_dict(cfg):
+        cfg.model = node
+        cfg.dataset.update(prepare=None, mean=None, std=None, shape=[3, 64, 64], classes=net.kind.classes)
+        cfg.dataset.train, cfg.dataset.test = data | {"samples": SAMPLES}, data | {"samples": TESTS}
+    return cfg
+
+
+def plain(net: Net) -> dict[str, Tensor]:
+    """The same by plain torch in one process."""
+    node = OmegaConf.create(net.node)
+    for key, value in net.quiet.items():
+        OmegaConf.update(node, key, value)
+    torch.manual_seed(0)
+    model = instantiate(node).double().train()
+    data = Samples(SAMPLES, "images" if net.kind is IMAGES else "texts", net.kind.task)
+    inputs, targets = torch.utils.data.default_collate([data[number] for number in range(SAMPLES)])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    samples = inputs if isinstance(inputs, Tensor) else inputs["input_ids"]  # without a mask none is masked
+    train_reference(
+        model, (samples, targets), loss, lambda weights: SGD(weights, lr=0.01, momentum=0.9), epochs=1, batch_size=BATCH
+    )
+    return dict(model.state_dict())
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of two state dicts, relative to the largest value of its tensor, and where."""
+    assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
+    return max(
+        (float((value - other[name]).abs().max() / value.abs().max().clamp(min=1)), name)
+        for name, value in one.items()
+        if value.is_floating_point() and value.numel()
+    )
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("library", "nets"), [("timm", TIMM), ("transformers", TRANSFORMERS)])
+def test_three_steps_are_those_of_plain_torch_on_any_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, nets: list[Net]
+) -> None:
+    pytest.importorskip(library)
+    copy_examples((ROOT / "docs" / "language_models.md").read_text(), tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "mywork")
+    torch.set_num_threads(1)
+
+    def words(of: str) -> list[Any]:
+        return [
+            config(net, tmp_path / f"{n}-{of}", **(net.quiet if of == "quiet" else {})) for n, net in enumerate(nets)
+        ]
+
+    in_world(1, train_all, words("one"), limit=600)
+    in_world(2, train_all, [*words("two"), *words("quiet")], limit=600)
+    wrong = []
+    for number, net in enumerate(nets):
+        name = net.node.get("model_name") or net.node["net"]["_target_"]
+        one, two, quiet = (
+            torch.load(tmp_path / f"{number}-{of}" / "model.pt", weights_only=True) for of in ("one", "two", "quiet")
+        )
+        for what, pair in {"1 and 2 ranks": (one, two), "plain torch and 2 ranks": (plain(net), quiet)}.items():
+            distance, where = apart(*pair)
+            print(f"{name}: {what} {distance:.1e} {where}")
+            if not distance <= net.tolerance:
+                wrong.append(f"{name}: {what} are {distance:.1e} apart in {where}")
+    assert not wrong, "\n".join(wrong)
