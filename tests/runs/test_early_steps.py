@@ -293,6 +293,7 @@ REFUSED = [
     (Bank, ["trainer.buffers=mean"], "the buffer bank has other shapes on other ranks after step 1"),
     (Freezing, [], "back.weight, back.bias was frozen in step 3.*type strategy.find_unused_parameters=true"),
     (Grows, [], "layers.1.weight, layers.1.bias came into the model .* before the end of step 2"),
+    (Unfrozen, ["strategy=fsdp"], "back.weight, back.bias was unfrozen in a forward pass.*type strategy=ddp"),
     (Unfrozen, ["optimizer.no_decay=[bias]"], "unfrozen in step 4.*type optimizer.groups=.. optimizer.no_decay=.."),
 ]
 TAKEN = [
