@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep import build
 from lockstep.config.targets import instantiate_as
@@ -259,7 +260,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             except ConfigError as error:
                 sentence = str(error)
             logging.getLogger("lockstep").removeHandler(handler)
-            values = {name: value.detach().tolist() for name, value in strategy.model.state_dict().items()}
+            state_dict = strategy.model.state_dict()
+            values = {name: v.detach().tolist() for name, v in state_dict.items() if not isinstance(v, DTensor)}
             results.append((values, sentence, "\n".join(lines)))
     return results
 
