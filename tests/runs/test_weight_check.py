@@ -30,7 +30,10 @@ def damaged(rank: int, at_step: int, parameter: int, change: float | str) -> lis
 
 
 def _train_all(configs: list[Any]) -> list[str]:
-    """The sentence of each run that ends with RanksDiffer, and "" for the others."""
+    """The sentence of each run that ends with RanksDiffer, and "" for the others.
+
+    Such a run is the last one of its ranks: five seconds later the process beside them ends them.
+    """
     sentences = []
     for cfg in configs:
         try:
@@ -65,19 +68,20 @@ def test_a_digest_changes_with_every_bit_and_with_the_order_of_values() -> None:
 
 def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
     saves = ["snapshot.every=12steps"]
+    first = composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.every=10")
     configs = [
-        composed(f"run_dir={tmp_path / 'first'}", *damaged(0, 14, 3, "bit"), *saves, "watch.every=10"),
-        composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.every=1000"),
         composed(f"run_dir={tmp_path / 'taken'}", *damaged(1, 13, 1, 5.0), "watch.every=2", "watch.weights=majority"),
         composed(f"run_dir={tmp_path / 'off'}", *damaged(1, 3, 1, 5.0), "watch.every=1", "watch.weights=off"),
         composed(f"run_dir={tmp_path / 'whole'}", *damaged(1, 1000, 1, 5.0), "watch.every=1", "trainer.ema=0.9"),
+        composed(f"run_dir={tmp_path / 'save'}", *damaged(2, 7, 0, 5.0), *saves, "watch.every=1000"),
     ]
-    for stopped, save, *went_on in in_world(3, _train_all, configs):
+    for (stopped,) in in_world(3, _train_all, [first]):
         assert stopped.startswith(
             "the weights differ between ranks at step 20: rank 0 has other values in 4.bias than rank 1; "
             f"the last good snapshot is {tmp_path}/first/snapshots/step_00000012.pt"
         )
         assert f"hydra.run.dir={tmp_path}/first" in stopped
+    for *went_on, save in in_world(3, _train_all, configs):
         assert save.startswith("the weights differ between ranks at step 12: rank 2 has other values in 1.weight than")
         assert "no snapshot was saved before" in save
         assert went_on == ["", "", ""]
@@ -93,18 +97,19 @@ def test_a_damaged_weight_of_one_rank_is_named(tmp_path: Path) -> None:
 def test_copies_of_a_part_are_compared(tmp_path: Path) -> None:
     replicas = ["strategy=fsdp", "strategy.replicas=3", "watch.every=5"]
     configs = [
-        composed(f"run_dir={tmp_path / 'bit'}", *damaged(3, 4, 0, "bit"), *replicas),
-        composed(f"run_dir={tmp_path / 'every'}", *damaged(4, 6, 2, 5.0), *replicas, "watch.weights=majority"),
         composed(f"run_dir={tmp_path / 'whole'}", *damaged(0, 1000, 0, "bit"), *replicas, "watch.every=1"),
+        composed(f"run_dir={tmp_path / 'bit'}", *damaged(3, 4, 0, "bit"), *replicas),
     ]
-    for bit, every, whole in in_world(6, _train_all, configs):
+    every_one = composed(f"run_dir={tmp_path / 'every'}", *damaged(4, 6, 2, 5.0), *replicas, "watch.weights=majority")
+    for whole, bit in in_world(6, _train_all, configs):
         assert bit.startswith(
             "the weights differ between ranks at step 5: rank 3 has other values in 1.weight than rank 1; no snapshot"
         )
+        assert not whole
+    for (every,) in in_world(6, _train_all, [every_one]):
         assert every.startswith("the weights differ between ranks at step 10: ")
         assert "rank 4 has other values in" in every
         assert "than rank 0" in every
-        assert not whole
     two = composed(f"run_dir={tmp_path / 'two'}", *damaged(1, 4, 0, "bit"), *replicas, "strategy.replicas=2")
     for sentence in in_world(4, _train_all, [two]):
         assert "rank 3 has other values in 1.weight than rank 1, and no majority shows which are right" in sentence[0]

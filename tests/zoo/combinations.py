@@ -103,6 +103,7 @@ class Change(NamedTuple):
     tolerance: float = 1e-9
 
 
+OWN_OPTIMIZERS = ("ScheduleFree", "Lookahead", "Counting", "OddState")
 CHANGES = {
     "none": Change((), Numbers()),
     "accumulation": Change(("trainer.gradient_accumulation_steps=2",), Numbers(accumulation=2)),
@@ -114,7 +115,7 @@ CHANGES = {
         name: Change(
             ("optimizer=sgd", f"optimizer._target_=zoo.optimizers.{name}", f"optimizer.lr={LR}"), Numbers(own=name)
         )
-        for name in ("ScheduleFree", "Lookahead", "Counting", "OddState")
+        for name in OWN_OPTIMIZERS
     },
     "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
     "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
@@ -157,6 +158,7 @@ NEVER = [
     ({"profiled"}, {"pipeline"}),
     ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
+    ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", *CHANGED}),
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
@@ -175,7 +177,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
-    "the forward pass changes the weight": ({"Teacher"}, set(FSDP)),
+    "the forward pass changes the weight": ({"Teacher"}, {*FSDP, *VIRTUAL}),
     "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),

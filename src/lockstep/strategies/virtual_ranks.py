@@ -143,7 +143,15 @@ class VirtualRanks(Strategy):
         before = versions(row.gradients)
         for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
             parameter.grad = gradient  # of zeros, to which the backward pass adds
+        names, weights = zip(*self.model.named_parameters(), strict=True)
+        weights_before = versions(weights)
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
+        for name, now, then in zip(names, versions(weights), weights_before, strict=True):
+            if now != then:
+                raise ConfigError(
+                    f"the forward pass changes the weight {name}, and strategy=virtual_ranks makes several in a step; "
+                    f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
+                )
         added = [now != then for now, then in zip(versions(row.gradients), before, strict=True)]
         self.used.update(number for number, is_used in enumerate(added) if is_used)
         self._keep_buffers(row, count_samples(targets), is_last)
