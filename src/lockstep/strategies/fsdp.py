@@ -150,16 +150,6 @@ def gathered(block: nn.Module, block_name: str) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in named if not isinstance(weight, DTensor)}
 
 
-def refuse_unfrozen(block_name: str, frozen: set[str], block: nn.Module, inputs: Any, outputs: Any) -> None:
-    """A forward hook, before the weights are cut again: FSDP2 forgets which of them a forward pass has unfrozen."""
-    names = [name for name, weight in gathered(block, block_name).items() if name in frozen and weight.requires_grad]
-    if names:
-        raise ConfigError(
-            f"{first_of(names)} was unfrozen in a forward pass, which only strategy=ddp can follow; type strategy=ddp, "
-            f"or train it from the start"
-        )
-
-
 class FSDP(Strategy):
     """Cuts every parameter along its first dimension, one part per rank, and gathers a block while it computes.
 
@@ -253,7 +243,7 @@ class FSDP(Strategy):
             first_passes = FirstPasses(block, names[block])
             frozen = {name for name, weight in gathered(block, names[block]).items() if not weight.requires_grad}
             if frozen:
-                block.register_forward_hook(partial(refuse_unfrozen, names[block], frozen))
+                block.register_forward_hook(partial(self._refuse_unfrozen, names[block], frozen))
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
             first_passes.begin()
             self.first_passes.append(first_passes)
@@ -264,6 +254,13 @@ class FSDP(Strategy):
             wrapped.set_force_sum_reduction_for_comms(True)
             if hasattr(wrapped, "set_reduce_scatter_unused_params"):
                 wrapped.set_reduce_scatter_unused_params(True)  # else gradients are added up by their places
+
+    def _refuse_unfrozen(self, name: str, frozen: set[str], block: nn.Module, inputs: Any, outputs: Any) -> None:
+        """A forward hook, before the weights are cut again: FSDP2 forgets which of them a forward pass has unfrozen."""
+        weights = gathered(block, name)
+        unfrozen = {name: weight for name, weight in weights.items() if name in frozen and weight.requires_grad}
+        if unfrozen:
+            self.unfreeze([*unfrozen.values()], f"{first_of([*unfrozen])} was unfrozen in a forward pass")
 
     def _wrapped_modules(self) -> Iterator[FSDPModule]:
         for module in self.model.modules():

@@ -7,7 +7,8 @@ batch statistics, on one thread. The results are added in one fixed tree, whiche
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import ne
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class VirtualRanks(Strategy):
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks
+        self.weights = list(model.parameters())  # frozen ones among them
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         norms = (module for module in model.modules() if isinstance(module, BatchNorm))
@@ -143,15 +145,16 @@ class VirtualRanks(Strategy):
         before = versions(row.gradients)
         for parameter, gradient in zip(self.parameters, row.gradients, strict=True):
             parameter.grad = gradient  # of zeros, to which the backward pass adds
-        names, weights = zip(*self.model.named_parameters(), strict=True)
-        weights_before = versions(weights)
+        weights_before = versions(self.weights)
         super().forward_backward(inputs, targets, loss_function, autocast, is_last)
-        for name, now, then in zip(names, versions(weights), weights_before, strict=True):
-            if now != then:
-                raise ConfigError(
-                    f"the forward pass changes the weight {name}, and strategy=virtual_ranks makes several in a step; "
-                    f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
-                )
+        weights_now = versions(self.weights)
+        if weights_now != weights_before:
+            changed = map(ne, weights_now, weights_before)
+            name = next(compress((name for name, _ in self.model.named_parameters()), changed))
+            raise ConfigError(
+                f"the forward pass changes the weight {name}, and strategy=virtual_ranks makes several in a step; "
+                f"type strategy=ddp, or keep what is no trained weight in a buffer (register_buffer)"
+            )
         added = [now != then for now, then in zip(versions(row.gradients), before, strict=True)]
         self.used.update(number for number, is_used in enumerate(added) if is_used)
         self._keep_buffers(row, count_samples(targets), is_last)
