@@ -28,7 +28,7 @@ class Meter:
         self.places = {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
         self.sums = torch.zeros(ends[-1] + 1, dtype=torch.float64, device=world.device)
         self.reported = torch.zeros_like(self.sums)
-        self.buffered: list[tuple[int, float | Tensor, list[Tensor]]] = []  # (step, count, sums)
+        self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
         self.counted: float = 0  # over all ranks, behind the means that were returned last
 
@@ -39,7 +39,7 @@ class Meter:
         self.sums.zero_()
         self.reported.zero_()
 
-    def add(self, sums: dict[str, Tensor], count: float | Tensor, step: int = 0) -> None:
+    def add(self, sums: dict[str, Tensor], count: int | Tensor, step: int = 0) -> None:
         """sums, count: what `task` returned for some samples of this rank. Never waits for the device.
 
         What is added for one step, counted from 1, can be taken out by `discard` until the next step is added.
@@ -67,7 +67,7 @@ class Meter:
         if self.buffered:
             values = [values for _, _, values in self.buffered]
             columns = [torch.stack(column).sum(0, dtype=torch.float64) for column in zip(*values, strict=True)]
-            known = [count for _, count, _ in self.buffered if isinstance(count, int | float)]
+            known = [count for _, count, _ in self.buffered if isinstance(count, int)]
             counted = [count for _, count, _ in self.buffered if isinstance(count, Tensor)]
             self.sums += torch.hstack([*columns, sum(counted, self.sums.new_full((), sum(known)))])
             self.buffered = []
