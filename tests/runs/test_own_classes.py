@@ -116,7 +116,10 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
         ("model._target_=own_nets.Net +model.activation=gelu +model.weight=x", "no weight; type +model.weights=x"),
         ("model._target_=own_nets.Nett", "has no attribute 'Nett'); type model._target_=own_nets.Net, or type model="),
         ("model._target_=own_nets.NUMBER", "is neither a class nor a function; type model._target_=<module>.<class>"),
-        ("model._target_=timm.create_model", "No module named 'timm'); type pip install timm, or type model="),
+        (
+            "model._target_=kornia.models.VisionTransformer",
+            "No module named 'kornia'); type pip install kornia, or type model=",
+        ),
         ("model._target_=nowhere.Net", "No module named 'nowhere'); type PYTHONPATH=<folder that holds nowhere>"),
         ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
         (
