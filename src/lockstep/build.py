@@ -73,6 +73,8 @@ def model_and_data(
     freeze(model, cfg.freeze)
     if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
         model = convert_sync_batch_norm(model, world)
+    elif world.device.type == "cpu" and (world.size == 1 or strategy.supports_sync_bn):
+        model = convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     strategy.setup(model, world, instantiate(cfg.gradient_sync))

@@ -211,16 +211,19 @@ class Annealed(Classification):
 
 
 class PlainQueue(nn.Module):
-    """Keeps features in a tensor that is no buffer, and counts its steps in a plain attribute."""
+    """Keeps features in a tensor that is no buffer, a teacher in a list, and counts its steps in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head, self.queue, self.steps = nn.Linear(64, 10), torch.zeros(8, 64), 0
+        self.teacher, self.same = [nn.Linear(64, 10)], [nn.Linear(64, 10), self.head]
         self.shape, self.loss = 0, 0.5
 
     def forward(self, images: Tensor) -> Tensor:
         self.queue[self.steps % 8] = images.flatten(1)[0].detach()
         self.steps += 1
+        with torch.no_grad():
+            self.teacher[0].weight.lerp_(self.head.weight.float(), 0.1)
         self.shape, self.loss = len(images), 1 - self.loss
         out: Tensor = self.head(images.flatten(1) - self.queue.mean(0))
         return out
@@ -330,7 +333,7 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     assert (whole.count("draws from"), cut.count(shared)) == (0, 1)
     assert "the loss or the task changes RunningScale.scale in a step: each rank has its own value" in kept
     assert "the loss or the task changes Annealed.calls in a step" in hidden
-    assert "each step changes queue, steps of the model, a plain attribute: no snapshot has it" in hidden
+    assert "each step changes queue, steps, teacher[0] of the model, a plain attribute: no snapshot has it" in hidden
     assert "task.loss does not add up over the samples of a batch" in coupled
     assert "changes" not in counted + coupled
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed

@@ -129,3 +129,18 @@ def test_sync_bn_on_and_auto_give_one_ranks_numbers_and_off_does_not(tmp_path: P
     on, auto, off = (distance(alone, weights(tmp_path / mode)) for mode in modes)
     assert max(on, auto) < 1e-10
     assert off > 1e-6
+
+
+def normed(kind: str) -> nn.Module:
+    """kind: of torch's batch norms for images."""
+    norm = getattr(nn, kind)(4)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+
+def test_torchs_own_sync_batch_norm_in_a_net_works_on_cpus(tmp_path: Path) -> None:
+    words = ["model=linear", f"model._target_={__name__}.normed", "~model.shape", "~model.classes", *CONVNET[1:]]
+    plain, synced = ([*words, f"+model.kind={kind}"] for kind in ("BatchNorm2d", "SyncBatchNorm"))
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'plain'}", *plain)])
+    in_world(1, train_all, [composed(f"run_dir={tmp_path / 'one'}", *synced)])
+    in_world(2, train_all, [composed(f"run_dir={tmp_path / 'two'}", *synced, "sync_bn=off")])
+    assert max(distance(weights(tmp_path / "plain"), weights(tmp_path / name)) for name in ("one", "two")) < 1e-10

@@ -326,7 +326,8 @@ class Zoo:
         right = self.right(combination)
         found = torch.load(place / "run" / "model.pt", weights_only=True)
         if right is None:
-            bad = [name for name, value in found.items() if value.is_floating_point() and not value.isfinite().all()]
+            floats = {n: v for n, v in found.items() if isinstance(v, Tensor) and v.is_floating_point()}
+            bad = [name for name, value in floats.items() if not value.isfinite().all()]
             return Outcome(combination, "wrong" if bad else "ran", f"not finite: {bad}")
         tolerance = CHANGES[combination.change].tolerance
         wrong = difference(found, right[0], tolerance)

@@ -23,10 +23,10 @@ BatchNorm = compat.batch_norm_class()
 """What torch's batch norms are derived from."""
 
 
-def validate_batch_norms(module: nn.Module) -> None:
+def validate_batch_norms(module: nn.Module, kind: type[Any] = BatchNorm) -> None:
     """Raise ConfigError for a batch norm that computes something else than torch's: its replacement would not."""
     for name, norm in module.named_modules():
-        if not isinstance(norm, BatchNorm):
+        if not isinstance(norm, kind):
             continue
         forwards = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
         is_plain = type(norm).forward in forwards or is_activated(norm)
@@ -51,24 +51,24 @@ def unsynced_batch_norms(module: nn.Module) -> list[str]:
     return [name for name, norm in named if isinstance(norm, BatchNorm) and not isinstance(norm, synced)]
 
 
-def convert_sync_batch_norm(module: nn.Module, world: World) -> nn.Module:
+def convert_sync_batch_norm(module: nn.Module, world: World, kind: type[Any] = BatchNorm) -> nn.Module:
     """Replace every batch norm in `module` by one over all ranks. Parameters, buffers and their names stay.
 
-    Raises ConfigError as `validate_batch_norms` does.
+    kind: of those that are replaced. Raises ConfigError as `validate_batch_norms` does.
     """
-    validate_batch_norms(module)
+    validate_batch_norms(module, kind)
     if world.device.type == "cuda":
         has_activated = any(map(is_activated, module.modules()))
         timm_or_torch: Any = import_module("timm.layers") if has_activated else nn.SyncBatchNorm
         converted: nn.Module = timm_or_torch.convert_sync_batchnorm(module)
         return converted
-    channels = [norm.num_features for norm in module.modules() if isinstance(norm, BatchNorm)]
+    channels = [norm.num_features for norm in module.modules() if isinstance(norm, kind)]
     if not channels:
         return module
     sum_in_place = sum_of_vectors(world, 2 * max(channels) + 1, torch.float64)
     synced: dict[nn.Module, SyncBatchNorm] = {}  # a layer with two names stays one layer
     for name, norm in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(norm, BatchNorm):
+        if isinstance(norm, kind):
             if norm not in synced:
                 synced[norm] = SyncBatchNorm(norm, sum_in_place)
             if not name:  # the whole model is one batch norm

@@ -7,7 +7,7 @@ With means the numbers would change with the number of ranks.
 import inspect
 import logging
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -192,16 +192,31 @@ def _random_states() -> dict[str, Any]:
 
 def _plain_state(parts: Mapping[str, Any]) -> dict[str, Any]:
     """{name: value} of the attributes of `parts` that are numbers, or (which one it is, how often it was changed) of
-    tensors that are no parameters and no buffers."""
+    tensors that are no parameters and no buffers, also of those in lists and dicts, and in modules that these hold."""
+    modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+    known = {id(tensor) for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
     found: dict[str, Any] = {}
     for prefix, part in parts.items():
         for key, value in vars(part).items():
             name = f"{prefix}.{key}".lstrip(".")
-            if isinstance(value, Tensor) and not value.is_inference():
-                found[name] = (id(value), *versions([value]))
-            elif isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_"):
+            if isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_"):
                 found[name] = value
+            elif isinstance(value, Tensor) or not key.startswith("_"):
+                tensors = [t for t in _tensors_beside(value) if id(t) not in known and not t.is_inference()]
+                for place, tensor in enumerate(tensors):
+                    found[f"{name}[{place}]" if tensor is not value else name] = (id(tensor), *versions([tensor]))
     return found
+
+
+def _tensors_beside(value: Any) -> Iterator[Tensor]:
+    """A tensor, or those in a list, tuple or dict, and in the modules that it holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_beside(item)
 
 
 def _has_moved_on(before: Any, now: Any) -> bool:
@@ -222,7 +237,7 @@ def weights_beside(model: nn.Module, loss: Tensor) -> str:
         f"{name}.{key}".lstrip(".")
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if not key.startswith("_") and any(id(p) in others for p in _parameters_in(value))
+        if not key.startswith("_") and any(id(p) in others for p in _tensors_beside(value))
     ]
     shapes = ", ".join(str(list(p.shape)) for p in list(others.values())[:NAMED])
     where = f"{first_of(places)}" if places else "the task, or a module that the model does not hold"
@@ -231,17 +246,6 @@ def weights_beside(model: nn.Module, loss: Tensor) -> str:
         f"never trained, saved or moved to a device; put layers into torch.nn.ModuleList, and tensors into "
         f"torch.nn.ParameterList"
     )
-
-
-def _parameters_in(value: Any) -> Iterable[nn.Parameter]:
-    """Those in a plain list, tuple or dict of layers or parameters."""
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        if isinstance(item, nn.Module):
-            yield from item.parameters()
-        elif isinstance(item, nn.Parameter):
-            yield item
-        else:
-            yield from _parameters_in(item)
 
 
 def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
