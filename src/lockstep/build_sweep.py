@@ -35,6 +35,7 @@ from lockstep.hydra_errors import as_config_error
 from lockstep.launchers.base import Launcher
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
+from lockstep.sweeps.preview import print_preview
 from lockstep.sweeps.process import Outcome, Slot, divide_machine
 from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, run_in_world, sweeper_goes_on
 from lockstep.sweeps.search import (
@@ -167,13 +168,17 @@ class HydraJobs:
         for number, overrides in enumerate(lists):
             if changed_words(overrides, set(self.fixed)) in finished:
                 continue
-            with _naming(overrides, self.fixed):
-                config = self.compose(overrides, number, str(number))
-                HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
-                values = cli.check_values(_without_hydra(config))
+            values = self.values(overrides, number)
             if len(checked) < KEPT_CONFIGS:
                 checked.append((overrides, values))
         return checked
+
+    def values(self, overrides: Sequence[str], number: int) -> Node:
+        """All values of a job's config. Raises ConfigError for wrong ones, with what the job changes."""
+        with _naming(overrides, self.fixed):
+            config = self.compose(overrides, number, str(number))
+            HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
+            return cli.check_values(_without_hydra(config))
 
     def slots(self, lists: Sequence[Sequence[str]]) -> list[Slot]:
         """How this machine is divided between jobs with these overrides. Raises ConfigError."""
@@ -190,7 +195,8 @@ class HydraJobs:
         fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
         folders, own = words_of_folders(sys.argv[1:]), list(filter(chooses_foreign_target, sys.argv[1:]))
         sweep = OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, [*own, *folders])
-        at_end(sweep.finish)
+        if not self.settings.preview:
+            at_end(sweep.finish)
         return sweep
 
     def run_here(self, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
@@ -323,6 +329,12 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
         return sweep, build_search(sweep.table, settings, plan, jobs.name, slots)
 
     info = read_rank_info()
+    if settings.preview:
+        if info.is_rank_zero:
+            at_once = len(jobs.slots(plan.lists)) if info.may_start_ranks else 1
+            sweep, search = open_search(at_once)
+            print_preview(sweep.table, search, lambda job: jobs.values(job.overrides, job.number), at_once)
+        return
     if not info.may_start_ranks:
         run_in_world(info, open_search, jobs.run)
         return
@@ -387,6 +399,8 @@ def launch_jobs(
     if sweep is None:
         if jobs.settings.constraints:
             raise ConfigError("sweep.constraints are for this project's own sweeper; leave hydra/sweeper= out")
+        if jobs.settings.preview:
+            raise ConfigError("sweep.preview knows no jobs of hydra/sweeper=; leave hydra/sweeper= or the preview out")
         if jobs.settings.search != LIST:
             raise ConfigError(
                 f"sweep.search={jobs.settings.search} and hydra/sweeper= both choose the jobs; leave out one"

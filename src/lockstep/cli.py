@@ -229,6 +229,10 @@ def check_input(cfg: DictConfig) -> DictConfig:
 def check_values(cfg: DictConfig) -> Node:
     """The values of `check_input` as plain dicts and lists: a config of OmegaConf takes as long as all checks."""
     values = resolve(with_whole_folders(cfg, HydraConfig.get()))
+    if values["sweep"]["preview"] and HydraConfig.get().mode == RunMode.RUN:
+        raise ConfigError(
+            "sweep.preview=true shows the jobs of a sweep, and this is one run; type -m sweep.preview=true"
+        )
     check_config(values)
     check_unread_overrides(cfg, values, HydraConfig.get())
     check_targets(values, HydraConfig.get())
@@ -259,7 +263,7 @@ def register_resolvers() -> None:
         seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
         is_number = isinstance(seconds, int | float) and seconds > 0
         timeout = timedelta(seconds=seconds) if is_number else STORE_TIMEOUT
-        is_run = not asks_for_text(sys.argv)
+        is_run = not (asks_for_text(sys.argv) or OmegaConf.select(_root_, "sweep.preview"))
         return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
 
     def as_typed(words: ListConfig) -> list[str]:

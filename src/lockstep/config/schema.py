@@ -455,6 +455,7 @@ class Sweep:
     ]
     trials: Annotated[Count | None, "Jobs that a search draws.", Limits(example=20)]
     seed: Annotated[Seed, "Seed of what a search draws."]
+    preview: Annotated[bool, "Print the jobs that would run, and run and write nothing."]
     constraints: Annotated[
         list[str],
         "What the values of each job must satisfy, other jobs are left out.",

@@ -317,7 +317,8 @@ def run_started_at(info: RankInfo, claim: bool = True, timeout: timedelta = STOR
         return _claim_second(datetime.now()) if claim else datetime.now()
     store = shared_store(info, timeout)
     if info.is_rank_zero:
-        store.compare_set("lockstep/started", "", _first_start(os.environ).isoformat())
+        started = _first_start(os.environ) if claim else datetime.now()
+        store.compare_set("lockstep/started", "", started.isoformat())
     patience = Patience(timeout.total_seconds(), info.world_size)
     return datetime.fromisoformat(patience.value_of(store, "lockstep/started", "rank 0 did not start the run"))
 

@@ -152,6 +152,17 @@ def changed_at(folder: Path) -> float:
     return max(times)
 
 
+def seconds_of(run: Run) -> float:
+    """How long the lives of a run have trained. One that was killed lasted until the newest file of its folder."""
+    total = 0.0
+    for life in run["lives"]:
+        ended = life["ended"]
+        if ended is None and life is run["lives"][-1]:
+            ended = changed_at(Path(run["folder"]))
+        total += max(0.0, ended - life["started"]) if ended is not None else 0.0
+    return round(total, 2)
+
+
 def run_exit_code(run: Run) -> int | None:
     """The exit code of the run's command, None if it is not known. That of a failure is in its report."""
     failure = _failure(run)

@@ -6,6 +6,7 @@ on which job reports first. Here a job is promoted as soon as no result that is 
 1/eta: the same jobs are promoted in whatever order they end, and a free slot seldom waits for the end of a rung.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ class Halving(Search):
         else:
             self.over.add(number)
         self._write_states()
+
+    def outlook(self) -> str:
+        sizes = itertools.accumulate(self.rungs[1:], lambda size, _: max(1, size // self.eta), initial=len(self.jobs))
+        parts = [f"{size} to epoch {epochs}" for size, epochs in zip(sizes, self.rungs, strict=True)]
+        return f"halving trains {', '.join(parts)}; which ones go on is known when the others have ended"
 
     def _climb(self) -> Rungs:
         failed = {number for number in self.jobs if self.table.rows[number].state == FAILED}

@@ -36,7 +36,6 @@ from lockstep.sweeps.table import (
     SweepTable,
     lock_sweep,
     reported_cause,
-    state_after_kill,
     write_sweep_record,
 )
 
@@ -101,7 +100,8 @@ def _after_bar(line: bytes) -> str:
 
 
 class OpenSweep:
-    """A sweep while it runs: its folder is locked, `sweep.json` is checked, and its table is open.
+    """A sweep while it runs: its folder is locked, `sweep.json` is checked, and its table is open. With `sweep.preview`
+    it is only read.
 
     fixed: the words of each job's command.
     config: the flat config of a job without what the sweep varies.
@@ -120,13 +120,11 @@ class OpenSweep:
         with_resume: Sequence[str],
     ) -> None:
         self.settings, self.fixed = settings, fixed
-        self.lock = lock_sweep(folder)
-        self.table = SweepTable(folder, with_resume)
-        write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept")
-        for row in self.table:
-            if row.state in (RUNNING, STOPPED):
-                values = state_after_kill(row, folder / row.folder) | self.table.read_best(row.number)
-                self.table.update(row.number, **values)
+        self.lock = None if settings.preview else lock_sweep(folder)
+        self.table = SweepTable(folder, with_resume, settings.preview)
+        write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept", settings.preview)
+        if not (settings.preview and is_locked(folder)):  # else its jobs do run
+            self.table.note_killed()
         self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
         self.failures = 0  # jobs that have failed in this command
 

@@ -80,6 +80,10 @@ class Search:
     def tell(self, number: int) -> None:
         """A job has ended, as its row of the table says."""
 
+    def outlook(self) -> str:
+        """One sentence: what this may run beyond the jobs that it asks for before the first result. Empty: nothing."""
+        return ""
+
 
 class JobList(Search):
     """The jobs that a command lists. `to_run` has left out those that an earlier command has ended in this folder."""

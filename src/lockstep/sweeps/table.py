@@ -19,7 +19,7 @@ from lockstep.distributed.run_folder import HeldFolder, unwritable
 from lockstep.errors import RAISED_BY_ALL, ConfigError, path_value
 from lockstep.failures.report import read_report
 from lockstep.files import write_whole
-from lockstep.runs.record import Run, best_of, changed_at, read_run, state_of
+from lockstep.runs.record import best_of, read_run, seconds_of, state_of
 from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
@@ -87,11 +87,12 @@ class SweepTable:
     The methods that change it raise ConfigError if it cannot be written, as on a full disk.
 
     with_resume: the words that must be typed with `sweep.resume=`.
+    is_preview: nothing is written.
     resume: all words that go on with the sweep.
     """
 
-    def __init__(self, folder: Path, with_resume: Sequence[str] = ()) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, with_resume: Sequence[str] = (), is_preview: bool = False) -> None:
+        self.folder, self.is_preview = folder, is_preview
         self.resume = [*with_resume, f"sweep.resume={path_value(folder)}"]
         self.rows: dict[int, Row] = {row.number: row for row in read_table(folder)}
 
@@ -119,8 +120,16 @@ class SweepTable:
             return {"best": best, "best_step": step}
         return {}
 
+    def note_killed(self) -> None:
+        """Write what became of the jobs that an earlier command has left as running or stopped."""
+        for row in self:
+            if row.state in (RUNNING, STOPPED):
+                self.update(row.number, **state_after_kill(row, self.folder / row.folder) | self.read_best(row.number))
+
     def _write(self) -> None:
         """The file has the old rows or the new ones, whenever this process is killed."""
+        if self.is_preview:
+            return
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -178,12 +187,14 @@ def write_sweep_record(
     config: Mapping[str, Any],
     modules: Mapping[str, str],
     accept_changes: bool,
+    is_preview: bool = False,
 ) -> None:
     """Write `sweep.json`, which says what the sweep in `folder` is.
 
     arguments: the words after `src/train.py`.
     config: the flat config of a job without what the sweep varies. Some of its keys are left out.
     modules: {module: hash} of the user's modules that the jobs import.
+    is_preview: check only.
     Raises ConfigError if the sweep was begun with another base config or other code, but with `accept_changes`, and if
     the file cannot be written, as on a full disk. A sweep without rows has no job that could differ. A module of the
     user's that only one of the two commands imports is no difference: the jobs of a longer list may need it.
@@ -214,6 +225,8 @@ def write_sweep_record(
                 f"{'; '.join(differences[:SHOWN])}{more}; "
                 f"type hydra.sweep.dir=<another folder>, or sweep.changes=accept to go on with what is there now"
             )
+    if is_preview:
+        return
     try:
         write_whole(folder / RECORD, json.dumps(record, indent=1))
     except OSError as error:
@@ -252,7 +265,7 @@ def state_after_kill(row: Row, folder: Path) -> dict[str, Any]:
         run = read_run(folder)
     if job is not None and is_in_queue(job):  # also if the sweep ended before it could write so
         return {"state": RUNNING, "cause": SUBMITTED}
-    seconds = 0.0 if run is None else _seconds(run)  # of its lives; the row has those whose end a sweep has seen
+    seconds = 0.0 if run is None else seconds_of(run)  # of its lives; the row has those whose end a sweep has seen
     if job is None:
         cause = "no job of it is left in Slurm" if row.cause == SUBMITTED else "the sweep was killed"
         new = {"state": STOPPED, "cause": cause, "seconds": max(row.seconds, seconds)}
@@ -264,17 +277,6 @@ def state_after_kill(row: Row, folder: Path) -> dict[str, Any]:
         cause = reported or f"Slurm job {job} has ended, see slurm-{job}.out"
     objective = run["objective"].get("last") if run is not None and state == FINISHED else None
     return {"state": state, "objective": objective, "seconds": seconds, "cause": cause}
-
-
-def _seconds(run: Run) -> float:
-    """How long the lives of a run have trained. One that was killed lasted until the newest file of its folder."""
-    total = 0.0
-    for life in run["lives"]:
-        ended = life["ended"]
-        if ended is None and life is run["lives"][-1]:
-            ended = changed_at(Path(run["folder"]))
-        total += max(0.0, ended - life["started"]) if ended is not None else 0.0
-    return round(total, 2)
 
 
 def reported_cause(run_dir: Path, since: float, was_killed: bool = False) -> str:

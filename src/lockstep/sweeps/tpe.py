@@ -53,6 +53,11 @@ class Tpe(Search):
             return Job(number, (*self.fixed, *shlex.split(self.table.rows[number].overrides)))
         return None
 
+    def outlook(self) -> str:
+        return (
+            f"tpe runs {self.trials} jobs in all; the values of a later one are known when those before it have ended"
+        )
+
     def _draw(self, number: int) -> bool:
         """Add the row of a job. Returns False as long as a result is missing that it depends on."""
         before = [self.table.rows[earlier] for earlier in range(number - self.slots + 1)]
