@@ -121,6 +121,17 @@ def best_of(run: Run) -> tuple[float | None, int | None]:
     return objective["best"], objective["step"]
 
 
+def metric_on_test(run: Run, metric: str | None = None) -> float | None:
+    """A metric on the test set, as the run reports it at its end. None if it has not been tested.
+
+    metric: such as accuracy; None for that of the objective.
+    """
+    test = run.get("test")
+    metrics = test.get("metrics") if isinstance(test, dict) else None  # older runs have no such key
+    value = metrics.get(metric or run["objective"]["name"].partition("/")[2]) if isinstance(metrics, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
 def state_of(run: Run) -> str:
     """How a run ended, in one word: finished, paused (by trainer.pause_after), stopped, diverged, failed, hang, killed,
     running if it goes on, or unknown if it began on another machine and has written nothing for an hour.

@@ -165,7 +165,7 @@ class OpenSweep:
             objective=outcome.objective,
             cause=cause[:LONGEST_CAUSE],
             seconds=round(row.seconds + seconds, 2),
-            **self.table.read_best(number),
+            **self.table.read_results(number),
         )
 
     def finish(self) -> int:

@@ -5,14 +5,17 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.files import write_whole
-from lockstep.runs.record import read_run
+from lockstep.runs.record import Run, read_run
+from lockstep.runs.repeats import Estimate, decimals_for, estimate, is_repeat, is_share, setting_of, wilson
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 from lockstep.text import aligned
 
@@ -29,6 +32,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
 )
 BESIDE, MOST_SHIFTED = 2 * RADIUS + FINER, 8 * RADIUS  # of dots that would hide each other
 PANELS_IN_A_ROW = 3
+LINE, MOST_LINES = 22 * FINER, 40  # the height of a setting's line, and how many the picture has
 INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
 
@@ -42,7 +46,61 @@ def say(text: str, end: str = "\n") -> None:
         os.close(nothing)
 
 
-def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
+@dataclass(frozen=True)
+class Setting:
+    """Jobs that differ only in what repeats a run, such as seed, and what their numbers say together.
+
+    overrides: what they change beside that, as words of a shell.
+    objective, test: of the jobs that have finished. None if none has; `test` if one of them has not been tested.
+    """
+
+    overrides: str
+    rows: Sequence[Row]
+    objective: Estimate | None
+    test: Estimate | None
+
+    @property
+    def finished(self) -> int:
+        return sum(row.state == FINISHED for row in self.rows)
+
+
+def settings_of(rows: Iterable[Row], mode: str) -> list[Setting]:
+    """The settings of a sweep. The best mean comes first, then settings of which jobs are missing, for their mean is
+    that of the jobs which went well. mode: "min" or "max".
+
+    Each job of a search by halving is a setting of its own: only the lucky seeds of one are trained to the end.
+    """
+    jobs: dict[object, list[Row]] = {}
+    seen: Counter[str] = Counter()  # a job that is listed twice is trained twice, and tells nothing new
+    for row in sorted(rows, key=lambda row: row.number):
+        key = row.number if row.rungs else (setting_of(shlex.split(row.overrides)), seen[row.overrides])
+        seen[row.overrides] += 1
+        jobs.setdefault(key, []).append(row)
+    settings = []
+    for members in jobs.values():
+        words = shlex.split(members[0].overrides)
+        finished = [row for row in members if row.state == FINISHED]
+        values = [row.objective for row in finished if row.objective is not None]
+        tests = [row.test for row in finished if row.test is not None]
+        settings.append(
+            Setting(
+                members[0].overrides if len(members) == 1 else shlex.join(setting_of(words)),
+                members,
+                estimate(values) if values else None,
+                estimate(tests) if tests and len(tests) == len(values) else None,
+            )
+        )
+    sign = -1 if mode == "max" else 1
+
+    def place(setting: Setting) -> tuple[bool, bool, float, int]:
+        mean = math.nan if setting.objective is None else setting.objective.mean
+        is_missing = setting.finished < len(setting.rows)
+        return setting.finished == 0, is_missing, math.inf if math.isnan(mean) else sign * mean, setting.rows[0].number
+
+    return sorted(settings, key=place)
+
+
+def sorted_rows(table: Iterable[Row], mode: str) -> list[Row]:
     """The finished rows first, best first, and the failed ones last. mode: "min" or "max"."""
     sign = -1 if mode == "max" else 1
 
@@ -55,54 +113,165 @@ def sorted_rows(table: SweepTable, mode: str) -> list[Row]:
 
 
 def print_summary(table: SweepTable, objective: str, mode: str, command: Sequence[str], resume: Sequence[str]) -> None:
-    """Print the table, which job is the best, and what to type.
+    """Print the table, which job or setting is the best, and what to type.
 
     objective, mode: of jobs whose run.json does not tell.
     command: the words of one run without what the sweep varies.
     resume: those that go on with this sweep.
     """
-    objectives: dict[int, tuple[str, str]] = {}  # {job: (name, "min" or "max")}: a job may have chosen another metric
+    runs: dict[int, Run] = {}  # {job: its run.json}: a job may have chosen another metric
     for row in table:
         with suppress(ConfigError):
             if row.objective is not None:
-                chosen = read_run(table.folder / row.folder)["objective"]
-                objectives[row.number] = chosen["name"], chosen["mode"]
-    names = sorted({name for name, _ in objectives.values()})
+                runs[row.number] = read_run(table.folder / row.folder)
+    names = sorted({run["objective"]["name"] for run in runs.values()})
     if len(names) == 1:
-        objective, mode = next(iter(objectives.values()))
+        objective, mode = next((run["objective"]["name"], run["objective"]["mode"]) for run in runs.values())
     rows = sorted_rows(table, mode) if len(names) <= 1 else sorted(table, key=lambda row: row.number)
     counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
     say(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
-    cells = [("job", "state", objective if len(names) <= 1 else "objective", "best", "at step", "seconds", "overrides")]
-    for row in rows[:SHOWN]:
-        value = _number(row.objective)
-        if len(names) > 1 and row.number in objectives:
-            value = f"{objectives[row.number][0]} {value}"
-        cause = f"   {textwrap.shorten(row.cause, CAUSE, placeholder=' ...')}" if row.cause else ""
-        best_step = "" if row.best_step is None else str(row.best_step)
-        overrides = f"{row.overrides}{cause}"
-        cells.append((str(row.number), row.state, value, _number(row.best), best_step, f"{row.seconds:.1f}", overrides))
-    for line in aligned(cells):
-        say(f"  {line}")
-    if len(rows) > SHOWN:
-        say(f"... and {len(rows) - SHOWN} more in {TABLE}")
-    best = rows[0] if rows and rows[0].state == FINISHED else None
+    settings = settings_of(rows, mode) if len(names) <= 1 else []
+    are_repeated = any(len(setting.rows) > 1 for setting in settings)
+    if are_repeated:
+        _print_settings(settings, objective)
+    else:
+        _print_rows(rows, objective, runs if len(names) > 1 else {})
+    best = settings[0] if settings and settings[0].finished else None
     if len(names) > 1:
         say(f"best:       none, as the objectives are different metrics: {', '.join(names)}")
     elif best is not None:
-        say(f"best:       job {best.number}, {table.folder / best.folder}")
+        if len(best.rows) == 1:
+            say(f"best:       job {best.rows[0].number}, {table.folder / best.rows[0].folder}")
+        else:
+            say(f"best:       {best.overrides or 'the one setting'}, by the mean of {_jobs(best.rows)}")
+        candidates = sum(any(row.objective is not None for row in setting.rows) for setting in settings)
+        if candidates > 1:
+            records = [runs[row.number] for row in best.rows if row.number in runs]
+            say(f"choosing:   {cost_of_choosing(best, candidates, objective, records)}")
         try:
-            if plot_sweep(table.folder, rows, objective, best.number):
+            if plot_sweep(table.folder, rows, objective, best.rows, settings if are_repeated else []):
                 say(f"plot:       {table.folder / PLOT}")
         except OSError as error:
             reason, again = error.strerror, shlex.join(table.resume)
             say(f"plot:       {PLOT} cannot be written ({reason}); to draw it, type -m {again}")
-        say(f"run it again: {shlex.join(command)} {best.overrides}".rstrip())
+        say(f"run it again: {shlex.join([*command, *_words_of(best)])}")
     if any(row.state not in (FINISHED, PRUNED, FAILED) for row in rows):
         say(f"go on with: {shlex.join(resume)}")
     if any(row.state == FAILED and not row.cause.startswith(REFUSED) for row in rows):
         say(f"run what failed again: {shlex.join([*resume, 'sweep.retry=failed'])}")
     say(f"curves:     {shlex.join(['tensorboard', '--logdir', str(table.folder.absolute())])}")
+
+
+def _print_rows(rows: Sequence[Row], objective: str, named: Mapping[int, Run]) -> None:
+    """The table of jobs. named: the run.json of jobs whose objectives have other names."""
+    test = _test_column(objective, rows)
+    header = ["job", "state", "objective" if named else objective, *test, "best", "at step", "seconds", "overrides"]
+    cells = [header]
+    for row in rows[:SHOWN]:
+        value = _number(row.objective)
+        if row.number in named:
+            value = f"{named[row.number]['objective']['name']} {value}"
+        numbers = [value, *(_number(row.test) for _ in test), _number(row.best)]
+        best_step = "" if row.best_step is None else str(row.best_step)
+        words = f"{row.overrides}{_cause(row)}"
+        cells.append([str(row.number), row.state, *numbers, best_step, f"{row.seconds:.1f}", words])
+    for line in aligned(cells):
+        say(f"  {line}")
+    if len(rows) > SHOWN:
+        say(f"... and {len(rows) - SHOWN} more in {TABLE}")
+
+
+def _print_settings(settings: Sequence[Setting], objective: str) -> None:
+    """The table of settings, each with its jobs below it; without these where they are too many for a screen."""
+    estimates = [setting.objective for setting in settings if setting.objective is not None]
+    decimals = decimals_for(estimates)
+    test = _test_column(objective, [row for setting in settings for row in setting.rows])
+    cells = [["job", "state", objective, "95 %", "deviation", *test, "seconds", "overrides"]]
+    with_jobs = len(settings) + sum(len(setting.rows) for setting in settings) <= SHOWN
+    most = max(setting.finished for setting in settings)
+    for setting in settings[:SHOWN]:
+        if len(setting.rows) > 1 or not with_jobs:
+            cells.append(_setting_cells(setting, most, decimals, len(test)))
+        for row in setting.rows if with_jobs else []:
+            is_alone = len(setting.rows) == 1
+            words = row.overrides if is_alone else f"  {shlex.join(filter(is_repeat, shlex.split(row.overrides)))}"
+            numbers = [_number(row.objective), "", "", *(_number(row.test) for _ in test)]
+            number = str(row.number) if is_alone else f"  {row.number}"
+            cells.append([number, row.state, *numbers, f"{row.seconds:.1f}", f"{words}{_cause(row)}"])
+    for line in aligned(cells):
+        say(f"  {line}")
+    if not with_jobs:
+        more = f"{len(settings) - SHOWN} more settings and " if len(settings) > SHOWN else ""
+        say(f"... and {more}the single jobs in {TABLE}")
+
+
+def _setting_cells(setting: Setting, most: int, decimals: int, tests: int) -> list[str]:
+    """most: jobs of the setting that has most of them. tests: how many columns of the test set there are."""
+    count = f"{setting.finished} jobs"
+    if setting.finished < len(setting.rows):
+        count = f"{setting.finished} of {len(setting.rows)} jobs"
+    elif setting.finished < most:
+        count = f"{setting.finished} jobs, others {most}"
+    states = {row.state for row in setting.rows}
+    state = next(iter(states)) if len(states) == 1 else ""
+    numbers = ["", "", ""]
+    if setting.objective is not None:
+        numbers[0] = f"{setting.objective.mean:.{decimals}f}"
+        if setting.objective.interval is not None:
+            numbers[1] = "{:.{digits}f} to {:.{digits}f}".format(*setting.objective.interval, digits=decimals)
+        if setting.objective.freedom:
+            numbers[2] = f"{setting.objective.std:.{decimals}f}"
+    numbers += ["" if setting.test is None else f"{setting.test.mean:.{decimals}f}"] * tests
+    return [count, state, *numbers, f"{sum(row.seconds for row in setting.rows):.1f}", setting.overrides]
+
+
+def _test_column(objective: str, rows: Sequence[Row]) -> list[str]:
+    """The header of the column of the test set, if jobs have such a number beside their objective."""
+    name = f"test/{objective.partition('/')[2]}"
+    return [name] if name != objective and any(row.test is not None for row in rows) else []
+
+
+def _cause(row: Row) -> str:
+    return f"   {textwrap.shorten(row.cause, CAUSE, placeholder=' ...')}" if row.cause else ""
+
+
+def _jobs(rows: Sequence[Row]) -> str:
+    return f"jobs {', '.join(str(row.number) for row in rows if row.state == FINISHED)}"
+
+
+def _words_of(setting: Setting) -> list[str]:
+    """What to type after the words of all jobs, for the jobs of one setting."""
+    if len(setting.rows) == 1:
+        return shlex.split(setting.overrides)
+    values: dict[str, dict[str, None]] = {}
+    for row in setting.rows:
+        for word in filter(is_repeat, shlex.split(row.overrides)):
+            key, _, value = word.partition("=")
+            values.setdefault(key, {})[value] = None
+    return [*shlex.split(setting.overrides), "-m", *(f"{key}={','.join(values[key])}" for key in values)]
+
+
+def cost_of_choosing(best: Setting, candidates: int, objective: str, runs: Sequence[Run]) -> str:
+    """What the number of the best of several settings is worth, in one line, and what the test set says of it.
+
+    candidates: settings that the best one was chosen from. runs: the best one's.
+    """
+    assert best.objective is not None
+    split, _, metric = objective.partition("/")
+    chosen = f"{objective} {_number(best.objective.mean)} is the best of {candidates}, and so it is optimistic"
+    if split == "test":
+        return f"on the test set: {chosen}"
+    if best.test is None:
+        return f"{chosen}; the test set has not been read"
+    samples = {run["data"].get("test_samples") for run in runs}
+    count = samples.pop() if len(samples) == 1 else None
+    interval, source = best.test.interval, f"from {best.test.count} jobs"
+    if is_share(metric) and count:
+        interval, source = wilson(best.test.mean, count), f"from {count} test samples"
+    known = "with one job its interval is not known" if interval is None else ""
+    if interval is not None:
+        known = f"95 %: {interval[0]:.4g} to {interval[1]:.4g}, {source}"
+    return f"{chosen}; test/{metric} {_number(best.test.mean)} had no part in it ({known})"
 
 
 def _number(value: float | None) -> str:
@@ -130,31 +299,39 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     return EXIT_FINISHED if states <= {FINISHED, PRUNED} else EXIT_RESUMABLE
 
 
-def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> bool:
-    """Write the plot of all jobs with an objective into the sweep's folder. best: the number of the best job.
+def plot_sweep(
+    folder: Path, rows: Sequence[Row], objective: str, best: Sequence[Row], settings: Sequence[Setting] = ()
+) -> bool:
+    """Write the plot of all jobs with an objective into the sweep's folder.
 
     Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
+    best: the best job, or those of the best setting.
+    settings: the best one first, each of which gets a line with its interval above the panels of the parameters.
     Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
     Raises OSError if it cannot be written.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     points = [(row, row.values) for row in rows if row.objective is not None]
-    keys = dict.fromkeys(key for _, values in points for key in values)
+    keys = dict.fromkeys(key for _, values in points for key in values if not (settings and is_repeat(key)))
     typed = {key: list(dict.fromkeys(values[key] for _, values in points if key in values)) for key in keys}
     # One panel for each parameter with two values or more: {value as typed: its place from 0 to 1}.
     panels = {key: dict(zip(words, _places(words), strict=True)) for key, words in typed.items() if len(words) > 1}
-    if not panels or len(points) < 2:
+    known = [setting for setting in settings if setting.objective is not None][:MOST_LINES]
+    if not (panels or known) or len(points) < 2:
         return False
-    columns = min(PANELS_IN_A_ROW, len(panels))
+    columns = max(min(PANELS_IN_A_ROW, len(panels)), 2 if known else 1)
     lines = -(-len(panels) // columns)
-    image = Image.new("RGB", (WIDTH * columns, HEIGHT * lines), "white")
+    above = TOP + BOTTOM + LINE * len(known) if known else 0
+    image = Image.new("RGB", (WIDTH * columns, above + HEIGHT * lines), "white")
     canvas = ImageDraw.Draw(image)
     canvas.font = ImageFont.load_default(LETTERS)
+    if known:
+        _draw_settings(canvas, WIDTH * columns, known, objective)
     objectives = [row.objective or 0.0 for row, _ in points]
     drawn = sorted(zip(points, scale(objectives), strict=True), key=lambda point: _layer(point[0][0], best))
     for index, (key, places) in enumerate(panels.items()):
-        left, top = WIDTH * (index % columns) + LEFT, HEIGHT * (index // columns) + TOP
+        left, top = WIDTH * (index % columns) + LEFT, above + HEIGHT * (index // columns) + TOP
         _frame(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
         taken: list[tuple[float, float]] = []
         for (row, values), height in drawn:
@@ -162,7 +339,7 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
                 across, up = _free_place(*_place(left, top, places[values[key]], height), taken)
                 box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
                 canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
-        legend = f"red: job {best}, the best"
+        legend = f"red: job {best[0].number}, the best" if len(best) == 1 else "red: jobs of the best setting"
         if any(row.state != FINISHED for row, _ in points):
             legend += "; pale: not trained to the end"
         canvas.text((left, top - TOP + HEIGHT - 6), legend, fill=INK, anchor="ld")
@@ -170,9 +347,47 @@ def plot_sweep(folder: Path, rows: Sequence[Row], objective: str, best: int) -> 
     return True
 
 
-def _layer(row: Row, best: int) -> int:
+def _draw_settings(canvas: "ImageDraw.ImageDraw", width: int, settings: Sequence[Setting], objective: str) -> None:
+    """A line for each setting: its mean as a dot, its interval, and the mean on the test set as a ring."""
+    lines: list[tuple[Setting, float, tuple[float, float], float | None]] = []
+    for setting in settings:
+        if setting.objective is not None:
+            mean = setting.objective.mean
+            test = None if setting.test is None else setting.test.mean
+            lines.append((setting, mean, setting.objective.interval or (mean, mean), test))
+    finite = [
+        value for _, _, ends, test in lines for value in (*ends, test) if value is not None and math.isfinite(value)
+    ]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    left, right, floor = WIDTH, width - RIGHT - INSET, TOP + LINE * len(lines)
+
+    def across(value: float) -> float:
+        return left + (value - low) / (high - low or 1.0) * (right - left) if math.isfinite(value) else left
+
+    title = f"{objective}: mean, interval of 95 %"
+    with_test = any(test is not None for *_, test in lines)
+    canvas.text((left, TOP - INSET), title + ", ring: on the test set" * with_test, fill=INK, anchor="ld")
+    for value in (low, (low + high) / 2, high):
+        canvas.line((across(value), TOP, across(value), floor), fill=GRID, width=FINER)
+        canvas.text((across(value), floor + INSET / 2), f"{value:.4g}", fill=INK, anchor="ma")
+    for index, (setting, mean, ends, test) in enumerate(lines):
+        height, colour = TOP + LINE * (index + 0.5), BEST if index == 0 else DOT
+        label = f"{setting.overrides or 'the one setting'} ({setting.finished})"
+        while canvas.textlength(label) > left - 3 * INSET and len(label) > 4:
+            label = f"{label[:-2]}…"
+        canvas.text((left - INSET, height), label, fill=INK, anchor="rm")
+        canvas.line((across(ends[0]), height, across(ends[1]), height), fill=colour, width=FINER)
+        for end in ends:
+            canvas.line((across(end), height - RADIUS, across(end), height + RADIUS), fill=colour, width=FINER)
+        canvas.ellipse((across(mean) - RADIUS, height - RADIUS, across(mean) + RADIUS, height + RADIUS), fill=colour)
+        if test is not None:
+            ring = (across(test) - RADIUS, height - RADIUS, across(test) + RADIUS, height + RADIUS)
+            canvas.ellipse(ring, outline=INK, width=FINER)
+
+
+def _layer(row: Row, best: Sequence[Row]) -> int:
     """Higher layers are drawn later: 0 for jobs not trained to the end, 1 for finished ones, 2 for the best."""
-    return 2 if row.number == best else int(row.state == FINISHED)
+    return 2 if row in best else int(row.state == FINISHED)
 
 
 def _places(values: Sequence[str]) -> list[float]:

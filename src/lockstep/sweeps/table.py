@@ -19,7 +19,7 @@ from lockstep.distributed.run_folder import HeldFolder, unwritable
 from lockstep.errors import RAISED_BY_ALL, ConfigError, path_value
 from lockstep.failures.report import read_report
 from lockstep.files import write_whole
-from lockstep.runs.record import best_of, read_run, seconds_of, state_of
+from lockstep.runs.record import best_of, metric_on_test, read_run, seconds_of, state_of
 from lockstep.source_code import source_hashes
 from lockstep.text import differing
 
@@ -51,6 +51,7 @@ class Row:
     seconds: of all its lives together.
     cause: why it is in this state, in one line.
     rungs: of a search by halving: the objective at each rung, as epochs:objective.
+    test: the objective's metric on the test set, as the run reports it at its end.
     """
 
     number: int
@@ -63,6 +64,7 @@ class Row:
     seconds: float = 0.0
     cause: str = ""
     rungs: str = ""
+    test: float | None = None
 
     @property
     def values(self) -> dict[str, str]:
@@ -79,6 +81,8 @@ class Row:
 
 COLUMNS = [field.name for field in fields(Row)]
 NUMBERS: dict[str, type] = {"number": int, "objective": float, "best": float, "best_step": int, "seconds": float}
+NUMBERS |= {"test": float}
+ADDED = ("test",)  # columns that the table of an older sweep lacks
 
 
 class SweepTable:
@@ -113,18 +117,21 @@ class SweepTable:
         self._write()
         return row
 
-    def read_best(self, number: int) -> dict[str, Any]:
-        """The columns `best` and `best_step` of a job, from its run.json. Empty without one."""
+    def read_results(self, number: int) -> dict[str, Any]:
+        """The columns `best`, `best_step` and `test` of a job, from its run.json. Empty without one."""
         with suppress(ConfigError):
-            best, step = best_of(read_run(self.folder / self.rows[number].folder))
-            return {"best": best, "best_step": step}
+            run = read_run(self.folder / self.rows[number].folder)
+            best, step = best_of(run)
+            return {"best": best, "best_step": step, "test": metric_on_test(run)}
         return {}
 
     def note_killed(self) -> None:
         """Write what became of the jobs that an earlier command has left as running or stopped."""
         for row in self:
             if row.state in (RUNNING, STOPPED):
-                self.update(row.number, **state_after_kill(row, self.folder / row.folder) | self.read_best(row.number))
+                self.update(
+                    row.number, **state_after_kill(row, self.folder / row.folder) | self.read_results(row.number)
+                )
 
     def _write(self) -> None:
         """The file has the old rows or the new ones, whenever this process is killed."""
@@ -159,9 +166,9 @@ def read_table(folder: Path) -> list[Row]:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    values: dict[str, Any] = {name: cells[name] for name in COLUMNS}
+    values: dict[str, Any] = {name: cells.get(name, "") if name in ADDED else cells[name] for name in COLUMNS}
     for name, kind in NUMBERS.items():
-        values[name] = kind(cells[name]) if cells[name] else None
+        values[name] = kind(values[name]) if values[name] else None
     if values["state"] not in STATES:
         raise ValueError(f"state {values['state']}")
     return Row(**values)
