@@ -14,6 +14,7 @@ from lockstep.build_data import batch_transforms, completed, datasets, prepare, 
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
+from lockstep.data.dataset import weight_of_each_sample
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.transforms import Augment
@@ -81,7 +82,10 @@ def model_and_data(
 
     share = strategy.evaluation_share(world)
     augment, transforms = Augment(**data.augment), batch_transforms(cfg)
-    train_loader = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms)
+    weights = None
+    if data.sampling is not None and instantiate(cfg.mode).reads_training_data:
+        weights = weight_of_each_sample(train_data, data.sampling)
+    train_loader = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms, weights)
     eval_loader = BatchLoader(test_samples, converter, *share, cfg.seed, workers=data.workers)
     for loader in (train_loader, eval_loader):
         world.resources.callback(loader.close)

@@ -328,3 +328,15 @@ class PointStream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         for number in range(len(self) - self.missing):
             yield self.points[(number + self.first) % len(self)]
+
+
+class Uneven(Noisy):
+    """Three quarters of the points are of class 0, and the first ones weigh most."""
+
+    def __init__(self, count: int = 97) -> None:
+        super().__init__(count)
+        self.targets = [int(number % 4 == 0) for number in range(count)]
+        self.sample_weights = torch.linspace(3, 1, count)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], self.targets[index]

@@ -516,6 +516,10 @@ class Dataset:
         dict[str, Any] | None,
         "The function that makes (inputs, targets) of a list of samples; null: torch's default.",
     ]
+    sampling: Annotated[
+        Literal["balanced", "weights"] | None,
+        "Draw training samples with replacement; balanced: each class equally; weights: by the data's sample_weights.",
+    ]
     on_error: Annotated[
         Literal["fail", "skip"],
         "A sample that cannot be read; skip: the next one is trained on, and it is not evaluated.",

@@ -7,7 +7,7 @@ Inputs and targets are one tensor each, or a tuple or dict of tensors, whose fir
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -249,15 +249,68 @@ def class_count(dataset: Any, targets: Any, are_values: bool) -> int:
         return targets[:1].numel()
     if isinstance(names, Sized):
         return len(names)
-    stored = dataset.tensors[-1] if isinstance(dataset, torch.utils.data.TensorDataset) else dataset
-    numbers = stored if isinstance(stored, Tensor) else getattr(dataset, "targets", None)
     try:
-        return int(torch.as_tensor(numbers).max()) + 1
+        return int(torch.as_tensor(of_each_sample(dataset, "targets")).max()) + 1
     except (TypeError, ValueError, RuntimeError):  # there are none, or they are no numbers, such as names
         raise ConfigError(
             "the data set does not say how many classes it has; type dataset.classes=<how many>, "
             "or give it an attribute `classes` with their names"
         ) from None
+
+
+def of_each_sample(dataset: Any, name: str) -> Any:
+    """What a data set keeps of each of its samples, such as its `targets`, without reading them. None if it does not.
+
+    Of a part of a data set (torch's Subset) what the whole one keeps of the samples of the part.
+    """
+    if isinstance(dataset, torch.utils.data.Subset):
+        values = of_each_sample(dataset.dataset, name)
+        return None if values is None else torch.as_tensor(values)[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, torch.utils.data.TensorDataset) and name == "targets":
+        return dataset.tensors[-1]
+    return getattr(dataset, name, None)
+
+
+def class_of_each_sample(dataset: Any) -> Tensor | None:
+    """(N,) class numbers from 0 on; None if the data set does not keep them, see `of_each_sample`."""
+    try:
+        numbers = torch.as_tensor(of_each_sample(dataset, "targets")).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_kept = is_class_numbers(numbers) and len(numbers) == len(dataset) and bool((numbers >= 0).all())
+    return numbers.long() if is_kept else None
+
+
+def weight_of_each_sample(dataset: Any, sampling: Literal["balanced", "weights"]) -> Tensor:
+    """(N,) float64: how likely each training sample is to be drawn. Raises ConfigError where the data does not say it.
+
+    sampling: balanced makes all classes equally likely; weights takes the data set's attribute `sample_weights`.
+    """
+    key, kind = f"dataset.sampling={sampling}", type(dataset).__name__
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            f"{key} draws samples by their numbers, and the training data is an IterableDataset, {kind}, which is read "
+            f"from its beginning to its end; type dataset.sampling=null"
+        )
+    if sampling == "balanced":
+        classes = class_of_each_sample(dataset)
+        if classes is None:
+            raise ConfigError(
+                f"{key} needs the class of each training sample, and {kind} does not keep them; give it an attribute "
+                f"`targets` with a whole number from 0 on for each sample, or type dataset.sampling=null"
+            )
+        return 1 / classes.bincount()[classes].double()
+    try:
+        weights = torch.as_tensor(of_each_sample(dataset, "sample_weights"), dtype=torch.float64).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        weights = torch.empty(0)
+    is_fine = weights.shape == (len(dataset),) and bool(weights.isfinite().all()) and bool((weights >= 0).all())
+    if not is_fine or not weights.any():
+        raise ConfigError(
+            f"{key} needs a weight for each training sample, and {kind} has no attribute `sample_weights` with "
+            f"{len(dataset)} numbers of 0 or more, some of them above 0; give it one, or type dataset.sampling=balanced"
+        )
+    return weights
 
 
 def is_class_numbers(targets: Any) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors, tensors_in
-from lockstep.data.partition import Batch, LoadedPart, Part, fold_in, generator, seeded
-from lockstep.data.samples import EVALUATION, Samples
+from lockstep.data.partition import Batch, LoadedPart, Part, drawn, fold_in, generator, seeded
+from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
 from lockstep.data.workers import DatasetReader
 from lockstep.errors import ConfigError
@@ -26,6 +26,7 @@ class _Share(NamedTuple):
     start: samples of the epoch before the global batch.
     augmentation: their rows of the augmentation's plan, which is drawn for the global batch and cut as the batch is.
     plans: their rows of the plan of each batch transform.
+    draws: their places in the epoch, where samples are drawn: a sample that is drawn twice has other random numbers.
     part: the samples that the pass uses: a batch transform may mix in others.
     batch_samples: of the global batch, over all ranks.
     ends_batch: whether this is the last part that the rank has of the batch.
@@ -36,6 +37,7 @@ class _Share(NamedTuple):
     start: int = 0
     augmentation: Tensor | None = None
     plans: Sequence[Tensor] = ()
+    draws: Tensor | None = None
     part: Part | None = None
     batch_samples: int = 0
     ends_batch: bool = False
@@ -48,6 +50,7 @@ class BatchLoader:
     rank, size: this rank's share of an evaluation, and how many shares there are; what it trains on, `epoch` is told.
     augment, transforms: of training batches.
     workers: processes that read a data set which is not in memory. They start here.
+    weights: (N,) by which an epoch draws its samples, see `partition.drawn`; None: each sample comes once.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class BatchLoader:
         augment: Augment | None = None,
         workers: int = 0,
         transforms: Sequence[BatchTransform] = (),
+        weights: Tensor | None = None,
     ) -> None:
+        self.weights = weights
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
         self.augment, self.transforms = augment or Augment(), BatchTransforms(transforms)
         self.dataset = dataset
@@ -106,7 +111,7 @@ class BatchLoader:
         turns: slice = slice(None),
         last_epoch: int = 0,
     ) -> Iterator[Batch]:
-        """This rank's batches of one epoch; over all ranks every sample of the epoch comes once.
+        """This rank's batches of one epoch; over all ranks every sample of the epoch comes once, or as it was drawn.
 
         batch_size: of the samples of all ranks.
         parts: which parts of a global batch of indices (N,) are this rank's.
@@ -157,7 +162,8 @@ class BatchLoader:
         mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # a slice would keep all of it
         if not self.augment.enabled and not self.transforms:
             for part in mine:
-                yield _Share(epoch, part.indices, start, None, (), part, count, part is mine[-1])
+                draws = self._draws(start + part.start + torch.arange(len(part.indices)))
+                yield _Share(epoch, part.indices, start, None, (), draws, part, count, part is mine[-1])
             return
         augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
         plans = self.transforms.plans(count, *numbers)
@@ -165,10 +171,16 @@ class BatchLoader:
             places = self.transforms.with_samples_before(in_batch.indices, count)
             rows = None if augmentation is None else augmentation[places]
             of_plans = [plan[places] for plan in plans]
-            yield _Share(epoch, batch[places.to(batch.device)], start, rows, of_plans, part, count, part is mine[-1])
+            draws, indices = self._draws(start + places), batch[places.to(batch.device)]
+            yield _Share(epoch, indices, start, rows, of_plans, draws, part, count, part is mine[-1])
+
+    def _draws(self, places: Tensor) -> Tensor | None:
+        return None if self.weights is None else places
 
     def _order(self, generator: torch.Generator) -> Tensor:
         """The indices of an epoch's samples, in their order."""
+        if self.weights is not None:
+            return drawn(self.weights, generator)
         if isinstance(self.dataset, InMemoryDataset):
             return self.dataset.epoch_order(generator)
         if self.is_stream:
@@ -261,8 +273,7 @@ class BatchLoader:
         self._ahead = None
         if self.reader is None:
             return self._raw_from_memory(iter(shares))
-        keys = ([(share.epoch, number, share.start) for number in share.indices.tolist()] for share in shares)
-        return ((inputs, targets, [count_samples(targets)]) for inputs, targets in self.reader.read(keys))
+        return ((inputs, targets, [count_samples(targets)]) for inputs, targets in self.reader.read(map(_keys, shares)))
 
     def _raw_from_memory(self, shares: Iterator[_Share]) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
         values_per_sample = self.dataset.samples.shape[1:].numel()
@@ -276,6 +287,16 @@ class BatchLoader:
                 self.dataset.targets.index_select(0, indices),
             )
             yield samples, targets, [len(one) for one in group]
+
+
+def _keys(share: _Share) -> list[Key]:
+    """The keys of a share's samples."""
+    numbers = share.indices.tolist()
+    if share.draws is None:
+        return [(share.epoch, number, share.start) for number in numbers]
+    return [
+        (share.epoch, number, share.start, draw) for number, draw in zip(numbers, share.draws.tolist(), strict=True)
+    ]
 
 
 class Converter:

@@ -41,7 +41,8 @@ COLLATE_NODE = "{_target_:<module>.<function>,_partial_:true}"
 COLLATE_ADVICE = f"type dataset.collate_fn='{COLLATE_NODE}' as docs/data.md shows"
 
 Key = tuple[int, ...]
-"""(epoch, number of the sample in the data set), and in training the samples of the epoch before its global batch."""
+"""(epoch, number of the sample in the data set), in training the samples of the epoch before its global batch, and
+where samples are drawn with replacement the place of the draw in the epoch."""
 
 
 class SampleError(RuntimeError):
@@ -64,9 +65,9 @@ class Samples:
     """A data set as a DataLoader reads it: map-style, or iterable (see `Stream`).
 
     Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
-    sample). So its random numbers are the same in whichever rank or worker, and after a resume. Before a `collate_fn`
-    they are seeded with (seed, epoch, place of the global batch). `set_epoch` of a data set that has one is called
-    wherever it is read.
+    sample), and the place of the draw where samples are drawn with replacement. So its random numbers are the same in
+    whichever rank or worker, and after a resume. Before a `collate_fn` they are seeded with (seed, epoch, place of the
+    global batch). `set_epoch` of a data set that has one is called wherever it is read.
 
     name: for messages.
     transforms: applied one after the other to samples of a training.
@@ -110,33 +111,33 @@ class Samples:
     def read(self, keys: Sequence[Key]) -> Read:
         """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
-            read = [found for epoch, number, *_ in keys for found in self._read(epoch, number)]
+            read = [found for epoch, number, *place in keys for found in self._read(epoch, number, *place[1:])]
             kept = len(read)
             if not read:  # a batch of no samples needs one, for its shape
                 read = [self._readable(EVALUATION, 0)]
-        epoch, _, *start = keys[0] if keys else (EVALUATION, 0)
-        seed = fold_in(self.seed, epoch, *start, COLLATE)
+        epoch, _, *place = keys[0] if keys else (EVALUATION, 0)
+        seed = fold_in(self.seed, epoch, *place[:1], COLLATE)
         return Read([number for number, _ in read], [sample for _, sample in read], kept, seed)
 
-    def _read(self, epoch: int, number: int) -> list[tuple[int, Any]]:
-        """[(number, sample)], empty for one that is left out."""
+    def _read(self, epoch: int, number: int, *draw: int) -> list[tuple[int, Any]]:
+        """[(number, sample)], empty for one that is left out. draw: the rest of its key."""
         if not self.skips:
-            return [(number, self._transformed(epoch, number))]
+            return [(number, self._transformed(epoch, number, *draw))]
         if epoch != EVALUATION:
-            return [self._readable(epoch, number)]
+            return [self._readable(epoch, number, *draw)]
         try:
             return [(number, self._transformed(epoch, number))]
         except SampleError as error:
             self._note(number, f"{error}; it is left out")
             return []
 
-    def _readable(self, epoch: int, number: int) -> tuple[int, Any]:
+    def _readable(self, epoch: int, number: int, *draw: int) -> tuple[int, Any]:
         """The first sample from `number` on that can be read. Raises ConfigError if many in a row cannot."""
         errors = list[SampleError]()
         for later in range(number, number + min(len(self), MOST_UNREADABLE)):
             candidate = later % len(self)
             try:
-                return candidate, self._transformed(epoch, candidate)
+                return candidate, self._transformed(epoch, candidate, *draw)
             except SampleError as error:
                 if not self.skips:
                     raise
@@ -153,13 +154,13 @@ class Samples:
             self.named.add(number)
             log.warning(sentence)
 
-    def _transformed(self, epoch: int, number: int) -> Any:
+    def _transformed(self, epoch: int, number: int, *draw: int) -> Any:
         try:
             if self.stream is None:
                 if self.set_epoch is not None and epoch != self.epoch:
                     self.set_epoch(max(epoch, 0))  # an evaluation has -1, which is no seed
                     self.epoch = epoch
-                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
+                seed_all(fold_in(self.seed, epoch, number, TRANSFORMS, *draw))
                 sample = self.dataset[number]
             else:
                 sample = self.stream.read(epoch, number)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset
+from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset, of_each_sample
 from lockstep.data.image_files import ImageFiles, Target
 from lockstep.data.partition import random_states_kept
 from lockstep.training.weight_check import digest
@@ -41,6 +41,13 @@ def data_fingerprint(dataset: Any) -> str:
 
 
 def _fingerprint(dataset: Any) -> str:
+    weights = of_each_sample(dataset, "sample_weights")
+    if weights is None:
+        return _of_samples(dataset)
+    return f"{_of_samples(dataset)}, sample_weights {_hash(torch.as_tensor(weights, dtype=torch.float64).tolist())}"
+
+
+def _of_samples(dataset: Any) -> str:
     images = image_files(dataset)
     if images is not None:
         folder, files = images
