@@ -23,10 +23,10 @@ SLOW_SAVES = [*SLOW, "trainer.epochs=4", "snapshot.every=20steps"]
 
 @pytest.mark.parametrize("starter", ["launch=fork", "torchrun"])
 def test_a_stop_inside_torch_save_leaves_whole_snapshots(start, start_faulty, tmp_path, starter):
-    command = [*STARTERS[starter], *SLOW_SAVES]
+    command = [*STARTERS["launch=fork"], *SLOW_SAVES]
     start(*command, "hydra.run.dir=whole").finish()
     slow = "+logger.slow._target_=support.slow_disk.SlowSaves"
-    run = start_faulty(*command, slow, "hydra.run.dir=run", PYTHONPATH=TESTS)
+    run = start_faulty(*STARTERS[starter], *SLOW_SAVES, slow, "hydra.run.dir=run", PYTHONPATH=TESTS)
     wait_for(lambda: (tmp_path / "in-save").exists(), "torch.save")
     run.send(signal.SIGTERM)
     run.finish(75 if starter == "launch=fork" else None)

@@ -21,14 +21,15 @@ FOREIGN_MOMENTS = {
     "mpirun": [0.8, 2.0],
 }
 ROWS = [
-    *[(signal.SIGINT, words) for words in ([], ["launch=torchrun"], ["launch=spawn"])],
-    *[(signal.SIGHUP, [f"launch={name}"]) for name in ("fork", "torchrun", "spawn")],
+    *[(signal.SIGINT, words) for words in ([], ["launch=torchrun"])],
+    *[(signal.SIGHUP, [f"launch={name}"]) for name in ("fork", "spawn")],
 ]
-FOREIGN_ROWS = [(number, name) for number in (signal.SIGINT, signal.SIGHUP) for name in ("torchrun", "mpirun")]
+FOREIGN_ROWS = [(signal.SIGINT, "torchrun"), (signal.SIGHUP, "mpirun")]
 if os.environ.get("LOCKSTEP_SIGNALS") == "all":
     WORDS = ([], ["launch=torchrun"], ["launch=spawn"], ["launch=fork"])
     ROWS = [(number, words) for number in (signal.SIGINT, signal.SIGHUP) for words in WORDS]
     MOMENTS = [0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.2, 1.5, 1.8, 2.2]
+    FOREIGN_ROWS = [(number, name) for number in (signal.SIGINT, signal.SIGHUP) for name in FOREIGN_MOMENTS]
     FOREIGN_MOMENTS = {name: [0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.2] for name in FOREIGN_MOMENTS}
 
 

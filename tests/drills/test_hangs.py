@@ -40,7 +40,7 @@ VERDICTS = {
 }
 KINDS = list(VERDICTS)
 CHOSEN = [(kind, "train", "auto", 2) for kind in KINDS]
-CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("forward", "loader", "skip", "stopped", "gil")]
+CHOSEN += [(kind, "evaluation", "all_reduce", 4) for kind in ("loader", "skip", "stopped")]
 MATRIX = [
     (kind, place, sync, size)
     for kind in KINDS

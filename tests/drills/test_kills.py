@@ -1,4 +1,7 @@
-"""Kills again and again: one restart each, no step trained twice, the same bits at the end."""
+"""Kills again and again: one restart each, no step trained twice, the same bits at the end.
+
+What was not disturbed is made by launch=fork, whose start costs least: launchers change no bit.
+"""
 
 import os
 import random
@@ -16,7 +19,7 @@ from support.worlds import same_bits
 pytestmark = pytest.mark.drill
 
 TESTS = Path(__file__).parents[1]
-KILLS = 5
+KILLS = int(os.environ.get("LOCKSTEP_KILLS", "3"))
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc_per_node=2"]
 
 
@@ -35,9 +38,9 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
     return time.monotonic() - killed
 
 
-@pytest.mark.timeout(1200)
-def test_five_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
-    training, folder = [*SLOW, "trainer.epochs=20"], tmp_path / "run"
+@pytest.mark.timeout(600 + 120 * KILLS)
+def test_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
+    training, folder = [*SLOW, f"trainer.epochs={4 * KILLS}"], tmp_path / "run"
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
     run = start_faulty(*STANDALONE, f"--max-restarts={KILLS}", TRAIN, *training, "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
@@ -85,9 +88,9 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(
     "launcher", [[*STANDALONE, "--max-restarts=1", TRAIN], [*PYTHON_TRAIN, "launch=torchrun", "launch.max_restarts=1"]]
 )
 def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launcher):
-    words = [*launcher, *SLOW, "trainer.epochs=1", "model._target_=support.faults.FaultyModel"]
-    start(*words, "hydra.run.dir=undisturbed", PYTHONPATH=TESTS).finish()
-    start_faulty(*words, "hydra.run.dir=run", FAULT="forward/segfault_once:1:23", PYTHONPATH=TESTS).finish()
+    words = [*SLOW, "trainer.epochs=1", "model._target_=support.faults.FaultyModel"]
+    start(*PYTHON_TRAIN, "launch=fork", *words, "hydra.run.dir=undisturbed", PYTHONPATH=TESTS).finish()
+    start_faulty(*launcher, *words, "hydra.run.dir=run", FAULT="forward/segfault_once:1:23", PYTHONPATH=TESTS).finish()
     assert (tmp_path / "crashed").exists()
     assert count_resumptions(tmp_path / "run") == 1
     assert same_bits(tmp_path / "undisturbed", tmp_path / "run")
@@ -97,9 +100,9 @@ def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launch
 def test_a_kill_in_a_job_of_a_sweep_under_torchrun_costs_that_job_no_bit_and_the_others_nothing(
     start, start_faulty, tmp_path
 ):
-    words = [*STANDALONE, "--max-restarts=1", TRAIN, *SLOW, "trainer.epochs=6", "-m", "seed=1,2,3"]
-    start(*words, "hydra.sweep.dir=undisturbed").finish()
-    run = start_faulty(*words, "hydra.sweep.dir=sweep")
+    words = [*SLOW, "trainer.epochs=6", "-m", "seed=1,2,3"]
+    start(*PYTHON_TRAIN, "launch=fork", *words, "hydra.sweep.dir=undisturbed").finish()
+    run = start_faulty(*STANDALONE, "--max-restarts=1", TRAIN, *words, "hydra.sweep.dir=sweep")
     wait_for(lambda: position(tmp_path / "sweep/1_seed=2")[0] >= 5, "first snapshot of the second job")
     first = (tmp_path / "sweep/0_seed=1/model.pt").stat().st_mtime_ns
     run.broken_at = time.time()

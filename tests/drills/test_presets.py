@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN
 from support.event_files import scalars
 
 pytestmark = [
@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def test_the_mnist_preset_reaches_99_percent(start):
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "experiment=mnist_ddp").finish()
+    run = start(*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "experiment=mnist_ddp").finish()
     assert scalars(run.folder)["test/accuracy"][-1][1] >= 0.99
 
 

@@ -70,9 +70,8 @@ def test_a_killed_search_in_two_slots_ends_with_the_same_table(start, undisturbe
 def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
     """The job that is promoted ends with the objective that it has in a sweep without a search."""
     sweep = ["-m", "model=mlp", "trainer.epochs=2", "optimizer.lr=0.001,0.1"]
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep]
-    search = start(*command, *HALVING).finish()
-    start(*command, "hydra.sweep.dir=list").finish()
+    search = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep, *HALVING).finish()
+    start(*PYTHON_TRAIN, "launch=fork", *sweep, "hydra.sweep.dir=list").finish()
     searched, listed = results(search.cwd / "s"), results(search.cwd / "list")
     assert [row.state for row in searched] == ["pruned", "finished"]
     assert searched[1].objective == listed[1].objective

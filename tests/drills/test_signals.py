@@ -15,7 +15,7 @@ from support.commands import LAUNCHERS, STARTERS, Command, processes_of, wait_fo
 from support.phases import PARTS, in_phase
 from support.run_folders import newest_snapshot, stopped_at
 
-pytestmark = [pytest.mark.drill, pytest.mark.new_process]
+pytestmark = pytest.mark.drill
 
 TESTS = Path(__file__).parents[1]
 INT, HUP, TERM = signal.SIGINT, signal.SIGHUP, signal.SIGTERM
@@ -87,7 +87,15 @@ if os.environ.get("LOCKSTEP_SIGNALS") == "all":
     FOREIGN_ROWS += [("mpirun", *rest) for rest in PHASES if rest[0] not in ("import", "snapshot", "end")]
 
 
-@pytest.mark.parametrize(("starter", "phase", "number", "who"), ROWS, ids=lambda value: getattr(value, "name", value))
+def in_a_new_process_where_it_imports(rows: list) -> list:
+    return [pytest.param(*row, marks=[pytest.mark.new_process] * (row[1] == "import")) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("starter", "phase", "number", "who"),
+    in_a_new_process_where_it_imports(ROWS),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
     run = start_in_phase(start_faulty, tmp_path, starter, phase)
     run.send(number, who)
@@ -98,7 +106,9 @@ def test_one_signal(start_faulty, tmp_path, starter, phase, number, who):
 
 
 @pytest.mark.parametrize(
-    ("starter", "phase", "number", "who"), FOREIGN_ROWS, ids=lambda value: getattr(value, "name", value)
+    ("starter", "phase", "number", "who"),
+    in_a_new_process_where_it_imports(FOREIGN_ROWS),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_one_signal_under_a_launcher_that_has_words_and_codes_of_its_own(
     start_faulty, tmp_path, starter, phase, number, who

@@ -69,8 +69,7 @@ def test_a_warning_before_the_limit_saves_and_requeues_the_job(start, slurm):
     assert slurm.wait_for_job(job, "COMPLETED") == {"JobState": "COMPLETED", "Restarts": "1", "ExitCode": "0:0"}
     log = read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in log
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN]
-    unbroken = start(*torchrun, "model=mlp", "trainer.epochs=20", "hydra.run.dir=unbroken").finish()
+    unbroken = start(*PYTHON_TRAIN, "launch=fork", "model=mlp", "trainer.epochs=20", "hydra.run.dir=unbroken").finish()
     assert unbroken.epochs[-1].split("samples")[0].strip() in log
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
@@ -111,7 +110,7 @@ def start_srun(start_faulty, slurm: SlurmCluster, tmp_path: Path, phase: str, se
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [*[(phase, signal.SIGINT) for phase in ("meeting", "prepare", "build", "step")], ("evaluation", signal.SIGHUP)],
+    [("meeting", signal.SIGINT), ("step", signal.SIGINT), ("evaluation", signal.SIGHUP)],
 )
 def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm, tmp_path, phase, number):
     """srun asks for a second Ctrl-C, and then kills its tasks at once, as it does when the terminal closes."""
@@ -131,7 +130,7 @@ def test_a_signal_to_a_typed_srun_loses_no_finished_snapshot(start_faulty, slurm
         ).finish()
 
 
-@pytest.mark.parametrize(("phase", "name"), [("step", "INT"), ("step", "HUP"), ("step", "TERM"), ("evaluation", "INT")])
+@pytest.mark.parametrize(("phase", "name"), [("step", "HUP"), ("step", "TERM"), ("evaluation", "INT")])
 def test_a_signal_by_scancel_saves_the_last_step(start_faulty, slurm, tmp_path, phase, name):
     run = start_srun(start_faulty, slurm, tmp_path, phase, 0.2)
     slurm.run("scancel", f"--signal={name}", slurm.run("squeue", "--noheader", "--format=%i").strip())

@@ -93,7 +93,7 @@ def test_two_slots_run_two_jobs_at_once_with_the_same_numbers(start):
 
 def test_a_rank_killed_under_torchrun_ends_the_sweep_which_then_goes_on(start):
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "-m", RATES, *JOBS]
-    whole = start(*command, "hydra.sweep.dir=whole").finish()
+    whole = start(*PYTHON_TRAIN, "launch=fork", "-m", RATES, *JOBS, "hydra.sweep.dir=whole").finish()
     run = start(*command)
     wait_for(lambda: list((run.cwd / "s").glob("1_*/snapshots/step_*.pt")), "snapshot")
     os.kill(ranks_of_torchrun(run.process.pid)[-1], signal.SIGKILL)

@@ -32,8 +32,7 @@ def test_a_lone_rank_waits_for_backend_timeout_and_says_who_is_missing(start_fau
     assert "Traceback" not in run.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM)])
 def test_a_lone_rank_heeds_the_first_signal(start_faulty, rank, number):
     run = lone_rank(start_faulty, rank, "127.0.0.1")
     time.sleep(6)  # it waits now, or will

@@ -41,7 +41,7 @@ def interrupt(start, folder, launch):
     return command
 
 
-@pytest.mark.parametrize("launch", ["env", "spawn", "fork"])
+@pytest.mark.parametrize("launch", ["env", "fork"])  # torchrun: below
 def test_ctrl_c_saves_the_last_step(start, tmp_path, launch):
     interrupt(start, tmp_path / "run", launch)
 
@@ -54,7 +54,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_to_the_same_bits(start, tmp
     assert same_bits(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("launch", ["spawn", "fork", "torchrun"])
+@pytest.mark.parametrize("launch", ["fork", "torchrun"])
 def test_workers_end_with_their_killed_rank(start, tmp_path, launch):
     command = [*PYTHON_TRAIN, *READ_BY_WORKERS, "trainer.epochs=1000", f"launch={launch}", "hydra.run.dir=run"]
     run = start(*command, PYTHONPATH=ROOT / "tests")

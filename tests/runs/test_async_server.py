@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from support.commands import TORCHRUN, TRAIN
 from support.event_files import scalars
 
 
-def test_it_applies_stale_gradients_and_learns(start: Any) -> None:
+def test_it_applies_stale_gradients_and_learns(train: Any) -> None:
     options = ["strategy=async_parameter_server", "optimizer.momentum=0.5"]
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options).finish()
+    run = train("launch=torchrun", "launch.nproc_per_node=3", *options)
     shown = scalars(run.folder)
     assert all(0 < value <= 10 for _, value in shown["async/staleness_mean"])
     assert max(value for _, value in shown["async/staleness_max"]) >= 1

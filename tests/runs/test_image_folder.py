@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.commands import TORCHRUN, TRAIN
-
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
@@ -22,7 +20,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_workers(
-    train: Any, start: Any, pictures: Path
+    train: Any, pictures: Path
 ) -> None:
     # Batches of 9 leave a last one of 1: two ranks have nothing to do there.
     options = [
@@ -31,9 +29,7 @@ def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_
         "trainer.precision=fp64", "dataset.augment.pad=2", "dataset.cache_dir=decoded",
     ]  # fmt: skip
     alone = train(*options, "hydra.run.dir=alone", "dataset.cache=off")
-    three = start(
-        *TORCHRUN, "--standalone", "--nproc_per_node=3", TRAIN, *options, "hydra.run.dir=three", "dataset.cache=on"
-    ).finish()
+    three = train("launch=torchrun", "launch.nproc_per_node=3", *options, "hydra.run.dir=three", "dataset.cache=on")
     assert "37 training and 11 test samples" in alone.output
     assert len(alone.epochs) == 2
     assert three.epochs == alone.epochs

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,9 @@ from support.ports import free_port
 # sync_bn=auto: nothing needs to be typed for equal numbers. In fp32 some CPUs differ in the last printed digit.
 SHORT = ["trainer.epochs=2", "trainer.precision=fp64"]
 MPIRUN = ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", *PYTHON_TRAIN]
-pytestmark = pytest.mark.new_process
 NEEDS_MPI = pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun: apt-get install openmpi-bin")
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, "backend=gloo"],
-    "torch.distributed.launch": [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", TRAIN],
     "launch=torchrun": [*PYTHON_TRAIN, "launch=torchrun", "launch.nproc_per_node=2"],
     "launch=spawn": [*PYTHON_TRAIN, "launch=spawn", "launch.nproc_per_node=2"],
     "launch=fork": [*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2"],
@@ -72,6 +69,7 @@ def test_the_curves_are_complete_and_count_optimizer_steps(alone):
     assert shown in alone.epochs[1]
 
 
+@pytest.mark.new_process
 @pytest.mark.parametrize("command", STARTERS.values(), ids=STARTERS)
 def test_two_ranks_of_any_starter_equal_one_process(start, alone, command):
     run = start(*command, *SHORT).finish()

@@ -1,13 +1,16 @@
 """`python src/train.py` in a third of its time: a process that has imported what it needs forks a copy of itself.
 
 Most of the time of a short command is the import of torch. A copy has the folder, environment, words, session and
-output of the command, and runs `src/train.py` as its main program. Only what comes before is another's: the imports,
-and in /proc the command line and the environment. So a test of the start itself asks for a new process, with the mark
-`new_process`.
+output of the command, and runs `src/train.py` as its main program, or torchrun. What such a command starts with
+multiprocessing before it has threads, its fork server and the ranks of launch=spawn, is a copy of it, too. Only what
+comes before is another's: the imports, and in /proc the environment. So a test of the start itself asks for a new
+process, with the mark `new_process`.
 """
 
+import ctypes
 import importlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,7 +31,9 @@ TRAIN = str(SOURCE / "train.py")
 # Read by the interpreter or by a library while it is loaded: a copy would not see them.
 READ_AT_THE_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "TORCH", "GLOO_", "PYTHON", "LD_", "MALLOC_")
 MODULES = ("lockstep.rank_imports", "lockstep.preflight", "lockstep.modes.train")
-MODULES += ("torch.distributed.fsdp", "torch.distributed.pipelining")
+MODULES += ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.launcher.api")
+OF_TORCHRUN = ["-m", "torch.distributed.run"]
+ROOM = 16384  # bytes for the command line of a copy, in that of the server
 
 _one_at_a_time = threading.Lock()  # commands may be started in several threads
 
@@ -35,7 +41,8 @@ _one_at_a_time = threading.Lock()  # commands may be started in several threads
 def can_be_forked(command: list[str], env: dict[str, str]) -> bool:
     """Whether a copy does the same as the command. env: the variables that its test adds."""
     own = [key for key in env if key.startswith(READ_AT_THE_START) and key != "PYTHONPATH"]
-    if own or command[:2] != [sys.executable, TRAIN] or not hasattr(os, "pidfd_open"):
+    is_known = command[:2] == [sys.executable, TRAIN] or command[:3] == [sys.executable, *OF_TORCHRUN]
+    if own or not is_known or not hasattr(os, "pidfd_open"):
         return False
     import torch
 
@@ -108,8 +115,7 @@ def _server(prepared_by: str) -> socket.socket:
     """The socket of this process's server, which ends when the socket is closed."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        # Its words hold the name of train.py, by which a test finds ranks that their parent has forked.
-        words = [sys.executable, __file__, str(its.fileno()), prepared_by, TRAIN]
+        words = [sys.executable, __file__, str(its.fileno()), prepared_by, "-" * ROOM]
         subprocess.Popen(words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
     return ours
 
@@ -169,11 +175,57 @@ def _become(words: list[str], folder: str, env: dict[str, str], output: int) -> 
     tempfile.tempdir = None
     del sys.modules["__mp_main__"]  # this file, as multiprocessing has noted it
     sys.modules["numpy"].random.seed()  # each new process draws other numbers
+    _show_command_line([sys.executable, *words])
+    if words[:2] == OF_TORCHRUN:
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.exit()
+    multiprocessing.util.spawnv_passfds = _start_copy
     sys.argv = words
     try:
         runpy.run_path(words[0], run_name="__main__")
     finally:
         os._exit(70)  # train.py ends its process itself
+
+
+def _show_command_line(words: list[str | bytes]) -> None:
+    """In /proc, for tests and for the command that a report shows, the words are those of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)  # multiprocessing has bytes, too
+    ctypes.memmove(start, line[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _start_copy(path: str, words: list[str], kept: list[int], start_anew=multiprocessing.util.spawnv_passfds) -> int:
+    """Start, for multiprocessing, what imports what this process has: as a copy of it. Returns its pid.
+
+    kept: the descriptors that it gets.
+    """
+    number = words.index("-c") + 1
+    starts_torch = "multiprocessing.forkserver" in words[number] or "multiprocessing.spawn" in words[number]
+    if not starts_torch or len(os.listdir("/proc/self/task")) > 1:
+        return start_anew(path, words, kept)
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for signal_number in signal.valid_signals():
+            if callable(signal.getsignal(signal_number)):
+                signal.signal(signal_number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+            with suppress(OSError):  # that of the list itself
+                os.close(descriptor)
+        _show_command_line(words)
+        sys.argv = ["-c", *words[number + 1 :]]
+        exec(words[number], {})
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
