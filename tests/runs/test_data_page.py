@@ -1,7 +1,5 @@
 """The examples of docs/data.md, copied to a folder outside the repository and run by the page's own commands."""
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch
 from PIL import Image
 
 from support.commands import ROOT, Command
-from support.pages import copy_examples, script
+from support.pages import copy_examples, environment, script
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 
@@ -33,10 +31,8 @@ def run(tmp_path: Path, start: Callable[..., Command]) -> Callable[[str], Comman
     (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
 
     def run_section(heading: str) -> Command:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = ("bash", "-c", script(PAGE, heading))
-        own = {"HOME": tmp_path, "PATH": path, "LOCKSTEP_DATA": tmp_path / "data"}  # decoded images go there
-        return start(*words, cwd=tmp_path / "lockstep", **own).finish()
+        return start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish()
 
     return run_section
 

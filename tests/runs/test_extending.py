@@ -1,7 +1,6 @@
 """The examples of docs/extending.md, copied to a folder outside the repository and run by the page's own commands."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import yaml
 
 from support.commands import ROOT, Command
 from support.event_files import scalars
-from support.pages import copy_examples, example_files, script, section
+from support.pages import copy_examples, environment, example_files, script, section
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 Start = Callable[..., Command]
@@ -25,9 +24,8 @@ def run(tmp_path: Path, start: Start) -> Callable[[str], Command]:
     copy_examples(PAGE, tmp_path)
 
     def run_section(heading: str) -> Command:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         words = ("bash", "-c", script(PAGE, heading))
-        return start(*words, cwd=tmp_path / "lockstep", HOME=tmp_path, PATH=path).finish()
+        return start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish()
 
     return run_section
 

@@ -1,24 +1,20 @@
 """docs/own_project.md: its files, copied to a folder outside the repository, and all its commands, in its order."""
 
 import csv
-import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from support.commands import ROOT, Command
-from support.pages import COMMANDS, copy_examples
+from support.pages import COMMANDS, copy_examples, environment
 
 PAGE = (ROOT / "docs" / "own_project.md").read_text()
 
 
 def test_a_project_from_data_to_export(tmp_path: Path, start: Callable[..., Command]) -> None:
     copy_examples(PAGE, tmp_path)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
-    own = {"HOME": tmp_path, "PATH": path, "LOCKSTEP_DATA": tmp_path / "data"}
-    output = start(*words, cwd=tmp_path / "lockstep", **own).finish().output
+    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish().output
     assert "180 training and 60 test samples" in output
     assert float(re.findall(r"finished: test .*f1 (\d\.\d+)", output)[0]) > 0.8
     assert re.search(r"evaluated: test loss \d\.\d+, accuracy \d\.\d+, f1 \d\.\d+, over 60 samples", output)

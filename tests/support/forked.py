@@ -110,6 +110,36 @@ class ForkedProcess:
         return self.returncode
 
 
+def python_in(folder: Path) -> Path:
+    """A folder for PATH whose `python src/train.py`, typed in a script of a shell, is forked, too."""
+    _server("")
+    file = folder / "python"
+    folder.mkdir()
+    file.write_text(f"#!{sys.executable} -IS\n{TYPED.format(python=sys.executable, address=_address(os.getpid()))}")
+    file.chmod(0o755)
+    return folder
+
+
+TYPED = """import json, os, socket, sys
+if sys.argv[1:2] != ["src/train.py"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+answers, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [request], [1, of_server.fileno()])
+of_server.close()
+answers.recv(16)
+code = int(answers.recv(16))
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
+def _address(pid: int) -> str:
+    """The Unix socket, of no file, at which the server that this process has started takes requests of others."""
+    return f"\0lockstep-{pid}"
+
+
 @cache
 def _server(prepared_by: str) -> socket.socket:
     """The socket of this process's server, which ends when the socket is closed."""
@@ -123,24 +153,34 @@ def _server(prepared_by: str) -> socket.socket:
 def _serve(requests: socket.socket, prepared_by: str) -> None:
     _import_all(prepared_by)
     running: dict[int, tuple[int, int]] = {}  # {pidfd: (pid, answers)}
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not prepared_by:
+        listener.bind(_address(os.getppid()))
+        listener.listen()
     while True:
-        ready, _, _ = select.select([requests, *running], [], [])
-        for ended in [one for one in ready if one is not requests]:
+        ready, _, _ = select.select([requests, *([] if prepared_by else [listener]), *running], [], [])
+        for ended in [one for one in ready if isinstance(one, int)]:
             pid, answers = running.pop(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):
                 os.write(answers, str(code).encode())
             os.close(answers)
             os.close(ended)
-        if requests not in ready:
+        if requests in ready:
+            request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 2)
+            if not request:
+                os._exit(0)
+        elif listener in ready:
+            with listener.accept()[0] as typed:
+                request, descriptors, _, _ = socket.recv_fds(typed, 2**18, 2)
+        else:
             continue
-        request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 2)
-        if not request:
-            os._exit(0)
         output, answers = descriptors
         pid = os.fork()
         if pid == 0:
-            for descriptor in (requests.fileno(), answers, *running, *[answers for _, answers in running.values()]):
+            for file in (requests, listener):
+                file.close()
+            for descriptor in (answers, *running, *[answers for _, answers in running.values()]):
                 os.close(descriptor)
             _become(*json.loads(request), output=output)
         os.close(output)

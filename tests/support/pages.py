@@ -1,9 +1,12 @@
 """The Markdown pages of this repository, and the code in them."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
-from support.commands import ROOT
+from support.commands import ROOT, TRAIN
+from support.forked import can_be_forked, python_in
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACEHOLDER = re.compile(r"<|\.\.\.|\$|NAME")  # in a word that stands for something to fill in
@@ -51,6 +54,14 @@ def copy_examples(page: str, home: Path) -> None:
     (home / "lockstep").mkdir()
     for folder in ("src", "conf"):
         (home / "lockstep" / folder).symlink_to(ROOT / folder)
+
+
+def environment(home: Path) -> dict[str, object]:
+    """Of a shell in which the commands of a page are typed: `~` is `home`, and `python src/train.py` starts soon."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    if can_be_forked([sys.executable, TRAIN], {}):
+        path = f"{python_in(home / 'bin')}:{path}"
+    return {"HOME": home, "PATH": path, "LOCKSTEP_DATA": home / "data"}  # decoded images go there
 
 
 def script(page: str, heading: str) -> str:
