@@ -40,7 +40,6 @@ def test_the_garbage_collector_excludes_what_was_imported(train, tmp_path, launc
     assert "False" not in run.output
 
 
-@pytest.mark.new_process
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
 def test_ranks_share_the_imports_of_their_fork_server(start, tmp_path):
     """A server that cannot import what ranks need says nothing: each rank then imports torch by itself."""
