@@ -64,7 +64,7 @@ class ForkedProcess:
         request = json.dumps([command[1:], str(cwd), env]).encode()
         with of_server:
             with _one_at_a_time:
-                server = _server(prepared_by)
+                server, _ = _server(prepared_by)
             socket.send_fds(server, [request], [writer, of_server.fileno()])
         os.close(writer)
         self.pid = int(self.answers.recv(16))
@@ -112,10 +112,10 @@ class ForkedProcess:
 
 def python_in(folder: Path) -> Path:
     """A folder for PATH whose `python src/train.py`, typed in a script of a shell, is forked, too."""
-    _server("")
+    _, address = _server("")
     file = folder / "python"
     folder.mkdir()
-    file.write_text(f"#!{sys.executable} -IS\n{TYPED.format(python=sys.executable, address=_address(os.getpid()))}")
+    file.write_text(f"#!{sys.executable} -IS\n{TYPED.format(python=sys.executable, address=address)}")
     file.chmod(0o755)
     return folder
 
@@ -135,30 +135,24 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
-def _address(pid: int) -> str:
-    """The Unix socket, of no file, at which the server that this process has started takes requests of others."""
-    return f"\0lockstep-{pid}"
-
-
 @cache
-def _server(prepared_by: str) -> socket.socket:
-    """The socket of this process's server, which ends when the socket is closed."""
+def _server(prepared_by: str) -> tuple[socket.socket, bytes]:
+    """The socket of this process's server, which ends when the socket is closed, and where it hears other processes."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        words = [sys.executable, __file__, str(its.fileno()), prepared_by, "-" * ROOM]
-        subprocess.Popen(words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-    return ours
+    with its, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")  # at a name that is no file
+        listener.listen()
+        kept = [its.fileno(), listener.fileno()]
+        words = [sys.executable, __file__, *map(str, kept), prepared_by, "-" * ROOM]
+        subprocess.Popen(words, pass_fds=kept, stdin=subprocess.DEVNULL, start_new_session=True)
+        return ours, listener.getsockname()
 
 
-def _serve(requests: socket.socket, prepared_by: str) -> None:
+def _serve(requests: socket.socket, listener: socket.socket, prepared_by: str) -> None:
     _import_all(prepared_by)
     running: dict[int, tuple[int, int]] = {}  # {pidfd: (pid, answers)}
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if not prepared_by:
-        listener.bind(_address(os.getppid()))
-        listener.listen()
     while True:
-        ready, _, _ = select.select([requests, *([] if prepared_by else [listener]), *running], [], [])
+        ready, _, _ = select.select([requests, listener, *running], [], [])
         for ended in [one for one in ready if isinstance(one, int)]:
             pid, answers = running.pop(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -269,4 +263,4 @@ def _start_copy(path: str, words: list[str], kept: list[int], start_anew=multipr
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    _serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
