@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +40,8 @@ from lockstep.sweeps.process import Outcome, Slot, divide_machine
 from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, run_in_world, sweeper_goes_on
 from lockstep.sweeps.search import (
     LIST,
+    RACE,
+    TPE,
     Choices,
     Constraint,
     Job,
@@ -101,6 +103,7 @@ class HydraJobs:
             mode=mode,
             epochs=base.trainer.epochs,
             pause_after=base.trainer.pause_after,
+            first_seed=master.seed,
         )
 
     def compose(self, overrides: Sequence[str], number: int, folder: str | None = None) -> DictConfig:
@@ -194,10 +197,7 @@ class HydraJobs:
         config = flatten(OmegaConf.to_container(self.base, resolve=False))
         fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
         folders, own = words_of_folders(sys.argv[1:]), list(filter(chooses_foreign_target, sys.argv[1:]))
-        sweep = OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, [*own, *folders])
-        if not self.settings.preview:
-            at_end(sweep.finish)
-        return sweep
+        return OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, [*own, *folders])
 
     def run_here(self, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
         """Run jobs in processes that are forked from this one, which imports and asks once what each of them needs: of
@@ -309,12 +309,14 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     overrides = parser.parse_overrides(list(words))
     rows = read_table(Path(str(master.hydra.sweep.dir)))
     varied = {key for row in rows for key in row.values}  # also if this command has one value of a key
+    if master.sweep.search == RACE:
+        varied.add("seed")
     plain = [override for override in overrides if not override.is_sweep_override()]
     fixed = [word for word in _product(plain)[0] if word.partition("=")[0] not in varied]
     jobs = HydraJobs(context, master, task, fixed)
     settings = jobs.settings
     plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed), jobs.allowed())
-    if jobs.base.sweep.resume is not None:
+    if jobs.base.sweep.resume is not None and settings.search not in (TPE, RACE):  # which find their own in the table
         plan = with_earlier_jobs(plan, rows, settings.retries_failed)
     checked = jobs.check(plan.lists)
     launcher = instantiate_as(Launcher, jobs.base.launch, "launch")
@@ -326,7 +328,10 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
         sweep = jobs.open(modules)
         if plan.left_out:
             say(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
-        return sweep, build_search(sweep.table, settings, plan, jobs.name, slots)
+        search = build_search(sweep.table, settings, plan, jobs.name, slots)
+        if not settings.preview:
+            at_end(lambda: sweep.finish(search))
+        return sweep, search
 
     info = read_rank_info()
     if settings.preview:
@@ -406,6 +411,7 @@ def launch_jobs(
                 f"sweep.search={jobs.settings.search} and hydra/sweeper= both choose the jobs; leave out one"
             )
         sweep = jobs.open({})
+        at_end(partial(sweep.finish, Search()))
     numbered = add_jobs(sweep.table, lists, set(fixed), jobs.name)
     if jobs.run_here(sweep, JobList(to_run(sweep.table, numbered, sweep.settings.retries_failed)), slots):
         sweep.note_stop()  # the sweeper has more jobs

@@ -450,10 +450,10 @@ class Sweep:
     max_failures: Annotated[Count | None, "End the sweep when so many jobs have failed.", Limits(example=3)]
     slots: Annotated[Count | Literal["auto"], "Jobs at once, each with its own cores or GPUs."]
     search: Annotated[
-        Literal["list", "halving", "random", "tpe"],
-        "halving: train only the best jobs further; random, tpe: draw jobs.",
+        Literal["list", "halving", "random", "tpe", "race"],
+        "halving: train only the best jobs further; random, tpe: draw jobs; race: more seeds until one wins.",
     ]
-    trials: Annotated[Count | None, "Jobs that a search draws.", Limits(example=20)]
+    trials: Annotated[Count | None, "Jobs that a search draws, or the most that a race may take.", Limits(example=20)]
     seed: Annotated[Seed, "Seed of what a search draws."]
     preview: Annotated[bool, "Print the jobs that would run, and run and write nothing."]
     constraints: Annotated[
@@ -463,6 +463,11 @@ class Sweep:
     ]
     eta: Annotated[int, "Halving: the best 1/eta of a rung go on, to eta times as many epochs.", Limits(min=2)]
     first_rung: Annotated[Count, "Halving: epochs of the first rung."]
+    confidence: Annotated[
+        float,
+        "Race: the probability of naming no winner that is none, however often one looks.",
+        Limits(min=0.5, below=1),
+    ]
 
 
 @dataclass(frozen=True)

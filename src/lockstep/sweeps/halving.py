@@ -107,6 +107,11 @@ class Halving(Search):
         parts = [f"{size} to epoch {epochs}" for size, epochs in zip(sizes, self.rungs, strict=True)]
         return f"halving trains {', '.join(parts)}; which ones go on is known when the others have ended"
 
+    def verdict(self) -> str:
+        """The share of all training that it took."""
+        trained, whole = sum(max(row.results, default=0) for row in self.table), self.rungs[-1] * len(self.table.rows)
+        return f"trained:    {trained} epochs, {trained / whole:.2f} of the {whole} of all jobs" if trained else ""
+
     def _climb(self) -> Rungs:
         failed = {number for number in self.jobs if self.table.rows[number].state == FAILED}
         return climb(list(self.jobs), self.results, failed, self.rungs, self.eta, self.mode)

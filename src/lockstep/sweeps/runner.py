@@ -23,7 +23,7 @@ from lockstep.failures.start import whole_command
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job, wait_for_any
 from lockstep.sweeps.search import Job, Search, SweepSettings
-from lockstep.sweeps.summary import exit_code, print_share, print_summary, say
+from lockstep.sweeps.summary import exit_code, print_summary, say
 from lockstep.sweeps.table import (
     FAILED,
     FINISHED,
@@ -168,14 +168,15 @@ class OpenSweep:
             **self.table.read_results(number),
         )
 
-    def finish(self) -> int:
-        """Print the summary. Returns the exit code."""
+    def finish(self, search: Search) -> int:
+        """Print the summary, and what the search has found. Returns the exit code."""
         signals.stop_listening()  # the sweep is over, and nothing is left to save
         words = whole_command(read_rank_info().started_by)
         script = words[: 1 + next((index for index, word in enumerate(words) if word.endswith("train.py")), 1)]
         resume = [*script, "-m", *self.table.resume]
         print_summary(self.table, self.settings.objective, self.settings.mode, [*script, *self.fixed], resume)
-        print_share(self.table, self.settings.epochs)
+        if verdict := search.verdict():
+            say(verdict)
         return exit_code(list(self.table), self.stop_code)
 
 

@@ -15,7 +15,7 @@ from lockstep.config.schema import Sweep
 from lockstep.errors import ConfigError
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, RUNNING, WAITING, Row, SweepTable
 
-LIST, HALVING, RANDOM, TPE = "list", "halving", "random", "tpe"
+LIST, HALVING, RANDOM, TPE, RACE = "list", "halving", "random", "tpe", "race"
 PAUSE = "trainer.pause_after"  # how a job is trained to a rung of a search by halving
 OF_RUNGS = ("trainer.epochs", PAUSE)
 LONGEST_NAME = 120  # characters of a job's folder
@@ -38,12 +38,14 @@ class SweepSettings(Sweep):
     mode: "min" or "max", the better direction of the objective.
     epochs: of a whole job.
     pause_after: `trainer.pause_after` of the config, which a search by halving sets itself.
+    first_seed: `seed` of the config, from which a race counts.
     """
 
     objective: str
     mode: str
     epochs: int
     pause_after: int | None = None
+    first_seed: int = 0
 
     @property
     def retries_failed(self) -> bool:
@@ -82,6 +84,10 @@ class Search:
 
     def outlook(self) -> str:
         """One sentence: what this may run beyond the jobs that it asks for before the first result. Empty: nothing."""
+        return ""
+
+    def verdict(self) -> str:
+        """A line for the end of the summary: what this has found out. Empty: nothing beyond the table."""
         return ""
 
 
@@ -356,8 +362,14 @@ def make_plan(
         raise ConfigError(f"sweep.search={search} needs the number of its jobs; type sweep.trials=20")
     if search == LIST and trials is not None:
         raise ConfigError("sweep.trials belongs to a search that draws its jobs; type sweep.search=random")
-    if trials is None:
+    if search == RACE and trials is None:
+        raise ConfigError("sweep.search=race needs the most jobs that it may take; type sweep.trials=60")
+    if trials is None or search == RACE:
         lists = list_all()
+        if search == RACE:
+            from lockstep.sweeps.race import first_round
+
+            lists = first_round(lists, settings.first_seed)
         allowed = [overrides for overrides in lists if allows(overrides)]
         if not allowed:
             raise ConfigError(f"{CONSTRAINTS} refuse all {len(lists)} jobs; type other values, or {CONSTRAINTS}=[]")
@@ -378,12 +390,7 @@ def make_plan(
 
 
 def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Plan:
-    """The plan with the jobs of earlier commands that are not over, and that this command does not list.
-
-    TPE finds its own in the table.
-    """
-    if plan.space is not None:
-        return plan
+    """The plan with the jobs of earlier commands that are not over, and that this command does not list."""
     listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
     earlier = [row.overrides for row in rows if row.state not in over(retry_failed) and row.overrides not in listed]
     return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
@@ -396,7 +403,7 @@ def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str],
     submits: whether the jobs go to Slurm, and nobody waits for them.
     """
     search = settings.search
-    if search not in (HALVING, TPE):
+    if search not in (HALVING, TPE, RACE):
         return
     if submits:
         raise ConfigError(
@@ -407,6 +414,19 @@ def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str],
             f"sweep.search={search} compares the objectives of its jobs, and these are different metrics: "
             f"{', '.join(sorted(set(objectives)))}; type objective={objectives[0]}"
         )
+    if search == RACE:
+        from lockstep.sweeps.race import fewest_rounds
+
+        count = len(plan.lists)
+        if count < 2:
+            raise ConfigError("sweep.search=race compares settings, and there is one; type optimizer.lr=0.1,0.05")
+        fewest = count * fewest_rounds(count, settings.confidence)
+        if settings.trials is not None and settings.trials < fewest:
+            raise ConfigError(
+                f"sweep.trials={settings.trials} is too few for a race of {count} settings, of which none can win "
+                f"before {fewest} jobs; type sweep.trials={3 * fewest}"
+            )
+        return
     if search == TPE:
         return
     varied = {word.partition("=")[0] for overrides in plan.lists for word in overrides if word not in plan.fixed}
@@ -426,6 +446,10 @@ def build_search(table: SweepTable, settings: SweepSettings, plan: Plan, name: N
         from lockstep.sweeps.tpe import Tpe
 
         return Tpe(table, plan, name, settings, slots)
+    if settings.search == RACE:
+        from lockstep.sweeps.race import Race
+
+        return Race(table, plan, name, settings)
     jobs = add_jobs(table, plan.lists, set(plan.fixed), name)
     chosen = to_run(table, jobs, settings.retries_failed)
     if settings.search != HALVING:

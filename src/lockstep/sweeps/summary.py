@@ -278,14 +278,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def print_share(table: SweepTable, epochs: int) -> None:
-    """After a search by halving: the share of all training that it took. epochs: of a whole job."""
-    trained = [max(row.results, default=0) for row in table]
-    if any(trained):
-        share = sum(trained) / (epochs * len(trained))
-        say(f"trained:    {sum(trained)} epochs, {share:.2f} of the {epochs * len(trained)} of all jobs")
-
-
 def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
     """The exit code of the whole sweep: 0 only if every job has finished, or was submitted and is not waited for.
 

@@ -35,7 +35,7 @@ SCHEMA = 2
 # Parts of the config that change no number of a job.
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 # All the same: another search does not fit the table.
-COMPARED = ("sweep.search", "sweep.eta", "sweep.first_rung", "sweep.seed", "sweep.constraints")
+COMPARED = ("sweep.search", "sweep.eta", "sweep.first_rung", "sweep.seed", "sweep.constraints", "sweep.confidence")
 OF_ONE_COMMAND = ("sweep.resume=", "sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
 SHOWN = 6  # differences that a message names
 
