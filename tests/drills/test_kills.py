@@ -100,7 +100,7 @@ def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launch
 def test_a_kill_in_a_job_of_a_sweep_under_torchrun_costs_that_job_no_bit_and_the_others_nothing(
     start, start_faulty, tmp_path
 ):
-    words = [*SLOW, "trainer.epochs=6", "-m", "seed=1,2,3"]
+    words = [*SLOW, "trainer.epochs=4", "snapshot.every=15steps", "-m", "seed=1,2,3"]
     start(*PYTHON_TRAIN, "launch=fork", *words, "hydra.sweep.dir=undisturbed").finish()
     run = start_faulty(*STANDALONE, "--max-restarts=1", TRAIN, *words, "hydra.sweep.dir=sweep")
     wait_for(lambda: position(tmp_path / "sweep/1_seed=2")[0] >= 5, "first snapshot of the second job")

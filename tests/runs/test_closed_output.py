@@ -6,16 +6,18 @@ import sys
 import pytest
 
 from support.commands import TORCHRUN, TRAIN
+from support.pages import environment
 from support.sweep_tables import states
 
 
 @pytest.mark.parametrize(
     ("launch", "output"),
-    [("env", ">&-"), ("env", "| head -1"), ("fork", "| head -1"), ("fork", ">&- 2>&- <&-"), ("torchrun", ">&-")],
+    [("env", "| head -1"), ("fork", "| head -1"), ("fork", ">&- 2>&- <&-"), ("torchrun", ">&-")],
 )
 def test_a_run_whose_output_is_closed_finishes_without_a_word(start, tmp_path, launch, output):
-    words = f"{sys.executable} {TRAIN} model=mlp trainer.max_steps=12 launch={launch} hydra.run.dir=run"
-    run = start("bash", "-o", "pipefail", "-c", f"{words} {output}").finish(0)
+    python = "python" if output.startswith("|") else sys.executable
+    words = f"{python} {TRAIN} model=mlp trainer.max_steps=12 launch={launch} hydra.run.dir=run"
+    run = start("bash", "-o", "pipefail", "-c", f"{words} {output}", **environment(tmp_path)).finish(0)
     lines = [line for line in run.output.splitlines() if line]
     assert [line for line in lines if not line.startswith("rank 0 of ")] == []
     assert "finished: test loss" in (tmp_path / "run/train.log").read_text()
@@ -38,28 +40,28 @@ def net(**options):
 def test_a_run_whose_output_is_closed_restarts_as_others_do(start, tmp_path):
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     launch = "launch=torchrun launch.max_restarts=1 model=mlp model._target_=dies.net hydra.run.dir=run"
-    words = f"{sys.executable} {TRAIN} {launch} trainer.max_steps=12"
-    start("bash", "-o", "pipefail", "-c", f"{words} | true", PYTHONPATH=tmp_path).finish(0)
+    words = f"python {TRAIN} {launch} trainer.max_steps=12"
+    start("bash", "-o", "pipefail", "-c", f"{words} | true", PYTHONPATH=tmp_path, **environment(tmp_path)).finish(0)
     assert "finished: test loss" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.parametrize(("word", "code"), [("nope=1", 2), ("optimizer.lr=1e10", 3), ("model._target_=no.net", 2)])
-def test_a_failure_whose_output_is_closed_has_the_exit_code_of_others(start, word, code):
-    words = f"{sys.executable} {TRAIN} model=mlp trainer.epochs=1 {word}"
-    start("bash", "-o", "pipefail", "-c", f"{words} |& true").finish(code)
+def test_a_failure_whose_output_is_closed_has_the_exit_code_of_others(start, tmp_path, word, code):
+    words = f"python {TRAIN} model=mlp trainer.epochs=1 {word}"
+    start("bash", "-o", "pipefail", "-c", f"{words} |& true", **environment(tmp_path)).finish(code)
 
 
 @pytest.mark.parametrize(
     "starter",
     [
-        f"{sys.executable} {TRAIN}",
-        f"{sys.executable} {TRAIN} sweep.slots=2",
+        f"python {TRAIN}",
+        f"python {TRAIN} sweep.slots=2",
         f"{shlex.join(TORCHRUN)} --standalone {TRAIN}",
     ],
     ids=["one slot", "two slots", "torchrun"],
 )
 def test_a_sweep_whose_output_is_closed_runs_all_its_jobs(start, tmp_path, starter):
     words = f"{starter} -m seed=1,2 model=mlp trainer.max_steps=12 hydra.sweep.dir=s"
-    run = start("bash", "-o", "pipefail", "-c", f"{words} | head -1").finish(0)
+    run = start("bash", "-o", "pipefail", "-c", f"{words} | head -1", **environment(tmp_path)).finish(0)
     assert "Traceback" not in run.output
     assert states(tmp_path / "s") == ["finished", "finished"]

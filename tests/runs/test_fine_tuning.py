@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.commands import ROOT, TRAIN, Command
 from support.configs import with_values
+from support.pages import environment
 from support.refusals import accepted, answer
 from support.worlds import distance, in_world, train_all, weights
 
@@ -68,12 +68,12 @@ def snapshot(folder: Path) -> Any:
     return torch.load(list_snapshots(folder / "snapshots")[0], weights_only=True)
 
 
-def test_the_commands_of_the_page(start: Callable[..., Command]) -> None:
+def test_the_commands_of_the_page(start: Callable[..., Command], tmp_path: Path) -> None:
     page = (ROOT / "docs" / "fine_tuning.md").read_text()
     (script,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     (said,) = re.findall(r"```\n(init: .*?)```", page, re.DOTALL)
-    script = script.replace("python src/train.py", f"{sys.executable} {TRAIN} trainer.batch_size=500")
-    output = start("bash", "-ec", script).finish().output
+    script = script.replace("python src/train.py", f"python {TRAIN} trainer.batch_size=500")
+    output = start("bash", "-ec", script, **environment(tmp_path)).finish().output
     assert all(line in output for line in said.splitlines())
 
 

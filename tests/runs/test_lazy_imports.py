@@ -31,7 +31,7 @@ class CollectorTask(Classification):
         return super().__call__(*args)
 
 
-@pytest.mark.parametrize("launch", ["env", "fork", "torchrun"])
+@pytest.mark.parametrize("launch", ["env", "torchrun"])
 def test_the_garbage_collector_excludes_what_was_imported(train, tmp_path, launch):
     options = [f"launch={launch}", "model=mlp", "trainer.max_steps=1", f"hydra.run.dir={tmp_path}"]
     target = "task._target_=test_lazy_imports.CollectorTask"

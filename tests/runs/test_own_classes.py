@@ -300,7 +300,7 @@ class Net(nn.Sequential):
 """
 
 
-@pytest.mark.parametrize("launch", ["env", "fork", pytest.param("spawn", marks=pytest.mark.new_process)])
+@pytest.mark.parametrize("launch", ["env", "fork", "spawn"])
 def test_what_a_module_draws_or_seeds_before_the_net_is_built_changes_no_weight(
     start: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: str
 ) -> None:

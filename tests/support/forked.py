@@ -65,7 +65,7 @@ class ForkedProcess:
         with of_server:
             with _one_at_a_time:
                 server, _ = _server(prepared_by)
-            socket.send_fds(server, [request], [writer, of_server.fileno()])
+            socket.send_fds(server, [request], [writer, writer, of_server.fileno()])
         os.close(writer)
         self.pid = int(self.answers.recv(16))
 
@@ -111,7 +111,7 @@ class ForkedProcess:
 
 
 def python_in(folder: Path) -> Path:
-    """A folder for PATH whose `python src/train.py`, typed in a script of a shell, is forked, too."""
+    """A folder for PATH whose `python src/train.py`, typed in a script of a shell with an open output, is forked."""
     _, address = _server("")
     file = folder / "python"
     folder.mkdir()
@@ -121,13 +121,13 @@ def python_in(folder: Path) -> Path:
 
 
 TYPED = """import json, os, socket, sys
-if sys.argv[1:2] != ["src/train.py"]:
+if not "".join(sys.argv[1:2]).endswith("src/train.py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 answers, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(server, [request], [1, of_server.fileno()])
+socket.send_fds(server, [request], [1, 2, of_server.fileno()])
 of_server.close()
 answers.recv(16)
 code = int(answers.recv(16))
@@ -161,23 +161,24 @@ def _serve(requests: socket.socket, listener: socket.socket, prepared_by: str) -
             os.close(answers)
             os.close(ended)
         if requests in ready:
-            request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 2)
+            request, descriptors, _, _ = socket.recv_fds(requests, 2**18, 3)
             if not request:
                 os._exit(0)
         elif listener in ready:
             with listener.accept()[0] as typed:
-                request, descriptors, _, _ = socket.recv_fds(typed, 2**18, 2)
+                request, descriptors, _, _ = socket.recv_fds(typed, 2**18, 3)
         else:
             continue
-        output, answers = descriptors
+        output, errors, answers = descriptors
         pid = os.fork()
         if pid == 0:
             for file in (requests, listener):
                 file.close()
             for descriptor in (answers, *running, *[answers for _, answers in running.values()]):
                 os.close(descriptor)
-            _become(*json.loads(request), output=output)
+            _become(*json.loads(request), output, errors)
         os.close(output)
+        os.close(errors)
         os.write(answers, str(pid).encode())
         running[os.pidfd_open(pid)] = pid, answers
 
@@ -194,13 +195,14 @@ def _import_all(prepared_by: str) -> None:
     del sys.path[0]
 
 
-def _become(words: list[str], folder: str, env: dict[str, str], output: int) -> None:
+def _become(words: list[str], folder: str, env: dict[str, str], output: int, errors: int) -> None:
     """Turn this copy into the command. Never returns."""
     os.setsid()
     os.chdir(folder)
     os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(errors, 2)
     os.close(output)
+    os.close(errors)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     added = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(SOURCE), *added, *[path for path in sys.path if path not in before]]
