@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.compat import changes_colours
-from lockstep.config.schema import as_dict, nodes_with_target
+from lockstep.config.schema import as_dict, nodes_with_target, show
 from lockstep.config.targets import instantiate
 from lockstep.data.dataset import (
     IGNORED,
     InMemoryDataset,
     Labels,
+    balanced_weights,
     check_shape,
     class_count,
     class_names,
@@ -75,6 +76,11 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
         "the test data",
         "give both the same attribute `classes`, or type dataset=image_folder, which compares names",
     )
+    if train is test and cfg.task.get("class_weights") == "balanced":
+        raise ConfigError(
+            "task.class_weights=balanced counts the classes of the training data, which has no samples here; "
+            "type task.class_weights=<the list in the run.json of the run>"
+        )
     mixes = any(transform.mixes for transform in batch_transforms(cfg))
     require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
     require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
@@ -139,7 +145,8 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         if are_masks:
             labels.check_masks(dataset.targets[:MASKS])
         return dataset
-    labels = allowed(data.classes if are_classes or are_numbers else None, one_each=kind.count is Task.count)
+    counts_samples = kind.count in (Task.count, Classification.count)
+    labels = allowed(data.classes if are_classes or are_numbers else None, one_each=counts_samples)
     found = Samples(dataset, name, cfg.seed, transforms, plain, data.on_error, collate, labels)
     if found.skips:
         found.one(epoch=0)  # that none can be read shall not be found by the first evaluation
@@ -176,9 +183,22 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
             OmegaConf.update(cfg, key, found[name])
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
+    check_class_weights(cfg)
+    if cfg.task.get("class_weights") == "balanced":
+        cfg.task.class_weights = balanced_weights(dataset, cfg.dataset.classes, cfg.task.get("ignored_label"))
     if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
         log.warning("the data has one class, so a classification is right from the start, and learns nothing")
     return cfg
+
+
+def check_class_weights(cfg: DictConfig) -> None:
+    """Raise ConfigError if task.class_weights has another number of weights than there are classes."""
+    weights, classes = cfg.task.get("class_weights"), cfg.dataset.classes
+    if isinstance(weights, ListConfig) and classes not in (None, len(weights)):
+        raise ConfigError(
+            f"task.class_weights={show(list(weights))} has {len(weights)} weights, and there are {classes} classes; "
+            f"type task.class_weights=balanced, or a list of {classes} numbers"
+        )
 
 
 def _class_of_task(cfg: DictConfig) -> type[Any]:

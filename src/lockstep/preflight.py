@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
-from lockstep.build_data import prepare
+from lockstep.build_data import check_class_weights, prepare
 from lockstep.config.check import check_arguments
 from lockstep.config.targets import instantiate, instantiate_as, without_untaken
 from lockstep.data.partition import global_batch_size, seeded
@@ -94,6 +94,7 @@ def check_task(cfg: DictConfig) -> None:
         advice = "correct that, or type task=classification"
         raise ConfigError(f"task._target_={cfg.task._target_} failed{_place_and_reason(error)}; {advice}") from error
     task.mode(cfg.objective)
+    check_class_weights(cfg)
 
 
 def _place_and_reason(error: Exception) -> str:

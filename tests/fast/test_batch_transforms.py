@@ -132,12 +132,12 @@ def test_samples_that_are_no_images_and_targets_that_are_no_classes_are_refused(
 
 def test_classification_takes_probabilities_and_smooths_labels_as_torch_does() -> None:
     outputs = torch.randn(5, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    task = Classification({"loss": "min", "accuracy": "max"}, "loss", 0.1, None, {})
+    task = Classification({"loss": "min", "accuracy": "max"}, "loss", 0.1, None, {}, None)
     classes = LABELS[:5]
     smoothed = torch.nn.functional.one_hot(classes, CLASSES).double() * 0.9 + 0.1 / CLASSES
     expected = -(smoothed * outputs.log_softmax(1)).sum()
     torch.testing.assert_close(task(outputs, classes)[0], expected)
-    loss, sums = Classification({"loss": "min", "accuracy": "max"}, "loss", 0.0, None, {})(outputs, smoothed)
+    loss, sums = Classification({"loss": "min", "accuracy": "max"}, "loss", 0.0, None, {}, None)(outputs, smoothed)
     torch.testing.assert_close(loss, expected)
     assert sums["accuracy"] == (outputs.argmax(1) == classes).sum()
     with pytest.raises(ConfigError, match="type task=regression"):

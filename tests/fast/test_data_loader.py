@@ -174,7 +174,7 @@ def accuracies() -> list[float]:
 
     data, measured = digits(train=False), []
     with init_distributed("gloo", 60) as world:
-        strategy, task = Strategy(), Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {})
+        strategy, task = Strategy(), Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {}, None)
         strategy.setup(linear_net(), world, GradientSync())
         for count in range(1, 41):
             part = InMemoryDataset(data.samples[:count], data.targets[:count])

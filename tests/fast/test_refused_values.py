@@ -42,6 +42,21 @@ OUT_OF_RANGE = [
     ("dataset=cifar10 dataset.mean=[0.5]", "of images of shape [3,32,32]; type dataset.mean=[0.5,0.5,0.5] or"),
     ("dataset.std=[0]", "must be a list of items, each a number above 0, or null"),
     (
+        "dataset.sampling=even",
+        "must be balanced or weights, or null; type dataset.sampling=balanced or dataset.sampling=weights",
+    ),
+    ("task.class_weights=even", "must be balanced, or a list with a weight of 0 or more for each class, or null; type"),
+    ("task.class_weights=[1,-1]", "must be balanced, or a list with a weight of 0 or more for each class"),
+    ("task.class_weights=[1,2]", "has 2 weights, and there are 10 classes; type task.class_weights=balanced, or a"),
+    (
+        "task.class_weights=[0,0,0,0,0,0,0,0,0,0]",
+        "has no weight above 0, so no sample counts; type task.class_weights=bal",
+    ),
+    (
+        "task.loss={_target_:torch.nn.CrossEntropyLoss} task.class_weights=balanced",
+        "weighs the task's own loss, which task.loss replaces; type task.class_weights=null, or task.loss=null",
+    ),
+    (
         "dataset.test=null",
         "leaves nothing to evaluate, and every run is evaluated; type dataset.test='${dataset.train}'",
     ),

@@ -25,7 +25,7 @@ from lockstep.training.early_steps import find_no_sums
 from lockstep.training.setup import prepare_model
 from support.configs import composed
 
-CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {})
+CLASSIFICATION = Classification({"loss": "min", "accuracy": "max"}, "accuracy", 0.0, None, {}, None)
 REGRESSION = Regression({"loss": "min"}, "loss", None, {})
 
 

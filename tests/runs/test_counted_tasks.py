@@ -2,18 +2,23 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 from lockstep.data.builtin import digits
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.models.linear import linear
+from lockstep.runs.record import read_run
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification, ClassificationF1
 from lockstep.tasks.language_modelling import LanguageModelling
@@ -23,7 +28,7 @@ from lockstep.training.early_steps import find_no_sums
 from lockstep.training.meter import Meter
 from support.reference import saved_parameters, train_reference
 from support.refusals import accepted
-from support.worlds import in_world, train_all
+from support.worlds import in_world, same_bits, train_all
 
 SAMPLES, CLASSES, IGNORED = 37, 4, 255
 
@@ -33,11 +38,11 @@ def asked(*names: str) -> dict[str, str]:
 
 
 def classification() -> Task:
-    return ClassificationF1(asked("accuracy", "top2", "f1", "precision", "recall", "f1_2"), "f1", 0.0, CLASSES)
+    return ClassificationF1(asked("accuracy", "top2", "f1", "precision", "recall", "f1_2"), "f1", 0.0, CLASSES, None)
 
 
 def segmentation() -> Task:
-    return Segmentation(asked("accuracy", "iou", "iou_1"), "iou", CLASSES, IGNORED)
+    return Segmentation(asked("accuracy", "iou", "iou_1"), "iou", CLASSES, IGNORED, None)
 
 
 def multi_label() -> Task:
@@ -174,11 +179,11 @@ def test_a_class_that_the_model_has_no_output_for_is_a_sentence() -> None:
 @pytest.mark.parametrize("name", ["f2", "f1_4", "iou_x", "top"])
 def test_a_metric_that_is_not_measured_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"task.metrics.{name} is not measured by this task; type one of loss, "):
-        ClassificationF1(asked(name), "loss", 0.0, CLASSES)
+        ClassificationF1(asked(name), "loss", 0.0, CLASSES, None)
 
 
 def test_top_k_counts_among_as_many_classes_as_there_are() -> None:
-    task = Classification(asked("top3", "top9"), "loss", 0.0, None, {})
+    task = Classification(asked("top3", "top9"), "loss", 0.0, None, {}, None)
     outputs, targets = data("classification")
     sums = task(outputs, targets)[1]
     assert sums["top9"] == SAMPLES
@@ -207,11 +212,11 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     outputs, targets = data("classification")
     for number in (SAMPLES, 2):
         with pytest.raises(ConfigError, match="Means returns a mean as its loss.* return a sum over samples"):
-            find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:number], targets[:number])
-    find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}), outputs[:1], targets[:1])
+            find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}, None), outputs[:number], targets[:number])
+    find_no_sums(Means(asked("accuracy"), "loss", 0.0, None, {}, None), outputs[:1], targets[:1])
     find_no_sums(classification(), outputs, targets)
     assert not caplog.records
-    find_no_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}), outputs, targets)
+    find_no_sums(Compares(asked("accuracy"), "loss", 0.0, None, {}, None), outputs, targets)
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
 
 
@@ -255,6 +260,73 @@ def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path:
         assert found[0] == [pytest.approx(float(accuracy), rel=1e-9)]
 
 
+def test_class_weights_are_those_of_torch_on_any_ranks_and_balanced_ones_those_of_sklearn(tmp_path: Path) -> None:
+    """Uneven last batches, gradient accumulation and label smoothing; virtual ranks have the same bits."""
+    (x, y), (tested, classes) = ((half.samples.double() / 255, half.targets) for half in (digits(True), digits(False)))
+    typed = {"balanced": "balanced", "listed": "[1,2,0,4,5,6,0.7,8,9,10]"}
+    weights = {
+        "balanced": torch.from_numpy(compute_class_weight("balanced", classes=np.arange(10), y=y.numpy())),
+        "listed": torch.tensor([1, 2, 0, 4, 5, 6, 0.7, 8, 9, 10], dtype=torch.float64),
+    }
+    words = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "objective=test/loss", "logger=[]"]
+    words += ["trainer.batch_size=601", "scheduler=constant", "optimizer.weight_decay=0", "optimizer.lr=0.05"]
+    words += ["dataset.mean=null", "dataset.std=null", "task.label_smoothing=0.1"]
+    kinds = {"parts": ["trainer.gradient_accumulation_steps=3"], "fsdp": ["strategy=fsdp"]}
+    kinds |= {"virtual": ["strategy=virtual_ranks", "strategy.count=6"]}
+    for size in (1, 2, 3):
+        chosen = product(weights, kinds if size == 3 else ("parts", "virtual"))
+        folders = {pair: f"run_dir={tmp_path / '-'.join(pair)}-{size}" for pair in chosen}
+        runs = [
+            accepted(*words, *kinds[kind], f"task.class_weights={typed[name]}", folder)
+            for (name, kind), folder in folders.items()
+        ]
+        in_world(size, train_all, runs)
+    for name, values in weights.items():
+        loss = partial(F.cross_entropy, weight=values, label_smoothing=0.1)
+        torch.manual_seed(0)
+        plain = train_reference(
+            linear([1, 8, 8], 10).double(),
+            (x, y),
+            loss,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            epochs=2,
+            batch_size=601,
+            max_steps=4,
+        )
+        tested_loss = loss(plain.model(tested), classes).item()
+        found = list(tmp_path.glob(f"{name}-*"))
+        assert len(found) == 7
+        for folder in found:
+            assert torch.allclose(saved_parameters(folder, plain.model), plain.weights, rtol=0, atol=1e-12), folder
+            run = read_run(folder)
+            assert run["objective"]["last"] == pytest.approx(tested_loss, rel=1e-12), folder
+            assert run["config"]["task.class_weights"] == pytest.approx(values.tolist(), rel=1e-12)
+        assert same_bits(tmp_path / f"{name}-virtual-1", tmp_path / f"{name}-virtual-3")
+
+
+def test_weighted_metrics_divide_the_loss_alone_by_the_weights() -> None:
+    outputs, targets = data("classification")
+    weights = [0.5, 2.0, 3.0, 0.0]
+    task = ClassificationF1(asked("accuracy", "f1"), "f1", 0.0, CLASSES, weights)
+    totals = {name: value.detach().double() for name, value in task(outputs, targets)[1].items()}
+    found = task.finish(totals, float(task.count(targets)))
+    expected = expected_classification()
+    expected["loss"] = F.cross_entropy(outputs, targets, torch.tensor(weights).double()).item()
+    assert found == pytest.approx({name: expected[name] for name in ("loss", "accuracy", "f1")}, rel=1e-12)
+    mixed = torch.rand(SAMPLES, CLASSES, dtype=torch.float64).softmax(1)  # torch divides these by the samples
+    plain = F.cross_entropy(outputs, mixed, torch.tensor(weights).double())
+    assert float(task(outputs, mixed)[0] / task.count(mixed)) == pytest.approx(plain.item(), rel=1e-12)
+
+
+def test_weighted_pixels_are_those_of_torch_for_each_image() -> None:
+    outputs, targets = data("segmentation")
+    weights = torch.tensor([0.5, 2.0, 3.0, 0.0], dtype=torch.float64)
+    task = Segmentation(asked("iou"), "iou", CLASSES, IGNORED, weights.tolist())
+    images = zip(outputs, targets, strict=True)
+    losses = [F.cross_entropy(o[None], t[None], weights, ignore_index=IGNORED).item() for o, t in images]
+    assert float(task(outputs, targets)[0]) == pytest.approx(sum(losses), rel=1e-12)
+
+
 class Uncertain(Classification):
     """Two losses, weighted by two numbers that the model returns beside its outputs."""
 
@@ -274,7 +346,7 @@ class Packed(Classification):
 
 def test_what_has_no_row_for_each_sample_is_not_halved(caplog: pytest.LogCaptureFixture) -> None:
     outputs, targets = data("classification")
-    arguments: Any = (asked("accuracy"), "loss", 0.0, None, {})
+    arguments: Any = (asked("accuracy"), "loss", 0.0, None, {}, None)
     assert find_no_sums(Uncertain(*arguments), (outputs, torch.tensor([2.0, 3.0])), targets) == []
     packed = (torch.ones(3 * SAMPLES), torch.full((SAMPLES,), 3))
     assert find_no_sums(Packed(*arguments), outputs, packed) == []

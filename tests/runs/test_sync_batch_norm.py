@@ -34,7 +34,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients_and_buffers(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-    Classification({"loss": "min"}, "loss", 0.0, None, {})(model(inputs), targets)[0].backward()
+    Classification({"loss": "min"}, "loss", 0.0, None, {}, None)(model(inputs), targets)[0].backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [*gradients, *model.buffers()]
 

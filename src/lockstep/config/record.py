@@ -36,11 +36,12 @@ class ConfigRecord:
     notice: str = ""
 
     def completed(self, cfg: DictConfig) -> "ConfigRecord":
-        """With the values of `cfg` for keys that were null, which the data have given since, and without the arguments
-        of an option that the chosen class does not take.
+        """With the values of `cfg` for what was null or balanced, which the data have given since, and without the
+        arguments of an option that the chosen class does not take.
         """
         now = flatten(as_dict(cfg))
-        found = plain_values({key: now[key] for key, value in self.flat.items() if value is None and key in now})
+        left = [key for key, value in self.flat.items() if value in (None, "balanced") and key in now]
+        found = plain_values({key: now[key] for key in left})
 
         def complete(values: Mapping[str, Any]) -> dict[str, Any]:
             return {key: found.get(key, value) for key, value in values.items() if key in now}

@@ -72,6 +72,10 @@ Seed = Annotated[int, Limits(min=0, max=LARGEST_SEED)]
 Positive = Annotated[float, Limits(above=0)]
 NotNegative = Annotated[float, Limits(min=0)]
 Fraction = Annotated[float, Limits(min=0, below=1)]
+ClassWeights = Annotated[
+    list[NotNegative] | Literal["balanced"] | None,
+    Limits(must_be="balanced, or a list with a weight of 0 or more for each class", example="balanced"),
+]
 Names = Annotated[  # the name of a layer may be a whole number
     list[str | int], Limits(must_be="a list of names", example=["<name>"])
 ]
@@ -112,7 +116,7 @@ class Rule:
     def accepts(self, value: object) -> bool:
         if value is None:
             return self.nullable
-        if not self.is_list:
+        if not self.is_list or value in self.words:
             return self._accepts_item(value)
         if not isinstance(value, list) or self.limits.length not in (None, len(value)):
             return False

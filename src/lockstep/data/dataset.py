@@ -281,6 +281,35 @@ def class_of_each_sample(dataset: Any) -> Tensor | None:
     return numbers.long() if is_kept else None
 
 
+def balanced_weights(dataset: Any, classes: int, ignored: int | None) -> list[float]:
+    """For each class the number of all samples / (classes * the samples of this class), as scikit-learn's
+    compute_class_weight("balanced") has it. Where a target is several class numbers, such as a mask's, each counts.
+
+    ignored: the class number that counts nowhere. Raises ConfigError where the data does not keep its targets, and for
+    a class without a sample.
+    """
+    key = "task.class_weights=balanced"
+    advice = f"type task.class_weights=[{','.join(['1'] * min(classes, 3))}{',...' if classes > 3 else ''}]"
+    try:
+        numbers = torch.as_tensor(of_each_sample(dataset, "targets")).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.empty(0)
+    if not _is_whole(numbers):
+        raise ConfigError(
+            f"{key} counts the classes of the training data, and {type(dataset).__name__} does not keep them; give it "
+            f"an attribute `targets` with the class of each sample, or {advice} with a weight for each class"
+        )
+    numbers = numbers.long()
+    counts = numbers[(numbers >= 0) & (numbers < classes) & (numbers != ignored)].bincount(minlength=classes)
+    for missing in (counts == 0).nonzero().flatten().tolist()[:1]:
+        raise ConfigError(
+            f"{key} has no weight for class {missing}, of which the training data has no sample; {advice} with a "
+            f"weight for each class"
+        )
+    weights: list[float] = (counts.sum().double() / (classes * counts)).tolist()
+    return weights
+
+
 def weight_of_each_sample(dataset: Any, sampling: Literal["balanced", "weights"]) -> Tensor:
     """(N,) float64: how likely each training sample is to be drawn. Raises ConfigError where the data does not say it.
 

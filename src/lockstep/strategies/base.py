@@ -189,8 +189,9 @@ class Strategy:
         """Whether this rank's sums are added up, after `setup`. False if another rank computes the same samples."""
         return True
 
-    def sum_counts(self, count: Tensor) -> Tensor:
-        """`count`, 0-d, of this rank's parts of a global batch -> that of the whole batch. A collective."""
+    def sum_counts(self, counts: Tensor) -> Tensor:
+        """(parts,), of each part that this rank has of a global batch -> 0-d, of the whole batch. A collective."""
+        count = counts.sum()
         return count if self.data_parallel_size(self.world.size) == 1 else self.world.all_reduce_sum(count)
 
     def gradient_divide_factor(self) -> int:

@@ -112,7 +112,8 @@ class TensorParallel(Strategy):
     def counts_samples(self) -> bool:
         return self.world.size == 1 or self.is_first_of_group
 
-    def sum_counts(self, count: Tensor) -> Tensor:
+    def sum_counts(self, counts: Tensor) -> Tensor:
+        count = counts.sum()
         if self.replicas > 1:
             dist.all_reduce(count, group=self.shares_batch)
         return count

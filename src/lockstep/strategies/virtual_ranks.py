@@ -127,6 +127,12 @@ class VirtualRanks(Strategy):
         starts = list(accumulate(map(len, samples), initial=0))
         return [Part(number, starts[number], samples[number]) for number in self.share]
 
+    def sum_counts(self, counts: Tensor) -> Tensor:
+        """Added in the order of the virtual ranks: sums of weights that are no whole numbers depend on it."""
+        of_all = counts.new_zeros(self.count)
+        of_all[self.share.start : self.share.stop] = counts
+        return self.world.all_reduce_sum(of_all).sum()
+
     def forward_backward(
         self,
         inputs: Tensor,

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.config.schema import show
 from lockstep.data.dataset import count_samples, tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -96,6 +98,11 @@ class Task:
         """
         return count_samples(targets)
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether `count` is the number of samples, which all ranks know without asking each other."""
+        return type(self).count is Task.count
+
     def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
         """{metric: value} from the sums over all ranks (float64, on the CPU) and the count that is behind them."""
         return {name: total.item() / (count or 1) for name, total in totals.items()}
@@ -120,7 +127,7 @@ class Task:
 def counted(task: Task, targets: Any) -> int | Tensor:
     """What `task` counts: samples, whose number all ranks know; or what it says itself, as a 0-d float64 tensor."""
     count = task.count(targets)
-    if type(task).count is Task.count:
+    if task.counts_samples:
         return int(count)
     return torch.as_tensor(count, dtype=torch.float64, device=next(tensors_in(targets)).device)
 
@@ -135,6 +142,34 @@ def modules_of(task: Task) -> list[nn.Module]:
     own = getattr(task, "own", None)
     parts = [own.loss, *own.measures.values()] if isinstance(own, OwnParts) else []
     return [part for part in [*vars(task).values(), *parts] if isinstance(part, nn.Module)]
+
+
+class CrossEntropy(nn.CrossEntropyLoss):
+    """torch's, with a weight for each class in float64: a call takes them in the type of its logits.
+
+    class_weights: None, or "balanced", which the training data replaces before a run: all classes weigh the same.
+    """
+
+    def __init__(self, class_weights: list[float] | Literal["balanced"] | None, **options: Any) -> None:
+        weight = None
+        if class_weights is not None and class_weights != "balanced":
+            if not any(class_weights):
+                raise ConfigError(
+                    f"task.class_weights={show(list(class_weights))} has no weight above 0, so no sample counts; "
+                    f"type task.class_weights=balanced"
+                )
+            weight = torch.tensor(class_weights, dtype=torch.float64)
+        super().__init__(weight, **options)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits,
+            targets,
+            None if self.weight is None else self.weight.to(logits.dtype),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 class OwnParts:

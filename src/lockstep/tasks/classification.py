@@ -1,14 +1,17 @@
 """Classification: cross entropy, accuracy and top-k accuracy; or also F1, precision and recall, class by class."""
 
 import re
+from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from lockstep.config.schema import Count, Fraction
+from lockstep.config.schema import ClassWeights, Count, Fraction, show
+from lockstep.data.dataset import count_samples
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (
     COUNTS,
+    CrossEntropy,
     Function,
     OwnParts,
     Report,
@@ -20,6 +23,8 @@ from lockstep.tasks.base import (
     require_known,
 )
 
+SAMPLE_COUNT = "sample count"  # a sum beside the metrics, where the loss is divided by another number
+
 
 class Classification(Task):
     """Cross entropy over logits (N, classes) and class numbers (N,), and the share of correct predictions.
@@ -27,9 +32,14 @@ class Classification(Task):
     Targets may be probabilities (N, classes), as MixUp makes them; then the most probable class is the correct one. A
     metric top<k>, such as top5, is the share of samples whose class is among the k best.
 
+    With class weights a sample counts as much as its class weighs: the loss is divided by the sum of the weights over
+    the whole global batch, in an evaluation over the whole data set, as torch.nn.CrossEntropyLoss does in one process.
+    Where targets are probabilities it is divided by the samples, as there. Other metrics count each sample once.
+
     label_smoothing: share of a target that is spread over all classes, also in evaluation (Szegedy et al. 2016).
     loss: a loss of your own in place of the task's, see `OwnParts`.
     measures: metrics of your own, by name.
+    class_weights: weight of each class in the loss; balanced: samples / (classes * samples of the class).
     """
 
     def __init__(
@@ -39,10 +49,18 @@ class Classification(Task):
         label_smoothing: Fraction,
         loss: Function | None,
         measures: dict[str, Function],
+        class_weights: ClassWeights,
     ) -> None:
         super().__init__(metrics, monitor)
+        if loss is not None and class_weights is not None:
+            raise ConfigError(
+                f"task.class_weights={show(class_weights)} weighs the task's own loss, which task.loss replaces; "
+                f"type task.class_weights=null, or task.loss=null"
+            )
         self.own = OwnParts(loss, measures)
-        self.label_smoothing = label_smoothing
+        self.cross_entropy = CrossEntropy(class_weights, reduction="sum", label_smoothing=label_smoothing)
+        if self.cross_entropy.weight is not None:
+            self.sums[SAMPLE_COUNT] = 1
         self.tops = {name: int(name[3:]) for name in metrics if re.fullmatch(r"top[1-9]\d*", name)}
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,7 +69,7 @@ class Classification(Task):
         if targets.is_floating_point():
             targets = targets.to(logits.dtype)
         try:
-            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+            loss = self.cross_entropy(logits, targets)
         except IndexError:  # on a CPU; a GPU's own assertion ends the process
             classes = outputs.shape[1]
             label = int(targets.max() if targets.max() >= classes else targets.min())
@@ -64,7 +82,26 @@ class Classification(Task):
         for name, k in self.tops.items():
             best = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
             sums[name] = (best == labels.unsqueeze(1)).sum()
+        if not self.counts_samples:
+            sums[SAMPLE_COUNT] = torch.full((), len(labels), device=labels.device)
         return self.own.replace(logits, targets, loss, sums)
+
+    @property
+    def counts_samples(self) -> bool:
+        return self.cross_entropy.weight is None and type(self).count is Classification.count
+
+    def count(self, targets: Any) -> float | Tensor:
+        weight = self.cross_entropy.weight
+        if weight is None or targets.is_floating_point():
+            return count_samples(targets)
+        return weight[targets].sum(dtype=torch.float64)
+
+    def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
+        means, samples = super().finish(totals, count), totals.get(SAMPLE_COUNT)
+        if samples is None:
+            return means
+        of_samples = super().finish(totals, samples.item())
+        return {name: (means if name == "loss" else of_samples)[name] for name in totals if name != SAMPLE_COUNT}
 
     def _require_fit(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.is_floating_point():
@@ -96,19 +133,28 @@ class ClassificationF1(Classification):
     classes: classes that are counted; null: as many as the data has.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, label_smoothing: Fraction, classes: Count | None) -> None:
-        super().__init__(metrics, monitor, label_smoothing, None, {})
+    def __init__(
+        self,
+        metrics: dict[str, str],
+        monitor: str,
+        label_smoothing: Fraction,
+        classes: Count | None,
+        class_weights: ClassWeights,
+    ) -> None:
+        super().__init__(metrics, monitor, label_smoothing, None, {}, class_weights)
         self.classes = classes or 0
         self.means = ("loss", "accuracy", *self.tops)
         require_known(metrics, self.means, classes)
-        self.sums = dict.fromkeys(self.means, 1) | dict.fromkeys(COUNTS, classes or 0)
+        counted = {name: size for name, size in self.sums.items() if name == SAMPLE_COUNT}
+        self.sums = counted | dict.fromkeys(self.means, 1) | dict.fromkeys(COUNTS, classes or 0)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, sums = super().__call__(outputs, targets)
         return loss, sums | class_counts(outputs.argmax(dim=1), class_numbers(targets), self.classes)
 
     def finish(self, totals: dict[str, Tensor], samples: float) -> dict[str, float]:
-        metrics = super().finish({name: totals[name] for name in self.means}, samples) | class_scores(totals)
+        means = {name: total for name, total in totals.items() if name not in COUNTS}
+        metrics = super().finish(means, samples) | class_scores(totals)
         return {name: metrics[name] for name in self.metrics}
 
 

@@ -1,11 +1,18 @@
 """Semantic segmentation: a class for each pixel."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.config.schema import Count
+from lockstep.config.schema import ClassWeights, Count
 from lockstep.errors import ConfigError
-from lockstep.tasks.base import COUNTS, Task, at_least_float32, class_counts, class_scores, require_known
+from lockstep.tasks.base import (
+    COUNTS,
+    CrossEntropy,
+    Task,
+    at_least_float32,
+    class_counts,
+    class_scores,
+    require_known,
+)
 
 
 class Segmentation(Task):
@@ -16,10 +23,20 @@ class Segmentation(Task):
 
     classes: classes that are counted; null: as many as the data has.
     ignored_label: pixels with this class number count nowhere.
+    class_weights: weight of each class in the loss, in the mean over an image's pixels, too; balanced: as
+        classification has it, over all pixels.
     """
 
-    def __init__(self, metrics: dict[str, str], monitor: str, classes: Count | None, ignored_label: int) -> None:
+    def __init__(
+        self,
+        metrics: dict[str, str],
+        monitor: str,
+        classes: Count | None,
+        ignored_label: int,
+        class_weights: ClassWeights,
+    ) -> None:
         super().__init__(metrics, monitor)
+        self.cross_entropy = CrossEntropy(class_weights, ignore_index=ignored_label, reduction="none")
         require_known(metrics, ("loss", "accuracy"), classes)
         self.sums = {"loss": 1} | dict.fromkeys(COUNTS, classes or 0)
         self.classes, self.ignored_label = classes or 0, ignored_label
@@ -33,12 +50,14 @@ class Segmentation(Task):
                 f"type model._target_=<a net with an output for each class and pixel>, or task=classification"
             )
         numbers = targets.long()
-        losses = F.cross_entropy(
-            at_least_float32(outputs), numbers, reduction="none", ignore_index=self.ignored_label
-        ).flatten(1)
-        counted = (numbers != self.ignored_label).flatten(1).sum(1)
-        loss = (losses.sum(1) / counted.clamp(min=1)).sum()
-        labels = numbers.masked_fill(numbers == self.ignored_label, -1)
+        losses = self.cross_entropy(at_least_float32(outputs), numbers).flatten(1).sum(1)
+        is_ignored, weight = numbers == self.ignored_label, self.cross_entropy.weight
+        counted = (~is_ignored).to(losses.dtype)
+        if weight is not None:
+            counted *= weight.to(losses.dtype)[numbers.masked_fill(is_ignored, 0)]
+        counted = counted.flatten(1).sum(1)
+        loss = (losses / counted.where(counted > 0, 1)).sum()
+        labels = numbers.masked_fill(is_ignored, -1)
         return loss, {"loss": loss} | class_counts(outputs.argmax(dim=1), labels, self.classes)
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:

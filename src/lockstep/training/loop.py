@@ -179,7 +179,7 @@ class StepLoss:
         self.weight: float | Tensor = strategy.gradient_divide_factor() / batch.count
         counts = [count for part in batch.parts if isinstance(count := counted(state.task, part.targets), Tensor)]
         if counts:
-            total = strategy.sum_counts(torch.stack(counts).sum())
+            total = strategy.sum_counts(torch.stack(counts))
             self.weight = strategy.gradient_divide_factor() / total.where(total > 0, 1)  # of nothing, the loss is 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
