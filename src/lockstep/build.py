@@ -32,7 +32,7 @@ from lockstep.tasks.base import Task, modules_of
 from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState
+from lockstep.training.state import TrainSettings, TrainState, time_limit
 from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
@@ -116,10 +116,14 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
     for module in modules_of(task):
         cast(module, trainer.precision)
         module.to(strategy.world.device)
+    (max_seconds, time_steps), over = time_limit(trainer.max_time), cfg.scheduler.over
     settings = TrainSettings(
         epochs=trainer.epochs,
         epoch_samples=len(loader),
         max_steps=trainer.max_steps,
+        max_seconds=max_seconds,
+        time_steps=time_steps,
+        schedule_over=over if isinstance(over, str) else list(over),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=trainer.gradient_accumulation_steps,
@@ -132,12 +136,15 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         draws_by_sample=not trainer.compile,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
+    options, scheduler = (
+        {key: value for key, value in cfg[group].items() if key not in NOT_PASSED[group]}
+        for group in ("optimizer", "scheduler")
+    )
     if options.get("fused") == "auto":
         options["fused"] = can_fuse(strategy.model)
     make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)
-    schedule = instantiate(cfg.scheduler)
+    schedule = instantiate(OmegaConf.create(scheduler))
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
     facts = {
         "steps_per_epoch": settings.steps_per_epoch,

@@ -12,9 +12,9 @@ from hydra.errors import HydraException
 
 from lockstep.config.schema import (
     GROUPS,
+    KEYS_BESIDE,
     SECTIONS,
     Dataset,
-    OptimizerKeys,
     Rule,
     Run,
     join,
@@ -58,7 +58,7 @@ def advised() -> Iterator[tuple[str, str, str]]:
 def known_keys() -> dict[str, list[Rule | None]]:
     """{key: its rules} of every section and every option. None: a key that takes any value."""
     found: dict[str, list[Rule | None]] = defaultdict(list)
-    for section, schema in {"": Run, "dataset": Dataset, "optimizer": OptimizerKeys, **SECTIONS}.items():
+    for section, schema in {"": Run, "dataset": Dataset, **KEYS_BESIDE, **SECTIONS}.items():
         for name, rule in rules(schema).items():
             found[join(section, name)].append(rule)
     for group, options in GROUPS.items():

@@ -14,7 +14,20 @@ from omegaconf import OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.schema import CONF, GROUPS, SECTIONS, Dataset, Node, Rule, Run, join, rules, rules_in_conf, show
+from lockstep.config.schema import (
+    CONF,
+    GROUPS,
+    KEYS_BESIDE,
+    SECTIONS,
+    Dataset,
+    Node,
+    Rule,
+    Run,
+    join,
+    rules,
+    rules_in_conf,
+    show,
+)
 from support.commands import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -56,6 +69,9 @@ def _group(group: str, nodes: dict[str, Node]) -> Iterator[str]:
     """A heading, and a table for each option that has keys."""
     if group != "dataset":
         yield from (f"## {group}", "")
+    if group in KEYS_BESIDE:
+        rows = _rows(group, rules(KEYS_BESIDE[group]), next(iter(nodes.values())))
+        yield from (f"Keys of every {group}:", "", *TABLE, *rows, "")
     rows_of = {}
     for option, node in nodes.items():
         key, node = (f"logger.{option}", node[option]) if group == "logger" else (group, node)

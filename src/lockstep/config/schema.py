@@ -363,6 +363,16 @@ class Trainer:
     max_steps: Annotated[
         Count | None, "End after this many optimizer steps, whatever epochs says.", Limits(example=100)
     ]
+    max_time: Annotated[
+        str | None,
+        "End with an evaluation and a snapshot after this time of training, or, to repeat such a run, after its steps.",
+        Limits(
+            pattern=r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)|(?!0+\D)\d+\s*steps",
+            must_be="a time such as 90s, 30min or 2h, or the steps of such a run, such as 1200steps",
+            units=("s", "min", "h", "steps"),
+            example="30min",
+        ),
+    ]
     pause_after: Annotated[
         Count | None, "End with a snapshot after this many epochs; the schedule stays that of epochs."
     ]
@@ -602,6 +612,17 @@ class OptimizerKeys:
 
 
 @dataclass(frozen=True)
+class SchedulerKeys:
+    """Keys of every scheduler, which the scheduler itself does not get."""
+
+    over: Annotated[
+        list[Count] | Literal["steps", "time"],
+        "time: the schedule ends when trainer.max_time does; a list of steps and shares repeats such a run.",
+        Limits(must_be="steps or time, or the list that runs.py again prints"),
+    ]
+
+
+@dataclass(frozen=True)
 class SGD:
     lr: Annotated[Positive, "Learning rate."]
     momentum: Annotated[Fraction, "Momentum."]
@@ -629,7 +650,8 @@ OF_TORCH: dict[str, type] = {
     "torch.optim.AdamW": AdamW,
     "torch.optim.lr_scheduler.ExponentialLR": ExponentialLR,
 }
-NOT_PASSED = {"optimizer": frozenset(rules(OptimizerKeys))}
+KEYS_BESIDE: dict[str, type] = {"optimizer": OptimizerKeys, "scheduler": SchedulerKeys}
+NOT_PASSED = {group: frozenset(rules(keys)) for group, keys in KEYS_BESIDE.items()}
 
 
 # ---- The groups of conf/, and nodes of a config
@@ -695,7 +717,7 @@ def option_rules(key: str, path: str, target: Callable[..., Any]) -> dict[str, R
     own = OF_TORCH.get(path, target if path.startswith("lockstep.") else None)
     found = dict(rules(own)) if own is not None else {}
     found |= {name: replace(found[name], nullable=True) for name in FROM_DATA if name in found}
-    return found | rules(OptimizerKeys) if key == "optimizer" else found
+    return found | rules(KEYS_BESIDE[key]) if key in KEYS_BESIDE else found
 
 
 def rules_of_readers(dataset: Node, readers: Mapping[str, Callable[..., Any]]) -> dict[str, Rule]:

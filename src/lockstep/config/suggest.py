@@ -13,9 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep.config.schema import (
     GROUPS,
+    KEYS_BESIDE,
     SECTIONS,
     SPELLED_TRUTHS,
-    OptimizerKeys,
     Rule,
     default_of,
     enumerate_words,
@@ -214,7 +214,7 @@ def rule_and_default(key: str, chosen: Mapping[str, str]) -> tuple[Rule | None, 
     option = chosen.get(group) or _default_option(group)
     if find_rule(key) is not None or option is None or option not in GROUPS.get(group, ()):
         return find_rule(key), default_of(key)
-    known = rules_in_conf(group, option) | (rules(OptimizerKeys) if group == "optimizer" else {})
+    known = rules_in_conf(group, option) | (rules(KEYS_BESIDE[group]) if group in KEYS_BESIDE else {})
     return known.get(name), values_in_conf(group, option).get(name)
 
 

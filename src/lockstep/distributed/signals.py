@@ -264,26 +264,27 @@ class Relay:
 
 
 class StopVote:
-    """All ranks agree on flags a few times a second. A result is read one vote later, when it has arrived already.
+    """All ranks agree on flags, or on numbers of 0 or more, a few times a second.
 
-    Every rank calls `cast` after every step, or after every batch of an evaluation. There are as many steps between two
-    votes as take `pause` seconds. The ranks agree on this number in the vote itself, so all of them vote, and read
-    results, at the same steps.
+    A result is read one vote later, when it has arrived already. Every rank calls `cast` after every step, or after
+    every batch of an evaluation. There are as many steps between two votes as take `pause` seconds. The ranks agree on
+    this number in the vote itself, so all of them vote, and read results, at the same steps.
     """
 
     def __init__(self, world: "World", flags: int, pause: float = VOTE_PAUSE) -> None:
         self.group, self.pause = world.control, pause
         self.pending: tuple[dist.Work, torch.Tensor] | None = None
-        self.wishes = [False] * flags
+        self.wishes = [0] * flags
         self.stride = self.steps_left = 1
         self.last_vote = time.monotonic()
 
-    def cast(self, *wishes: bool) -> tuple[bool, ...]:
-        """Vote for flags. Returns the flags that a rank had voted for in the previous vote, if it is counted now."""
-        self.wishes = [new or old for new, old in zip(wishes, self.wishes, strict=True)]
+    def cast(self, *wishes: int) -> tuple[int, ...]:
+        """Vote for flags. Returns the largest number that a rank had voted for in the previous vote, for each flag, if
+        it is counted now; else zeros."""
+        self.wishes = list(map(max, wishes, self.wishes))
         self.steps_left -= 1
         if self.steps_left:
-            return (False,) * len(wishes)
+            return (0,) * len(wishes)
         import torch
         import torch.distributed as dist
 
@@ -297,16 +298,16 @@ class StopVote:
         assert work is not None
         self.pending = work, votes
         self.steps_left, self.last_vote = self.stride, now
-        self.wishes = [False] * len(wishes)
+        self.wishes = [0] * len(wishes)
         return outcome
 
-    def close(self) -> tuple[bool, ...]:
+    def close(self) -> tuple[int, ...]:
         """Count the vote that is still under way."""
         if self.pending is None:
-            return (False,) * len(self.wishes)
+            return (0,) * len(self.wishes)
         work, votes = self.pending
         work.wait()
         self.pending = None
         stride, *outcome = votes.tolist()
         self.stride = -stride
-        return tuple(bool(flag) for flag in outcome)
+        return tuple(outcome)

@@ -249,9 +249,15 @@ def again(run: Run) -> list[str]:
 def _words(run: Run, without: tuple[str, ...] = ()) -> list[str]:
     """The overrides of a run, of a key typed twice the last one, then its folders of configs.
 
+    A time that has ended it becomes the steps, and the learning rates, that it had then.
+
     The ranks of torchrun are started by launch=torchrun.
     """
     typed = {word.partition("=")[0]: word for word in run["overrides"]}
+    if run["config"].get("trainer.max_time") is not None and state_of(run) == FINISHED:  # the steps depend on the speed
+        typed["trainer.max_time"] = f"trainer.max_time={run['steps']}steps"
+        if run["config"]["scheduler.over"] == "time":
+            typed["scheduler.over"] = f"scheduler.over=[{','.join(map(str, run.get('time_shares', [])))}]"
     words, first = [word for word in (*typed.values(), *run["flags"]) if not word.startswith(without)], run["lives"][0]
     if first["launcher"] in ("torchrun", "environment") and first["world_size"] > 1:
         words = [word for word in words if not word.startswith("launch")]

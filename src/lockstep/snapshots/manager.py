@@ -108,7 +108,7 @@ class SnapshotManager(Watcher):
         self.fingerprint, self.config = fingerprint, config
         self.interval = SaveInterval(every)
         self.before_save, self.compare_weights = before_save, compare_weights
-        self.vote = StopVote(self.world, flags=2)
+        self.vote = StopVote(self.world, flags=3)
         self.writer = BackgroundWriter(MAX_PENDING)
         self.saver = Saver(state, self.folder, self.writer, keep_last, form)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
@@ -164,6 +164,7 @@ class SnapshotManager(Watcher):
             group.update(fresh)
         with self.world.disk_access():  # parts are read from their files now
             restore_state(self.state, saved)
+        self.state.set_clock(saved.get("seconds", 0.0))
         log_config_changes(saved["config"], self.config)
         self.interval.last_step = self.start_step = self.state.progress.step
         # This snapshot precedes the epoch's evaluation. A newer one must follow it, or a kill would repeat it.
@@ -189,8 +190,10 @@ class SnapshotManager(Watcher):
         if self.rollbacks_in_a_row > ROLLBACKS_IN_A_ROW:
             raise error
         self.state.average_replicas()  # gradient_sync=local_sgd counts its steps from here, as after a resume
+        seconds = self.state.seconds
         if self.resume(self.resumed_from) is None:
             raise error
+        self.state.set_clock(seconds)  # what was trained in vain has taken its time
         self.state.optimizer.zero_grad(set_to_none=True)  # the next backward pass would add to the broken gradient
         nan.leave_out(error.step)
         step = self.state.progress.step
@@ -219,9 +222,11 @@ class SnapshotManager(Watcher):
         epoch a due snapshot waits for `after_epoch`: a run killed between them would log the epoch's evaluation twice.
         """
         progress = self.state.progress
-        stop, due_by_clock = self.vote.cast(signals.stop_requested(), self.interval.due_by_clock())
+        due, share = self.interval.due_by_clock(), self.state.time_share
+        stop, due_by_clock, agreed_share = self.vote.cast(signals.stop_requested(), due, share)
         due_by_step = self.interval.due_after_step(progress.step)
-        self.is_due = self.is_due or due_by_clock or due_by_step
+        self.is_due = self.is_due or bool(due_by_clock) or due_by_step
+        self.state.agree_on_time(agreed_share)
         if stop:
             self.stop_before_evaluation()
         if self.is_due and progress.samples < self.state.settings.epoch_samples:

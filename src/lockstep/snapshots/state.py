@@ -73,6 +73,7 @@ def collect_state(
         "objective": list(state.objective),
         "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
         "progress": asdict(state.progress),
+        "seconds": state.seconds,
     }
 
 

@@ -99,7 +99,7 @@ def evaluate(
         if report is not None:
             report.add(outputs, targets)
 
-    is_stopped, vote = False, StopVote(strategy.world, flags=1)
+    is_stopped, vote = 0, StopVote(strategy.world, flags=1)
     strategy.module.eval()
     # Not inference_mode: buffers that FSDP creates inside it could not be used for training afterwards.
     with state.ema_weights(), torch.no_grad(), loader.evaluation_draws():

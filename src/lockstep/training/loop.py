@@ -46,11 +46,14 @@ def fit(
     objective = state.objective[0].removeprefix("test/")
     train = state.strategy.own_epoch() or train_epoch
     tested: dict[str, float] = {}
+    state.set_clock(state.seconds_before)  # the time begins
     with snapshots.explaining_errors():
         while not state.finished:
             epoch, samples_before = progress.epoch + 1, progress.samples
             reporter.epoch_starts(epoch)
-            loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
+            # Where the time alone ends the run, more epochs than planned may fit.
+            epochs = settings.epochs if settings.schedule_over == "steps" else max(settings.epochs, epoch + 1)
+            loggers.on_epoch_start(epoch, epochs, len(loader), samples_before)
             try:
                 samples = train(state, loader, timer, [*watchers, speed])
                 means = state.nan.require_finite(state.meter.means(), progress.step)
@@ -71,7 +74,7 @@ def fit(
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
-                epochs=settings.epochs,
+                epochs=epochs,
                 step=progress.step,
                 metrics=metrics,
                 samples_per_second=samples_per_second,
@@ -91,7 +94,7 @@ def fit(
 def train_epoch(
     state: TrainState, loader: BatchLoader, timer: StepTimer = UNTIMED, watchers: Sequence[Watcher] = ()
 ) -> int:
-    """The rest of one epoch: from `state.progress.samples` to its end, or to `max_steps`. Returns the global samples.
+    """The rest of one epoch: from `state.progress.samples` to its end, or to a limit. Returns the global samples.
 
     The gradient of a step is that of the mean over the global batch, see `StepLoss`.
     """
@@ -121,6 +124,8 @@ def train_epoch(
             update(state, step, is_last=state.steps_left == 1)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left)
+            if state.time_is_up:
+                break
             timer.phase("data")
     finally:
         timer.epoch_end()
@@ -216,7 +221,7 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
     else:  # torch warns of a schedule that steps before the first update
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     optimizer.zero_grad(set_to_none=True)
-    state.scheduler.step()
+    state.step_schedule(step)
 
 
 def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:

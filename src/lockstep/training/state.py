@@ -1,16 +1,21 @@
 """What a training run is: its fixed settings, and everything that changes as it goes on."""
 
 import math
-from collections.abc import Callable, Iterator
+import re
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.buffers import Buffers
@@ -23,6 +28,20 @@ from lockstep.training.schedulers import FollowsObjective, constant, require_sch
 from lockstep.training.setup import grad_scaler
 from lockstep.training.trained_parameters import TrainedParameters
 
+WHOLE_TIME = 10**6  # shares of trainer.max_time are in millionths
+SHARES = 50  # that the ranks agree on and keep, with scheduler.over=time
+SECONDS = {"s": 1, "min": 60, "h": 3600}
+ENDLESS = sys.maxsize  # epochs
+
+
+def time_limit(max_time: str | None) -> tuple[float | None, int | None]:
+    """(seconds, steps) of trainer.max_time, of which one is None; both without it."""
+    if max_time is None:
+        return None, None
+    match = re.fullmatch(r"([\d.]+)\s*(\w+)", max_time)
+    assert match is not None  # the config was checked
+    return (None, int(match[1])) if match[2] == "steps" else (float(match[1]) * SECONDS[match[2]], None)
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -30,12 +49,17 @@ class TrainSettings:
 
     epoch_samples: of an epoch, over all ranks.
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
+    max_seconds, time_steps: as trainer.max_time, which is one or the other.
+    schedule_over: as scheduler.over.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
     epochs: int
     epoch_samples: int
     max_steps: int | None = None
+    max_seconds: float | None = None
+    time_steps: int | None = None
+    schedule_over: str | Sequence[int] = "steps"
     pause_after: int | None = None  # epochs
     batch_size: int = 64
     gradient_accumulation_steps: int = 1
@@ -50,6 +74,8 @@ class TrainSettings:
     @property
     def last_epoch(self) -> int:
         """The number of the last epoch, counted from 0, if nothing ends the run before."""
+        if self.schedule_over != "steps":  # the time ends it
+            return (ENDLESS if self.pause_after is None else self.pause_after) - 1
         return (self.epochs if self.pause_after is None else min(self.epochs, self.pause_after)) - 1
 
     @property
@@ -75,6 +101,8 @@ class Progress:
     epoch: whole epochs done. samples: global samples used of the current epoch. step: optimizer steps done.
     best, best_step: the best evaluation so far, and the step of it. evals_since_best: evaluations since then.
     evaluation_pending: the run stopped early after its last step and before the evaluation of it.
+    time_shares: with scheduler.over=time what the ranks agreed on: a step, the share of the time that was over by then,
+        in millionths, a later step, ...
     """
 
     epoch: int = 0
@@ -84,6 +112,7 @@ class Progress:
     best_step: int | None = None
     evals_since_best: int = 0
     evaluation_pending: bool = False
+    time_shares: list[int] = field(default_factory=list)
 
 
 class TrainState:
@@ -132,7 +161,15 @@ class TrainState:
         self.ema = average_of(strategy, optimizer, ema)
         objective = objective or f"test/{task.monitor}"
         self.objective = objective, task.mode(objective)
+        if settings.schedule_over != "steps" and not isinstance(self.scheduler, LambdaLR | OneCycleLR):
+            raise ConfigError(
+                f"scheduler.over=time needs a schedule that is a function of the step, and "
+                f"{type(self.scheduler).__name__} goes on from the rate before; type scheduler=cosine, or "
+                f"scheduler.over=steps"
+            )
         self.progress = Progress()
+        self.started, self.seconds_before = time.monotonic(), 0.0
+        self.time_ends_at, self.newest_share = settings.time_steps, 0
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         shares = strategy.data_parallel_size(strategy.world.size)
@@ -155,9 +192,11 @@ class TrainState:
             return None
         if settings.max_steps is not None and progress.step >= settings.max_steps:
             return "trainer.max_steps"
+        if self.time_is_up:
+            return "trainer.max_time"
         if settings.patience is not None and progress.evals_since_best >= settings.patience:
             return "evaluation.patience"
-        if progress.epoch >= settings.epochs:
+        if progress.epoch >= settings.epochs and settings.schedule_over == "steps":
             return "trainer.epochs"
         if settings.pause_after is not None and progress.epoch >= settings.pause_after:
             return "trainer.pause_after"
@@ -174,8 +213,53 @@ class TrainState:
         return self._to_max_steps((self.settings.epoch_samples - self.progress.samples) // self.settings.batch_size)
 
     def _to_max_steps(self, steps: int) -> int:
-        max_steps = self.settings.max_steps
-        return max(0, steps if max_steps is None else min(steps, max_steps - self.progress.step))
+        limits = [limit for limit in (self.settings.max_steps, self.time_ends_at) if limit is not None]
+        return max(0, min([steps, *(limit - self.progress.step for limit in limits)]))
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has trained, with its evaluations and snapshots, in earlier lives, too."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def set_clock(self, seconds: float) -> None:
+        """Go on with the time that the run has trained up to where it is now, the same on all ranks."""
+        self.started, self.seconds_before, limit = time.monotonic(), seconds, self.settings.max_seconds
+        if limit is not None and seconds >= limit:
+            self.time_ends_at = self.progress.step
+
+    @property
+    def time_share(self) -> int:
+        """How much of trainer.max_time is over by rank 0's clock, in millionths; 0 on other ranks, and without it."""
+        limit = self.settings.max_seconds
+        if limit is None or not self.strategy.world.is_rank_zero:
+            return 0
+        return min(WHOLE_TIME, int(WHOLE_TIME * self.seconds / limit))
+
+    def agree_on_time(self, share: int) -> None:
+        """share: `time_share` of rank 0 a moment ago, the same on all ranks; 0 if they have not asked."""
+        if share >= WHOLE_TIME and self.time_ends_at is None:
+            self.time_ends_at = self.progress.step
+        elif self.settings.schedule_over == "time" and share - self.newest_share >= WHOLE_TIME // SHARES:
+            self.progress.time_shares += [self.progress.step, share]
+            self.newest_share = share
+
+    @property
+    def time_is_up(self) -> bool:
+        return self.time_ends_at is not None and self.progress.step >= self.time_ends_at
+
+    def step_schedule(self, step: int) -> None:
+        """Set the learning rate for after optimizer step `step`.
+
+        Over time a schedule is as far in all its steps as the clock is in trainer.max_time. Between two shares that the
+        ranks agreed on, the steps are taken to go on as fast as they did on average.
+        """
+        over = self.settings.schedule_over
+        shares = {"steps": [], "time": self.progress.time_shares}[over] if isinstance(over, str) else over
+        known = bisect_left(shares[::2], step)  # shares that were agreed on before
+        if known:
+            at, share = shares[2 * known - 2 : 2 * known]
+            self.scheduler.last_epoch = min(1.0, share / WHOLE_TIME * step / at) * self.settings.total_steps - 1
+        self.scheduler.step()
 
     def begin_epoch(self) -> None:
         """An epoch, or the rest of one, is about to be trained."""
@@ -252,11 +336,12 @@ class TrainState:
     def update_best(self, value: float) -> bool:
         """Record an evaluation of the objective, the same number on every rank. Returns True if it is the best so far.
 
-        Where `max_steps` or a pause ends a run in mid-epoch or between two evaluations, nothing
-        is recorded: the same run with more steps would not have evaluated there.
+        Where `max_steps`, `max_time` or a pause ends a run in mid-epoch or between two evaluations, nothing is
+        recorded: the same run with more steps would not have evaluated there.
         """
-        is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps")
-        is_extra = is_cut and self.progress.epoch < self.settings.epochs and not self._evaluates_each_time
+        is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps", "trainer.max_time")
+        is_before_end = self.progress.epoch < self.settings.epochs or self.settings.schedule_over != "steps"
+        is_extra = is_cut and is_before_end and not self._evaluates_each_time
         if self.progress.samples or is_extra or math.isnan(value):
             return False
         if isinstance(self.scheduler, FollowsObjective):
