@@ -177,7 +177,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "type optimizer=sgd, or make the embedding": ({"EmbeddedSparse"}, {"adamw"}),
     "has a hook for its gradient": ({"OwnFunction"}, {*FSDP, *TENSOR_PARALLEL}),
     "passes one tensor from rank to rank": ({"dicts_of_two", "nested"}, {"pipeline"}),
-    "the forward pass changes the weight": ({"Teacher"}, {*FSDP, *VIRTUAL}),
+    "the forward pass changes the weight": ({"Teacher", "EmbeddedMaxNorm"}, {*FSDP, *VIRTUAL}),
     "adds up the gradients of a block in one type": ({"Complex", "OddParameters"}, set(FSDP)),
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
