@@ -14,7 +14,7 @@ BENCH := $(VENV)/.ready-bench
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
+.PHONY: help doctor train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ scaling: $(BENCH) ## step times on up to 4096 ranks: collectives and meetings fi
 
 size: ## lines, files, functions, private names and attributes set from outside in src/
 	python3 bench/size.py
+
+doctor: $(READY) ## what this machine can do, what will be slow, what to type
+	@PYTHONPATH=src $(PYTHON) -m lockstep doctor
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

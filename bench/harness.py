@@ -174,12 +174,6 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {cores} cores"
 
 
-def native_bf16() -> bool:
-    """Whether the CPU multiplies in bfloat16, as far as Linux tells: avx512_bf16 or amx_bf16 on x86, bf16 on ARM."""
-    about = Path("/proc/cpuinfo")
-    return not about.exists() or "bf16" in about.read_text()
-
-
 def pin_to_core() -> None:
     """Give this rank a core of its own, as far as there are enough: then torch uses one thread."""
     if hasattr(os, "sched_setaffinity"):

@@ -24,6 +24,8 @@ import race_tables
 from harness import CONTENDERS, ROOT, TRAIN
 from race_tables import BESIDE, CROWD, LAUNCHES, PRECISIONS
 
+from lockstep.distributed.host import has_native_bf16
+
 PYTHON = [sys.executable]
 ACCELERATE = [*PYTHON, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1",
               "--mixed_precision=no", "--dynamo_backend=no"]  # fmt: skip
@@ -202,7 +204,7 @@ def race(asked: argparse.Namespace, settings: Settings, out: Path) -> bool:
     runs: list[dict[str, Any]] = []
     complete = True
     groups = [[one for one in group if one.parts & set(asked.only)] for group in contenders(settings)]
-    if not harness.native_bf16():  # 8 times slower than fp32, so hours
+    if not has_native_bf16():  # 8 times slower than fp32, so hours
         groups = [[one for one in group if "bf16" not in one.name] for group in groups]
     for turn in range(asked.rounds):
         for group in groups:

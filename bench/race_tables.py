@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import truediv
 from typing import Any
 
-from harness import native_bf16, processor, spread, table
+from harness import processor, spread, table
+
+from lockstep.distributed.host import has_native_bf16
 
 Entry = tuple[str, int]
 """(name, ranks) of a contender"""
@@ -121,7 +123,7 @@ def report(runs: Runs, settings: Any, versions: str) -> str:
         "other. Lockstep runs with sync_bn=off, because no contender synchronises batch norm."
         f"\n\n{processor()}, load before the runs {spread([run['load'] for run in runs])}; {versions}.\n"
     )
-    if not native_bf16():
+    if not has_native_bf16():
         about += "\nNot run: bf16, which this CPU does not compute natively.\n"
     late = [f"{run['name']} over {run['ranks']} (exit {run['exit']})" for run in runs if run["exit"]]
     if late:

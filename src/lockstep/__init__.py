@@ -1,14 +1,55 @@
-"""Lockstep: distributed PyTorch training in which every rank agrees. `load` gives what was trained."""
+"""Lockstep: distributed PyTorch training in which every rank agrees.
 
-from typing import TYPE_CHECKING
+`train` trains from a notebook or a script, `load` gives what was trained, `table` the runs of a folder, and `compose`
+the config of a command. Each imports what it needs when it is called.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import torch
+    from omegaconf import DictConfig
 
     from lockstep.modes.trained_net import TrainedNet
+    from lockstep.notebook import Result
+
+
+def train(words: "Sequence[str]" = (), ranks: int | None = None) -> "Result":
+    """Train as `python src/train.py <words>` does, in processes of its own, and print what these print.
+
+    words: such as ["model=mlp", "trainer.epochs=3"]. Modules of yours that they name are found in this folder and on
+        PYTHONPATH; what was defined in a cell is not.
+    ranks: processes that train together on this machine (launch=torchrun); None: one, or what `words` say.
+
+    An interrupt lets the ranks save a snapshot, and is raised again when they have ended. Raises ConfigError for words
+    that cannot work, and RankFailed if the training fails, after its report was printed.
+    """
+    from lockstep.notebook import train as train_words
+
+    return train_words(words, ranks)
+
+
+def compose(words: "Sequence[str]" = ()) -> "DictConfig":
+    """The config of `python src/train.py <words>`, checked and with its interpolations resolved. Starts nothing.
+
+    Raises ConfigError for words that cannot work, with what to type instead.
+    """
+    from lockstep.notebook import compose as compose_words
+
+    return compose_words(words)
+
+
+def table(folder: "str | Path" = "outputs") -> list[dict[str, Any]]:
+    """The runs at or below `folder`, oldest first: a dict of `python src/runs.py table`'s columns for each.
+
+    `pandas.DataFrame` takes it. Raises ConfigError for a folder that is missing.
+    """
+    from lockstep.notebook import table as table_of
+
+    return table_of(folder)
 
 
 def load(

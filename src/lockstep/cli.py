@@ -41,7 +41,7 @@ from lockstep.config.schema import CONF, GROUPS, SECTIONS, Node, find_rule, flat
 from lockstep.config.suggest import closest, no_option, removed_key, replacement, without_package
 from lockstep.config.targets import RECORD, check_targets, chooses_foreign_target, refuse_foreign_record
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
-from lockstep.distributed.host import end_with_parent, remove_temporary_folder
+from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
 from lockstep.distributed.rendezvous import STORE_TIMEOUT
 from lockstep.errors import (
     EXIT_CONFIG,
@@ -189,7 +189,8 @@ def _run(main: Callable[[], Any]) -> int:
     from lockstep.distributed.rendezvous import forget_start
 
     info = read_rank_info()
-    if info.started_by in STARTERS:  # started by hand, its parent is a shell, which may end under nohup
+    # Started by hand, its parent is a shell, which may end under nohup.
+    if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     register_resolvers()
     argv = with_trained_run(require_words_of_run(resume_sweep(sys.argv)))
@@ -324,12 +325,12 @@ def resume_sweep(argv: list[str]) -> list[str]:
         raise ConfigError(f"sweep.resume={typed} goes on with a sweep; type -m sweep.resume={typed}")
     from lockstep.sweeps.table import recorded_arguments
 
-    overrides, flags = _split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
+    overrides, flags = split([word for word in argv[1:] if not word.startswith("hydra.sweep.dir=")])
     keys = {word.partition("=")[0].lstrip("+") for word in overrides}
     folder = Path(without_quotes(typed))
     recorded = recorded_arguments(folder)
     _require_folders(folder, words_of_folders(recorded), argv[1:])
-    before = [word for word in _split(recorded)[0] if not word.startswith("hydra.searchpath=")]
+    before = [word for word in split(recorded)[0] if not word.startswith("hydra.searchpath=")]
     kept = [word for word in before if word.partition("=")[0].lstrip("+") not in keys]
     _require_open_targets(folder, kept)
     return [argv[0], *kept, *overrides, f"hydra.sweep.dir={typed}", *flags]
@@ -500,13 +501,13 @@ def prepare_arguments(argv: list[str]) -> list[str]:
             "--experimental-rerun needs a pickled config, which these runs do not write; "
             "type hydra.run.dir=<the run's folder> and the overrides in its .hydra/overrides.yaml"
         )
-    overrides, flags = _split(words)
+    overrides, flags = split(words)
     _check_flags(flags, overrides, Path(argv[0]).parent)
     _check_overrides(overrides, words)
     return [argv[0], *(re.sub(r"^\+{1,2}experiment=", "experiment=", word) for word in overrides), *flags]
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def split(words: list[str]) -> tuple[list[str], list[str]]:
     """(overrides, flags). argparse refuses overrides on both sides of a flag such as `-m`."""
     overrides: list[str] = []
     flags: list[str] = []

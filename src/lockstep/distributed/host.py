@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # the launcher's pid, in the environment of the server that its ranks are forked from
+ENDS_WITH_PARENT = "LOCKSTEP_ENDS_WITH_PARENT"  # in the environment of a training that a notebook has started
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -28,6 +29,12 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):  # Linux; macOS has no affinity
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def has_native_bf16() -> bool:
+    """Whether the CPU multiplies in bfloat16, as far as Linux tells: avx512_bf16 or amx_bf16 on x86, bf16 on ARM."""
+    about = Path("/proc/cpuinfo")
+    return not about.exists() or "bf16" in about.read_text()
 
 
 def keep_freed_memory() -> None:

@@ -1,5 +1,6 @@
 """What is set once, before the first step: determinism, the model's device and layout, precision."""
 
+import logging
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,9 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lockstep.distributed.host import has_native_bf16
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import has_lazy_layers
+
+log = logging.getLogger(__name__)
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -88,6 +92,8 @@ def prepare_model(
 
     compile: True, or a mode of torch.compile: "reduce-overhead" records CUDA graphs, "max-autotune" tries kernels.
     """
+    if precision == "bf16" and world.device.type == "cpu" and world.is_rank_zero and not has_native_bf16():
+        log.warning("this CPU has no bfloat16: bf16 is about 8 times slower than fp32; type trainer.precision=fp32")
     cast(model, precision)
     model = model.to(world.device)
     if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
