@@ -158,6 +158,7 @@ NEVER = [
     ({"profiled"}, {"pipeline"}),
     ({"workers"}, {"stream"}),
     ({"accumulation", "all"}, set(VIRTUAL)),
+    ({"accumulation", "all"}, {"tensor_parallel, two by two"}),  # a batch norm gets single samples there
     ({*OWN_OPTIMIZERS}, {way for way in WAYS if way not in ("one", "two", "three")} | {"unfused", "sharded", *CHANGED}),
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}

@@ -106,14 +106,14 @@ class OddState(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or not parameter.numel():
                     continue
                 state = self.state[parameter]
                 if not state:
                     codes = torch.full((parameter.numel(),), 128, dtype=torch.uint8)
                     state.update(codes=codes, scale=torch.ones(1).half(), counts=[torch.zeros(2), 0], nothing=None)
                 momentum = (state["codes"].double() - 128) / 128 * state["scale"].double()
-                momentum = 0.9 * momentum + parameter.grad.flatten().double()
+                momentum = 0.9 * momentum + parameter.grad.to_dense().flatten().double()
                 state["scale"] = momentum.abs().max().clamp(min=1e-3).half().view(1)
                 scaled = (momentum / state["scale"].double()).clamp(-1, 0.99)
                 state["codes"] = (scaled * 128 + 128).round().to(torch.uint8)

@@ -121,12 +121,14 @@ def evaluate(
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """After the block the buffers are what they were before it.
+    """After the block the buffers, and the weights of an embedding with max_norm, are what they were before it.
 
     Some modules change them in an evaluation, too, such as the observers of a quantisation: each rank by its share, and
     the training would go on with what the test data has left.
     """
     owned = [(module, name) for module in model.modules() for name, _ in module.named_buffers(recurse=False)]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    owned += [(module, "weight") for module in embeddings if module.max_norm is not None]
     before = [getattr(module, name) for module, name in owned]
     copies, changes = [buffer.clone() for buffer in before], versions(before)
     yield
