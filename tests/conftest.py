@@ -16,18 +16,20 @@ from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of,
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# The longest files, those of drills and those of `make test`, by seconds of a core. They run first, so that no core is
+# The longest files, those of drills and those of `make test`, by their seconds. They run first, so that no core is
 # idle while another one runs the last of them.
 LONG = (
     "test_zoo",
-    "test_kills",
-    "test_promise",
-    "test_bench",
-    "test_faults",
     "test_slurm_jobs",
-    "test_early_interrupts",
+    "test_hangs",
+    "test_faults",
+    "test_kills",
+    "test_bench",
+    "test_promise",
+    "test_hosts",
+    "test_torchvision_models",
 )
-LONG += ("test_starters", "test_interrupted_runs", "test_extending", "test_sweeps", "test_strategies")
+LONG += ("test_starters", "test_interrupted_runs", "test_sweeps", "test_strategies", "test_check_commands")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

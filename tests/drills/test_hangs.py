@@ -56,7 +56,6 @@ def hang_command(kind, sync, size):
     return [*words, *(DATA if kind in ("loader", "worker") else MODEL)]
 
 
-@pytest.mark.new_process  # what starts a forked command would be taken for user code
 @pytest.mark.parametrize(("kind", "place", "sync", "size"), MATRIX if WHOLE else CHOSEN)
 def test_a_hang_has_a_verdict_and_ends_the_run(start_faulty, kind, place, sync, size):
     run = start_faulty(*hang_command(kind, sync, size), HANG=kind, HANG_IN=place, PYTHONPATH=ROOT / "tests")

@@ -13,8 +13,9 @@ pytestmark = [
 ]
 
 
+@pytest.mark.timeout(600)
 def test_the_mnist_preset_reaches_99_percent(start):
-    run = start(*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "experiment=mnist_ddp").finish()
+    run = start(*PYTHON_TRAIN, "launch=fork", "launch.nproc_per_node=2", "experiment=mnist_ddp").finish(limit=500)
     assert scalars(run.folder)["test/accuracy"][-1][1] >= 0.99
 
 

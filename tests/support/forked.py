@@ -143,7 +143,9 @@ def _server(prepared_by: str) -> tuple[socket.socket, bytes]:
         listener.bind("")  # at a name that is no file
         listener.listen()
         kept = [its.fileno(), listener.fileno()]
-        words = [sys.executable, __file__, *map(str, kept), prepared_by, "-" * ROOM]
+        # As code without a file, its frames are of no user's code: the verdict of a hang shows that.
+        code = f"__file__ = {__file__!r}; exec(compile(open(__file__).read(), '<forked>', 'exec'))"
+        words = [sys.executable, "-c", code, *map(str, kept), prepared_by, "-" * ROOM]
         subprocess.Popen(words, pass_fds=kept, stdin=subprocess.DEVNULL, start_new_session=True)
         return ours, listener.getsockname()
 
@@ -184,7 +186,7 @@ def _serve(requests: socket.socket, listener: socket.socket, prepared_by: str) -
 
 
 def _import_all(prepared_by: str) -> None:
-    sys.path[0] = str(SOURCE)  # it was tests/support
+    sys.path[0] = str(SOURCE)
     for name in MODULES:
         importlib.import_module(name)
     del sys.modules["lockstep.rank_imports"]  # by which a job of a sweep knows that it needs no fork server

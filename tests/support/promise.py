@@ -37,7 +37,8 @@ def in_ranks(size: int, folder: Path, *overrides: str) -> Path:
 def by_command(command: list[str], folder: Path, *overrides: str) -> Path:
     """The training as a user starts it. Returns its run folder."""
     folder.mkdir()
-    Command([*command, *TRAINING, f"hydra.run.dir={folder}", *overrides], folder).finish()
+    words = [*command, *TRAINING, f"hydra.run.dir={folder}", *overrides]
+    Command(words, folder, new_process=True).finish()
     return folder
 
 
