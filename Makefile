@@ -10,8 +10,10 @@ PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 BENCH := $(VENV)/.ready-bench
-# Tests of whole commands wait for a third of their time: three at once keep two cores busy. Long ones are named first.
-WHOLE := -n 3 --dist loadfile --no-loadscope-reorder
+# Tests of whole commands wait for two fifths of their time, and drills for half of it: four or five at once keep two cores
+# busy. The longest files come first.
+WHOLE := -n 4 --dist loadfile --no-loadscope-reorder
+DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help doctor train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
@@ -88,13 +90,13 @@ screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs
 	LOCKSTEP_SCREENSHOTS=docs $(PYTHON) -m pytest -q -m drill tests/drills/test_dashboards.py
 
 drill: $(DEV) ## the long drills, with a table of what was broken on purpose
-	$(PYTHON) -m pytest -q $(WHOLE) -m drill tests/drills $(ARGS)
+	$(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills $(ARGS)
 
 matrices: $(DEV) ## every fault under every launcher, every hang, every signal at every moment
-	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all $(PYTHON) -m pytest -q $(WHOLE) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py $(ARGS)
+	FAULTS=all LOCKSTEP_HANGS=all LOCKSTEP_SIGNALS=all $(PYTHON) -m pytest -q $(DRILLS) -m drill tests/drills/test_faults.py tests/drills/test_hangs.py tests/drills/test_signals.py tests/drills/test_early_interrupts.py $(ARGS)
 
 faults: $(DEV) ## every fault of docs/failures.md, with the same table
-	$(PYTHON) -m pytest -q $(WHOLE) -m fault tests $(ARGS)
+	$(PYTHON) -m pytest -q $(DRILLS) -m fault tests $(ARGS)
 
 fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=1000 of each kind): a run or one sentence
 	LOCKSTEP_FUZZ_EXAMPLES=$(FUZZ) $(PYTHON) -m pytest -q -m drill tests/drills/test_fuzz.py $(ARGS)

@@ -9,7 +9,7 @@ from support.option_pairs import answers, pairs, row, sentence_of
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(0)]
 
-SHARE = 20  # every twentieth pair: `make pairs` runs all of them
+SHARE = 30  # every thirtieth pair: `make pairs` runs all of them
 
 
 def test_pairs_of_options_train_or_are_refused_as_documented(tmp_path: Path) -> None:
