@@ -90,7 +90,7 @@ def test_a_halving_leaves_out_what_the_constraints_refuse(start):
 
 def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
     sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep).finish(1)
+    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN, *sweep).finish(1)
     assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 must be a number above 0; type" in run.output
     assert not (run.cwd / "s").exists()
 
@@ -232,7 +232,7 @@ def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 80))
     steady = ["trainer.batch_size=1", "optimizer.lr=0.001"]  # an epoch is longer than tqdm waits between two drawings
-    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=8", *steady, "sweep.slots=2"]
+    words = ["-m", "seed=1,2", "model=mlp", "trainer.epochs=4", *steady, "sweep.slots=2"]
     with os.fdopen(reading, "rb", buffering=0) as screen:
         run = subprocess.Popen([*PYTHON_TRAIN, *words], cwd=tmp_path, stdout=writing, stderr=writing)
         os.close(writing)
@@ -241,7 +241,7 @@ def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):
             while text := screen.read(65536):
                 shown += text.decode(errors="replace")
     assert run.wait() == 0
-    assert re.search(r"\[0\] epoch \d/8: .*\r\n\[1\] epoch \d/8: .*\r\n\x1b\[2F\x1b\[J", shown)
+    assert re.search(r"\[0\] epoch \d/4: .*\r\n\[1\] epoch \d/4: .*\r\n\x1b\[2F\x1b\[J", shown)
     assert re.search(r"samples/s, loss=\d", shown)
     last = shown.rpartition("\x1b[J")[2]
     assert "sweep: job" in last
