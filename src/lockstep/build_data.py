@@ -76,7 +76,7 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
         "the test data",
         "give both the same attribute `classes`, or type dataset=image_folder, which compares names",
     )
-    if train is test and cfg.task.get("class_weights") == "balanced":
+    if train is test and class_weights(cfg) == "balanced":
         raise ConfigError(
             "task.class_weights=balanced counts the classes of the training data, which has no samples here; "
             "type task.class_weights=<the list in the run.json of the run>"
@@ -184,16 +184,22 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, cfg.model.get("shape"))
     check_class_weights(cfg)
-    if cfg.task.get("class_weights") == "balanced":
+    if class_weights(cfg) == "balanced":
         cfg.task.class_weights = balanced_weights(dataset, cfg.dataset.classes, cfg.task.get("ignored_label"))
     if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
         log.warning("the data has one class, so a classification is right from the start, and learns nothing")
     return cfg
 
 
+def class_weights(cfg: DictConfig) -> Any:
+    """task.class_weights of a task that this project has; None of others, where a key of this name may be anything."""
+    weighs = issubclass(_class_of_task(cfg), Classification | Segmentation)
+    return cfg.task.get("class_weights") if weighs else None
+
+
 def check_class_weights(cfg: DictConfig) -> None:
     """Raise ConfigError if task.class_weights has another number of weights than there are classes."""
-    weights, classes = cfg.task.get("class_weights"), cfg.dataset.classes
+    weights, classes = class_weights(cfg), cfg.dataset.classes
     if isinstance(weights, ListConfig) and classes not in (None, len(weights)):
         raise ConfigError(
             f"task.class_weights={show(list(weights))} has {len(weights)} weights, and there are {classes} classes; "
