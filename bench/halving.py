@@ -41,7 +41,13 @@ class Search:
 
 def train(folder: Path, seeds: int, epochs: int) -> None:
     """The whole grid for each seed, two jobs at once, each on one core."""
-    fixed = ["model=mlp", f"trainer.epochs={epochs}", f"snapshot.every={epochs}epochs", "logger=[csv]"]
+    fixed = [
+        "dataset.validation=null",
+        "model=mlp",
+        f"trainer.epochs={epochs}",
+        f"snapshot.every={epochs}epochs",
+        "logger=[csv]",
+    ]
     words = [*fixed, f"seed={','.join(map(str, range(seeds)))}", *GRID, "sweep.slots=auto", f"hydra.sweep.dir={folder}"]
     subprocess.run([sys.executable, harness.ROOT / "src" / "train.py", "-m", *words], check=True)
 

@@ -25,7 +25,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
 CONTENDERS = ROOT / "bench" / "contenders"
-DDP = ["strategy._target_=measured.MeasuredDDP"]
+DDP = [
+    "strategy._target_=measured.MeasuredDDP",
+    "dataset.validation=null",
+]  # with the data of those it is compared with
 MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
 # After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
 BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",

@@ -65,12 +65,12 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
-        cfg, loader, _ = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, loader)
-        train_epoch(state, loader)
+        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        state = build.train_state(cfg, strategy, loaders.train)
+        train_epoch(state, loaders.train)
         copying, writing = [], []
         record = ConfigRecord({}, {}, {}, {}, {})
-        with build.snapshots(cfg, record, state, loader, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
+        with build.snapshots(cfg, record, state, loaders, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
             for _ in range(4):
                 began, busy = time.perf_counter(), time.thread_time()
                 snapshots.save()

@@ -79,12 +79,12 @@ def costs(cfg: Any) -> dict[str, Any]:
     harness.pin_to_core()
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
-        cfg, loader, _ = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, loader)
+        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        state = build.train_state(cfg, strategy, loaders.train)
         record = ConfigRecord({}, {}, {}, {}, {})
-        with build.snapshots(cfg, record, state, loader, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
+        with build.snapshots(cfg, record, state, loaders, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
             watch = Watch(snapshots)
-            train_epoch(state, loader, watchers=[watch])
+            train_epoch(state, loaders.train, watchers=[watch])
         own = Path(cfg.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 

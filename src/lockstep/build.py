@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.build_data import batch_transforms, completed, datasets, prepare, samples
+from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
@@ -29,7 +29,7 @@ from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy, refuse_changing_weights
 from lockstep.tasks.base import Task, modules_of
-from lockstep.training.evaluation import Evaluator, Wanted, wanted_by
+from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
 from lockstep.training.state import TrainSettings, TrainState, time_limit
@@ -38,10 +38,24 @@ from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
 
 
+class Loaders(NamedTuple):
+    """What gives this rank its share of each data set. val: None without a validation set.
+
+    split: which samples the validation set has, in words with a hash; None without one.
+    numbers: of the validation samples in the training data; None if they are other data.
+    """
+
+    train: BatchLoader
+    val: BatchLoader | None
+    test: BatchLoader
+    split: str | None = None
+    numbers: list[int] | None = None
+
+
 def model_and_data(
-    cfg: DictConfig, world: World, strategy: Strategy, loaded: tuple[Any, Any] | None = None
-) -> tuple[DictConfig, BatchLoader, BatchLoader]:
-    """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of both data sets.
+    cfg: DictConfig, world: World, strategy: Strategy, loaded: DataSets | None = None
+) -> tuple[DictConfig, Loaders]:
+    """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of the data sets.
 
     loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
     hold only a part of it on this rank.
@@ -56,11 +70,16 @@ def model_and_data(
                 get_object(node["_target_"])  # a module that seeds torch when it is imported does so here
     reporter.enter("build")
     require_same_code(world)
-    train_data, test_data = loaded or datasets(cfg)
-    require_same_data(world, "test data", len(test_data), data_fingerprint(test_data))
-    cfg = completed(cfg, train_data)
+    found = loaded or datasets(cfg)
+    require_same_data(world, "test data", len(found.test), data_fingerprint(found.test))
+    split = None
+    if found.val is not None:
+        split = data_fingerprint(found.val) if found.held_out is None else str(found.held_out)
+        require_same_data(world, "validation data", len(found.val), split)
+    cfg = completed(cfg, found.train)
     trainer, data = cfg.trainer, cfg.dataset
-    train_samples, test_samples = samples(cfg, train_data, "training data"), samples(cfg, test_data, "test data")
+    train_samples, test_samples = samples(cfg, found.train, "training data"), samples(cfg, found.test, "test data")
+    val_samples = None if found.val is None else samples(cfg, found.val, "validation data")
     with seeded(cfg.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
         with strategy.building(world.size):
@@ -84,12 +103,16 @@ def model_and_data(
     augment, transforms = Augment(**data.augment), batch_transforms(cfg)
     weights = None
     if data.sampling is not None and instantiate(cfg.mode).reads_training_data:
-        weights = weight_of_each_sample(train_data, data.sampling)
-    train_loader = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms, weights)
-    eval_loader = BatchLoader(test_samples, converter, *share, cfg.seed, workers=data.workers)
-    for loader in (train_loader, eval_loader):
+        weights = weight_of_each_sample(found.train, data.sampling)
+    train = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms, weights)
+    val, test = (
+        None if evaluated is None else BatchLoader(evaluated, converter, *share, cfg.seed, workers=data.workers)
+        for evaluated in (val_samples, test_samples)
+    )
+    assert test is not None
+    for loader in filter(None, (train, val, test)):
         world.resources.callback(loader.close)
-    return cfg, train_loader, eval_loader
+    return cfg, Loaders(train, val, test, split, None if found.held_out is None else found.held_out.numbers.tolist())
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
@@ -130,7 +153,7 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
         eval_batch_size=cfg.evaluation.batch_size,
-        eval_every=cfg.evaluation.every,
+        eval_every=cfg.evaluation.every if trainer.final is None else trainer.epochs,
         patience=cfg.evaluation.patience,
         log_every=cfg.logging.every,
         draws_by_sample=not trainer.compile,
@@ -171,12 +194,12 @@ def snapshots(
     cfg: DictConfig,
     record: ConfigRecord,
     state: TrainState,
-    train_loader: BatchLoader,
+    loaders: Loaders,
     loggers: LoggerList,
     weights: WeightCheck,
 ) -> SnapshotManager:
     """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    count, data = len(train_loader), data_fingerprint(train_loader.dataset)
+    count, data = len(loaders.train), data_fingerprint(loaders.train.dataset)
     require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
         "optimizer": cfg.optimizer._target_,
@@ -184,6 +207,8 @@ def snapshots(
         "training data": data,
         "seed": cfg.seed,
     }
+    if loaders.split is not None:
+        fingerprint["validation data"] = loaders.split
     return SnapshotManager(
         state,
         cfg.run_dir,
@@ -222,9 +247,19 @@ def running_metrics(cfg: DictConfig, state: TrainState, loggers: LoggerList) -> 
     return RunningMetrics(state, loggers, stragglers), stragglers
 
 
-def evaluator(cfg: DictConfig, state: TrainState, loader: BatchLoader, loggers: LoggerList) -> Evaluator:
-    """The evaluation. All ranks prepare what the keys of rank 0's loggers ask for."""
-    return Evaluator(state, loader, loggers, _wanted(cfg))
+def evaluators(cfg: DictConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
+    """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
+    decides, wanted = cfg.objective.partition("/")[0], _wanted(cfg)
+    at_each = {"val"} if loaders.val is not None else set()
+    at_each |= {decides} | ({"test"} if cfg.evaluation.test == "every" else set())
+    of_decided = {name: wanted if name == decides else Wanted(wanted.images) for name in ("val", "test")}
+    evaluators = {
+        name: Evaluator(state, loader, loggers, of_decided[name], name)
+        for name, loader in (("val", loaders.val), ("test", loaders.test))
+        if name in at_each and loader is not None
+    }
+    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_decided["test"], "test")
+    return Evaluations(decides, evaluators, None if cfg.evaluation.test == "never" else test)
 
 
 def _wanted(cfg: DictConfig) -> Wanted:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sized
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -20,14 +20,17 @@ from lockstep.data.dataset import (
     check_shape,
     class_count,
     class_names,
+    numbers_of,
     require_same_classes,
     require_samples,
     sample_shape,
+    whole_of,
 )
-from lockstep.data.image_files import ImageFiles
+from lockstep.data.image_files import VALIDATION, ImageFiles, has_validation
 from lockstep.data.loader import require_channels
 from lockstep.data.partition import fold_in, seeded
 from lockstep.data.samples import SampleError, Samples, require_stream
+from lockstep.data.split import HeldOut, Split, hold_out
 from lockstep.data.text import TextWindows
 from lockstep.data.transforms import BatchTransform, as_batch_transforms
 from lockstep.errors import ConfigError
@@ -41,17 +44,62 @@ from lockstep.tasks.segmentation import Segmentation
 log = logging.getLogger(__name__)
 
 MASKS = 8  # that are looked at before the training
-TRAINING, TESTS = 1, 2  # folded into the seeds of what data sets draw when they are made
+TRAINING, TESTS, VALIDATIONS = 1, 2, 3  # folded into the seeds of what data sets draw when they are made
+SHARE = 0.1  # of the training data, that dataset.validation=auto holds out
+
+
+class DataSets(NamedTuple):
+    """The data of a run. val: None without a validation set. held_out: how `val` was drawn from the training data, None
+    if it was not."""
+
+    train: Any
+    val: Any
+    test: Any
+    held_out: HeldOut | None = None
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Call dataset.prepare."""
+    """Call dataset.prepare, for images also with those of a folder val/."""
     with seeded(cfg.seed):
         instantiate(cfg.dataset.prepare)
+        if cfg.dataset.validation == "auto" and validation_node(cfg) is not None:
+            instantiate(_of_validation(cfg.dataset.prepare, "test"))
 
 
-def datasets(cfg: DictConfig) -> tuple[Any, Any]:
-    """The data sets for training and for tests.
+def validation_node(cfg: DictConfig) -> Any:
+    """The node that reads validation data of its own: the user's, or with dataset.validation=auto that of a folder val/
+    of images. None if validation data is held out of the training data, or if there is none."""
+    data = cfg.dataset
+    if OmegaConf.is_config(data.validation):
+        return data.validation
+    files = data.test.get("files")
+    if data.validation != "auto" or data.folds is not None or not has_validation(files):
+        return None
+    return _of_validation(data.test, "files")
+
+
+def _of_validation(node: DictConfig | None, files: str) -> DictConfig | None:
+    """`node` with the images of the folder val/ in the place of those for tests. files: its key of their list."""
+    if node is None or files not in node:
+        return None
+    values = as_dict(node)
+    return OmegaConf.create(values | {files: values[files] | {"test_split": VALIDATION}})
+
+
+def held_out_of(cfg: DictConfig, train: Any) -> HeldOut | None:
+    """What the config holds out of the training data, None if it does not."""
+    data = cfg.dataset
+    if cfg.trainer.final is not None:
+        return None
+    fold = None if data.folds is None else (data.fold, data.folds)
+    if fold is None and (data.validation is None or validation_node(cfg) is not None):
+        return None
+    size = SHARE if data.validation == "auto" else data.validation
+    return hold_out(train, Split(size, fold, data.split_seed, data.groups))
+
+
+def datasets(cfg: DictConfig) -> DataSets:
+    """The data sets for training, validation and tests.
 
     A mode that does not read the training data takes the tests' in its place, where it has no samples. Raises
     ConfigError if one has no samples, or if a class number stands for another class in each of them.
@@ -60,8 +108,16 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
         train = instantiate(cfg.dataset.train)
     with seeded(fold_in(cfg.seed, TESTS)):
         test = instantiate(cfg.dataset.test)
-    mode = instantiate(cfg.mode)
-    for name, source in (("test", getattr(test, "source", None)), ("training", getattr(train, "source", None))):
+    with seeded(fold_in(cfg.seed, VALIDATIONS)):
+        val = instantiate(validation_node(cfg))
+    if val is not None and cfg.trainer.final is not None:
+        raise ConfigError(
+            f"trainer.final={cfg.trainer.final} trains on what is held out of the training data, and the validation "
+            f"images are those of a folder val/; type trainer.final=null, or move them to train/"
+        )
+    mode, held_out = instantiate(cfg.mode), None
+    for name, data in (("test", test), ("training", train), ("validation", val)):
+        source = getattr(data, "source", None)
         missing = source.first_without_target if isinstance(source, ImageFiles) else None
         if mode.needs_labels and missing is not None:
             raise ConfigError(
@@ -86,7 +142,23 @@ def datasets(cfg: DictConfig) -> tuple[Any, Any]:
     require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
     require_samples(train, "training data", "dataset.train")
     require_samples(test, "test data", "dataset.test")
-    return train, test
+    if val is not None:
+        require_same_classes(
+            class_names(train),
+            class_names(val),
+            "the training data",
+            "the validation data",
+            "give both the same attribute `classes`, or type dataset.validation=0.1",
+        )
+        require_stream(val, "validation data", cfg.dataset.workers, False, cfg.dataset.on_error)
+        require_samples(val, "validation data", "dataset.validation")
+    elif train is not test:
+        held_out = held_out_of(cfg, train)
+    return (
+        DataSets(train, val, test)
+        if held_out is None
+        else DataSets(held_out.train, held_out.validation, test, held_out)
+    )
 
 
 def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
@@ -104,7 +176,7 @@ def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
 
 
 def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
-    """`dataset` as a loader reads it. name: "training data" or "test data".
+    """`dataset` as a loader reads it. name: "training data", "validation data" or "test data".
 
     Raises ConfigError if data in memory has targets that the task does not take, and if unreadable samples are left
     out and many in a row are.
@@ -121,7 +193,7 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     is_plain = are_classes and kind.__module__.startswith("lockstep.")
     are_numbers = are_masks or issubclass(kind, LanguageModelling)
     ignored = None if is_plain else cfg.task.get("ignored_label", IGNORED)
-    source = getattr(dataset, "source", None)
+    source = getattr(whole_of(dataset), "source", None)
     if isinstance(source, ImageFiles):
         if issubclass(kind, Regression) and kind.__module__.startswith("lockstep.") and source.classes:
             raise ConfigError(
@@ -141,13 +213,18 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         known = None if issubclass(kind, Regression) else data.classes
         labels = allowed(known, is_signed=not are_classes and not are_numbers)
         if not isinstance(dataset, TextWindows):  # they are numbered by this project
-            labels.check(range(len(dataset)), dataset.targets)
+            labels.check(range(len(dataset.targets)), dataset.targets)
         if are_masks:
             labels.check_masks(dataset.targets[:MASKS])
         return dataset
     counts_samples = kind.count in (Task.count, Classification.count)
     labels = allowed(data.classes if are_classes or are_numbers else None, one_each=counts_samples)
     found = Samples(dataset, name, cfg.seed, transforms, plain, data.on_error, collate, labels)
+    if name == "validation data" and numbers_of(dataset) is not None and found.draws():
+        log.warning(
+            "the training data draws in __getitem__, so that the validation samples that are held out of it are "
+            "augmented, too; give them a node of their own: dataset.validation='{_target_:<module>.<class>}'"
+        )
     if found.skips:
         found.one(epoch=0)  # that none can be read shall not be found by the first evaluation
     if are_masks and data.classes is not None and found.stream is None:

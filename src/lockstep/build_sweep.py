@@ -96,7 +96,7 @@ class HydraJobs:
         section = dict(base.sweep)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # a killed rank has failed its job: try it again
             section["retry"] = "failed"
-        mode = base.task.get("metrics", {}).get(objective.removeprefix("test/"), "min")
+        mode = base.task.get("metrics", {}).get(str(objective).partition("/")[2], "min")
         self.settings = SweepSettings(
             **section,
             objective=objective,

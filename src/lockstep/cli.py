@@ -255,7 +255,8 @@ def register_resolvers() -> None:
 
     `${started:format}` is the moment at which the run started, the same on all ranks. `${on_rank_zero:value,other}` is
     `value` on rank 0 and `other` on the other ranks. `${as_typed:words}` are words whose interpolations, such as
-    ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %.
+    ${oc.env:KEY}, are not resolved: %24 stands for $, and %25 for %. `${deciding_set:}` is val where a validation set
+    is held out, else test.
     """
 
     def started(pattern: str, _root_: DictConfig) -> str:
@@ -275,7 +276,13 @@ def register_resolvers() -> None:
     def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
         return value if _composing_rank(_root_).is_rank_zero else other
 
+    def deciding_set(*, _root_: DictConfig) -> str:
+        held_out = [OmegaConf.select(_root_, f"dataset.{key}") for key in ("validation", "folds")]
+        is_final = OmegaConf.select(_root_, "trainer.final") is not None
+        return "test" if is_final or held_out == [None, None] else "val"
+
     register_resolver("as_typed", as_typed)
+    register_resolver("deciding_set", deciding_set)
     register_resolver("started", started)
     register_resolver("on_rank_zero", on_rank_zero)
 
@@ -468,6 +475,8 @@ def _values_of_run(folder: Path, words: list[str], typed: list[str]) -> Iterator
     if config.get("init") is not None:  # the weights of the run are in its snapshots
         yield from ("init=null", "new_layers=[]")
     said = set(map(_key, [*words, *typed]))
+    if config and "validation" not in (config.get("dataset") or {}) and not _is_replaced("dataset.validation", typed):
+        yield "dataset.validation=null"  # an earlier version held nothing out
     replaced = {key.removesuffix("._target_") for key in said if key.endswith("._target_")}
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         parent, _, name = key.rpartition(".")
@@ -661,7 +670,7 @@ def refuse_sampling_sweep(argv: list[str], info: RankInfo) -> list[str]:
     if cfg is None:
         return argv
     direction = cfg.hydra.sweeper.get("direction", "minimize")
-    mode = cfg.task.metrics.get(cfg.objective.removeprefix("test/"))
+    mode = cfg.task.metrics.get(str(cfg.objective).partition("/")[2])
     names = {"min": "minimize", "max": "maximize"}
     # A config that asks for another than the default stays. Optuna's plugin has an Enum.
     if getattr(direction, "name", direction) != "minimize" or mode not in names:

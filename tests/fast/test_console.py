@@ -23,14 +23,16 @@ def test_the_console_shows_one_line_an_epoch(caplog, tmp_path):
     console.on_epoch_end(replace(epoch(2), best={"accuracy": 0.875}, best_step=2))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model_best.pt").touch()
+    console.on_test({"loss": 0.5, "accuracy": 0.75}, 2, is_logged=False)
     console.on_fit_end(tmp_path / "run", {"loss": 0.25, "accuracy": 0.96875})
     assert [record.getMessage() for record in caplog.records] == [
-        "1437 training and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
-        "epoch 1/2   step 2   train loss 1.0000 accuracy 0.5000   test loss 2.0000 accuracy 0.2500   1234 samples/s",
-        "epoch 2/2   step 4   train loss 0.5000 accuracy 0.5000   test loss 1.0000 accuracy 0.2500   1234 samples/s",
-        "finished: test loss 0.2500, accuracy 0.9688",
+        "1293 training, 144 validation and 360 test samples; batches of 64 samples, 21 or 22 for each of 3 ranks",
+        "epoch 1/2   step 2   train loss 1.0000 accuracy 0.5000   val loss 2.0000 accuracy 0.2500   1234 samples/s",
+        "epoch 2/2   step 4   train loss 0.5000 accuracy 0.5000   val loss 1.0000 accuracy 0.2500   1234 samples/s",
+        "finished: val loss 0.2500, accuracy 0.9688",
+        "test:       loss 0.5000, accuracy 0.7500, with the weights of step 2, chosen on val",
         f"run folder: {tmp_path / 'run'}",
-        "best:       test accuracy 0.8750 at step 2, in model_best.pt; mode.snapshot=best takes its weights",
+        "best:       val accuracy 0.8750 at step 2, in model_best.pt; mode.snapshot=best takes its weights",
         f"evaluate:   python src/train.py mode=evaluate resume={tmp_path / 'run'}",
         f"table:      python src/runs.py table {tmp_path}",
         f"train on:   the same command with resume={tmp_path / 'run'} trainer.epochs=4",

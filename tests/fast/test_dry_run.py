@@ -38,9 +38,9 @@ def held_by_a_real_rank(cfg: DictConfig) -> dict[str, int]:
 
     with init_distributed("gloo", 60) as world:
         strategy = instantiate(cfg.strategy)
-        cfg, loader, _ = build.model_and_data(cfg, world, strategy)
-        plan = Plan(build.train_state(cfg, strategy, loader))
-        plan.take_step(loader)
+        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        plan = Plan(build.train_state(cfg, strategy, loaders.train))
+        plan.take_step(loaders.train)
     return plan.held
 
 

@@ -92,8 +92,8 @@ TAGS = {
     "speed/samples_per_s",
     "train/loss",
     "train/accuracy",
-    "test/loss",
-    "test/accuracy",
+    "val/loss",
+    "val/accuracy",
 }
 
 
@@ -102,7 +102,7 @@ def test_tensorboard_and_csv_have_the_same_numbers(tmp_path):
     found = scalars(tmp_path)
     assert found.keys() == TAGS
     assert [step for step, _ in found["train/lr"]] == [1, 3]
-    assert found["test/loss"] == [(2, 2.0), (4, 1.0)]
+    assert found["val/loss"] == [(2, 2.0), (4, 1.0)]
     assert found["speed/samples_per_s"] == [(2, 1234.5), (4, 1234.5)]
     points = sorted((step, tag, value) for tag, some in found.items() for step, value in some)
     assert [(step, tag) for step, tag, _ in points] == [(step, tag) for step, tag, _ in sorted(rows(tmp_path))]
@@ -114,7 +114,7 @@ def test_tensorboard_and_csv_have_the_same_numbers(tmp_path):
 def test_a_resumed_run_drops_the_points_after_its_snapshot(tmp_path):
     log_run(tmp_path, [1, 2, 3], closes=False)  # killed after epoch 3, with a snapshot of epoch 1
     log_run(tmp_path, [2, 3], start_step=2)
-    steps = {"train/running_loss": [1, 3, 5], "test/loss": [2, 4, 6]}
+    steps = {"train/running_loss": [1, 3, 5], "val/loss": [2, 4, 6]}
     found = scalars(tmp_path)
     for tag, expected in steps.items():
         assert [step for step, _ in found[tag]] == expected

@@ -36,8 +36,7 @@ def own(name: str, *overrides: str) -> Any:
 
 
 def completed(cfg: Any) -> Any:
-    train, _ = build_data.datasets(cfg)
-    cfg = build_data.completed(cfg, train)
+    cfg = build_data.completed(cfg, build_data.datasets(cfg).train)
     return cfg
 
 

@@ -260,7 +260,7 @@ class Drawn(Dataset[Any]):
 def test_what_a_data_set_draws_depends_on_the_seed_alone() -> None:
     cfg = composed("seed=3")
     cfg.dataset.train = cfg.dataset.test = OmegaConf.create({"_target_": f"{__name__}.Drawn"})
-    first, test = build_data.datasets(cfg)
+    first, _, test, _ = build_data.datasets(cfg)
     seed_all(9)
     assert torch.equal(build_data.datasets(cfg)[0].points, first.points)
     assert not torch.equal(test.points, first.points)

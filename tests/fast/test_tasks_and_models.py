@@ -74,10 +74,10 @@ def test_no_sample_adds_nothing_and_half_precision_is_summed_in_float32(task: Ta
 
 
 def test_metrics_say_whether_more_is_better() -> None:
-    assert (CLASSIFICATION.mode("test/accuracy"), CLASSIFICATION.mode("test/loss")) == ("max", "min")
-    for objective in ("test/f1", "train/loss", "accuracy"):
-        with pytest.raises(ConfigError, match="type objective=test/loss or objective=test/accuracy"):
-            CLASSIFICATION.mode(objective)
+    assert (CLASSIFICATION.mode("val/accuracy"), CLASSIFICATION.mode("test/loss")) == ("max", "min")
+    for split in ("val", "test"):
+        with pytest.raises(ConfigError, match=f"type objective={split}/loss or objective={split}/accuracy"):
+            CLASSIFICATION.mode(f"{split}/f1")
     with pytest.raises(ConfigError, match="type task.monitor=loss"):
         Regression({"loss": "min"}, "accuracy", None, {})
 

@@ -6,6 +6,8 @@ import pytest
 
 from support.event_files import scalars
 
+pytestmark = pytest.mark.whole
+
 
 def test_it_applies_stale_gradients_and_learns(train: Any) -> None:
     options = ["strategy=async_parameter_server", "optimizer.momentum=0.5"]

@@ -254,12 +254,12 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             np.random.seed()
             strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
             try:
-                cfg, loader, tested = build.model_and_data(cfg, world, strategy)
-                state = build.train_state(cfg, strategy, loader)
-                train_epoch(state, loader)
+                cfg, loaders = build.model_and_data(cfg, world, strategy)
+                state = build.train_state(cfg, strategy, loaders.train)
+                train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted
 
-                Evaluator(state, tested, None, Wanted()).means(lambda: None)  # type: ignore[arg-type,return-value]
+                Evaluator(state, loaders.test, None, Wanted(), "test").means(lambda: None)  # type: ignore[arg-type,return-value]
             except ConfigError as error:
                 sentence = str(error)
             logging.getLogger("lockstep").removeHandler(handler)

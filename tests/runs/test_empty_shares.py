@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from lockstep.data.builtin import digits
 from lockstep.data.dataset import InMemoryDataset
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
+
+pytestmark = pytest.mark.whole
 
 SAMPLES = 14  # on 3 ranks the last of two batches has 2 samples, and the last test batch 2
 

@@ -9,6 +9,8 @@ from lockstep.data.loader import Converter
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 
+pytestmark = pytest.mark.whole
+
 MEAN, STD = [0.5, 0.25, 0.1], [0.2, 0.5, 0.4]
 
 

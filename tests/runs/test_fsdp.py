@@ -116,8 +116,9 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         gc.collect()
         before = live_bytes()
         strategy = instantiate(cfg.strategy)
-        cfg, *loaders = build.model_and_data(cfg, world, strategy)
-        data = sum(tensor.nbytes for loader in loaders for tensor in (loader.dataset.samples, loader.dataset.targets))
+        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        both = loaders.train, loaders.test
+        data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()
         whole = sum(parameter.numel() * 8 for parameter in build.instantiate(cfg.model).parameters())
         WATCHED.clear()

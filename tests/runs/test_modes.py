@@ -21,6 +21,8 @@ from lockstep.errors import ConfigError
 from lockstep.modes.trained_net import build_model
 from support.commands import PYTHON_TRAIN, ROOT, Command
 
+pytestmark = pytest.mark.whole
+
 Start = Callable[..., Command]
 TESTS = ROOT / "tests"
 TRAINED = ["trainer.epochs=2", "trainer.precision=fp64", "trainer.ema=0.9", "objective=test/loss", "evaluation.every=2"]

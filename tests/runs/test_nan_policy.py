@@ -14,6 +14,8 @@ from support.configs import composed, with_values
 from support.event_files import read, scalars
 from support.worlds import in_world, same_bits, train
 
+pytestmark = pytest.mark.whole
+
 BROKEN = 100  # the number of a sample that is NaN
 BATCH = 64
 SAMPLES = 1437

@@ -22,6 +22,8 @@ from support.configs import composed, with_values
 from support.event_files import images, read
 from support.worlds import in_world, train_all
 
+pytestmark = pytest.mark.whole
+
 SAMPLES, CLASSES = 101, 4
 
 

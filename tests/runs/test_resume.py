@@ -15,6 +15,8 @@ from support.configs import composed
 from support.run_folders import newest_snapshot, read_log
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
+pytestmark = pytest.mark.whole
+
 # 360 training samples in batches of 64: 6 steps an epoch.
 SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "evaluation.batch_size=360"]
 

@@ -19,6 +19,8 @@ from support.event_files import scalars
 from support.run_folders import newest_snapshot
 from support.worlds import PRELOAD, same_bits
 
+pytestmark = pytest.mark.whole
+
 
 def steps_of_snapshots(folder: Path) -> list[int]:
     return [int(path.stem.removeprefix("step_")) for path in reversed(list_snapshots(folder / "snapshots"))]

@@ -11,6 +11,8 @@ from support.configs import composed
 from support.ports import free_port
 from support.worlds import in_world, train
 
+pytestmark = pytest.mark.whole
+
 SMALL = ["model=mlp", "model.width=16", "logger=[]"]
 OWN_MODEL = "from lockstep.models.mlp import mlp\n\ndef net(**options):\n    return mlp(**options)\n"
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import lockstep
@@ -11,6 +12,8 @@ from lockstep.snapshots.files import list_snapshots, parts_of
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.configs import composed
 from support.worlds import in_world, same_bits, train
+
+pytestmark = pytest.mark.whole
 
 # 360 training samples in batches of 64: 6 steps an epoch.
 SMALL = ["model=mlp", "logger=[]", "dataset.train.train=false", "evaluation.batch_size=360", "trainer.ema=0.9"]

@@ -13,6 +13,8 @@ from support.commands import Command
 from support.configs import composed
 from support.worlds import distance, in_world, train, train_all, weights
 
+pytestmark = pytest.mark.whole
+
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
 SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
 DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]

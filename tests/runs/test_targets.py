@@ -15,6 +15,8 @@ from lockstep.config.targets import check_targets, is_open, locate
 from lockstep.errors import ConfigError
 from support.commands import ROOT, Command
 
+pytestmark = pytest.mark.whole
+
 Train = Callable[..., Command]
 OWN = """
 _target_: own_nets.Net

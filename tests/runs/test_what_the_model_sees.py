@@ -12,6 +12,8 @@ from support.recording import Call, record_trainings
 from support.reference import parameter_vector, saved_parameters
 from support.worlds import distance, in_world, train_all
 
+pytestmark = pytest.mark.whole
+
 PAIRS = [
     "dataset=random",
     "dataset.samples=30",

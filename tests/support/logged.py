@@ -11,14 +11,16 @@ def run_info(folder, start_step=0, world_size=1, batch_size=64):
         metrics=["loss", "accuracy"],
         world_size=world_size,
         data_parallel_size=world_size,
-        train_samples=1437,
+        train_samples=1293,
         eval_samples=360,
         batch_size=batch_size,
         epochs=2,
         start_step=start_step,
+        objective="val/accuracy",
+        val_samples=144,
     )
 
 
 def epoch(number):
-    metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "test": {"loss": 2 / number, "accuracy": 0.25}}
+    metrics = {"train": {"loss": 1 / number, "accuracy": 0.5}, "val": {"loss": 2 / number, "accuracy": 0.25}}
     return EpochSummary(number, 2, 2 * number, metrics, 1234.5)

@@ -16,7 +16,7 @@ LIMITS = {"fp64": 1e-9, "fp32": 1e-4}
 # 1437 digits in batches of 61: the last one of an epoch holds 34, which no number of ranks below divides well.
 TRAINING = [
     "sync_bn=on", "dataset.augment.pad=1", "trainer.batch_size=61", "trainer.epochs=3", "optimizer.lr=0.01",
-    "objective=test/loss", "snapshot.every=1steps", "snapshot.keep_last=1000",
+    "objective=test/loss", "snapshot.every=1steps", "snapshot.keep_last=1000", "dataset.validation=null",
 ]  # fmt: skip
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],

@@ -99,6 +99,7 @@ def check_config(cfg: DictConfig | Node) -> None:
         for name, rule in section_rules(config, section).items():
             check_value(join(section, name), node[name], rule)
     _check_dataset(config["dataset"])
+    _check_validation(config)
     _check_tokens(config)
     optimizer, schedules = config["optimizer"]["_target_"], nodes_with_target(config["scheduler"])
     if optimizer in UNFIT:
@@ -195,6 +196,66 @@ def _check_dataset(dataset: Node) -> None:
                 f"dataset.{name}={show(values)} must be a list of {channels}, one number for each channel of images of "
                 f"shape {show(shape)}; type dataset.{name}={show([0.5] * channels)} or dataset.{name}=null"
             )
+
+
+def _check_validation(config: Node) -> None:
+    """What is held out can be, and the set that decides is there."""
+    dataset, objective, test = config["dataset"], config["objective"], config["evaluation"]["test"]
+    size, folds, fold = dataset["validation"], dataset["folds"], dataset["fold"]
+    if isinstance(size, float) and size > 1 and not size.is_integer():
+        raise ConfigError(
+            f"dataset.validation={size} is neither a share below 1 nor a whole number of samples; "
+            f"type dataset.validation={int(size)}, or dataset.validation=0.1"
+        )
+    if folds is not None and fold is None:
+        raise ConfigError(
+            f"dataset.folds={folds} and no fold is chosen; type dataset.fold=0, or for all of them "
+            f"-m dataset.folds={folds} 'dataset.fold=range(0,{folds})'"
+        )
+    if fold is not None and (folds is None or fold >= folds):
+        there_are = "there are none" if folds is None else f"the folds are 0 to {folds - 1}"
+        raise ConfigError(f"dataset.fold={fold} and {there_are}; type dataset.folds={max(2, fold + 1)}")
+    if folds is not None and isinstance(size, dict):
+        raise ConfigError(
+            f"dataset.folds={folds} holds out a part of the training data, and dataset.validation reads other data; "
+            f"type dataset.validation=null, or leave dataset.folds out"
+        )
+    has_validation = size is not None or folds is not None
+    if config["trainer"]["final"] is not None:
+        _check_final(config, has_validation)
+    if objective.startswith("val/") and not has_validation:
+        raise ConfigError(
+            f"objective={objective} needs a validation set, and there is none; type dataset.validation=0.1, or "
+            f"objective=test/{objective.removeprefix('val/')}"
+        )
+    if test == "never" and objective.startswith("test/"):
+        raise ConfigError(
+            f"evaluation.test=never leaves objective={objective} unread; type evaluation.test=end, or "
+            f"{'leave objective out' if has_validation else 'dataset.validation=0.1'}"
+        )
+
+
+def _check_final(config: Node, has_validation: bool) -> None:
+    """A training on all data, where nothing is chosen: it has no use for what follows evaluations."""
+    final, objective = f"trainer.final={config['trainer']['final']}", config["objective"]
+    plateau = config["scheduler"]["_target_"] == "lockstep.training.schedulers.Plateau"
+    unused = [
+        ("objective", objective, objective.replace("val/", "test/")),
+        ("trainer.pause_after", config["trainer"]["pause_after"], None),
+        ("evaluation.patience", config["evaluation"]["patience"], None),
+        ("evaluation.test", config["evaluation"]["test"], "end"),
+        ("scheduler", "plateau" if plateau else "cosine", "cosine"),
+    ]
+    for key, value, needed in unused:
+        if value != needed:
+            raise ConfigError(
+                f"{key}={value} needs more evaluations than the one at the end of {final}; type {key}={show(needed)}"
+            )
+    if not has_validation or isinstance(config["dataset"]["validation"], dict):
+        there_is = "there is none" if not has_validation else "dataset.validation reads other data"
+        raise ConfigError(
+            f"{final} trains on what is held out of the training data, and {there_is}; type trainer.final=null"
+        )
 
 
 def _check_tokens(config: Node) -> None:

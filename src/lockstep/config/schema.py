@@ -349,8 +349,9 @@ class Run:
     freeze: Annotated[Names, "Parameters that are not trained."]
     objective: Annotated[
         str,
-        "Decides which weights are the best, and is what a run returns to a sweeper: test/<metric of the task>.",
-        Limits(example="test/loss"),
+        "Decides which weights are the best, and is what a run returns to a sweeper: val/<metric of the task>, or "
+        "test/<metric> without a validation set.",
+        Limits(pattern=r"(val|test)/.+", must_be="val/<metric> or test/<metric>", example="val/loss"),
     ]
     run_dir: Annotated[
         str, "Folder of this run; type hydra.run.dir=<folder> to choose it.", Limits(example="outputs/my-run")
@@ -400,6 +401,10 @@ class Trainer:
         "Decay of a moving average of the weights and running statistics.",
         Limits(above=0, below=1, example=0.999),
     ]
+    final: Annotated[
+        Literal["train+val"] | None,
+        "Train on what dataset.validation holds out, too: nothing is chosen, and the test set is read at the end.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -407,6 +412,10 @@ class Evaluation:
     batch_size: Annotated[Count, "Samples of a rank's forward pass."]
     every: Annotated[Count, "Epochs between two evaluations."]
     patience: Annotated[Count | None, "End after this many evaluations without a better objective.", Limits(example=3)]
+    test: Annotated[
+        Literal["end", "every", "never"],
+        "When the test set is read: once, with the weights that were chosen; at every evaluation, too; or not at all.",
+    ]
 
 
 @dataclass(frozen=True)
@@ -519,6 +528,21 @@ class Dataset:
     """What every data set has. Its readers may be the user's own, so other keys are allowed beside these."""
 
     prepare: Annotated[dict[str, Any] | None, "Called in one process of each machine before any rank reads."]
+    validation: Annotated[
+        float | Literal["auto"] | dict[str, Any] | None,
+        "What is held out of the training data: a share, or a whole number of samples; auto: a folder val/ of images, "
+        "else 0.1; a node with a `_target_` reads data of its own; null: the test set decides.",
+        Limits(above=0, must_be="a share below 1, a number of samples, auto or a node with a _target_", example=0.1),
+    ]
+    split_seed: Annotated[Seed, "Seed of what is held out; the seed of the run changes nothing there."]
+    folds: Annotated[
+        int | None, "In place of validation: the training data in so many parts.", Limits(min=2, example=5)
+    ]
+    fold: Annotated[Whole | None, "The part that is held out, counted from 0.", Limits(example=0)]
+    groups: Annotated[
+        Literal["auto", "on", "off"],
+        "Samples with one value in the attribute `groups` of the training data stay together; auto: if it has one.",
+    ]
     shape: Annotated[Shape | None, "Shape of a sample; null: that of the first one.", Limits(example=[1, 28, 28])]
     classes: Annotated[Count | None, "Outputs of the model; null: as the data has classes."]
     mean: Annotated[list[float] | None, "Mean of each channel, of images scaled to 0..1.", Limits(example=[0.5])]

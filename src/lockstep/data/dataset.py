@@ -6,7 +6,7 @@ Inputs and targets are one tensor each, or a tuple or dict of tensors, whose fir
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -125,10 +125,13 @@ class InMemoryDataset:
 
     samples: (N, C, H, W) uint8 images or (N, ...) floats.
     targets: (N,) int64 classes or (N, ...) floats.
+    numbers: (n,) int64, the rows that the data set consists of, where it is a part of the tensors, such as the training
+        data without what is held out of it. The tensors stay whole: nothing is copied. None: all rows.
     """
 
     samples: Tensor
     targets: Tensor
+    numbers: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, value in (("samples", self.samples), ("targets", self.targets)):
@@ -145,14 +148,24 @@ class InMemoryDataset:
             )
 
     def __len__(self) -> int:
-        return len(self.targets)
+        return len(self.targets) if self.numbers is None else len(self.numbers)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.samples[index], self.targets[index]
+        row = self.row(index)
+        return self.samples[row], self.targets[row]
+
+    def row(self, index: int) -> int:
+        """The row of the tensors that a sample is."""
+        return index if self.numbers is None else int(self.numbers[index])
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """As `row`, of several samples."""
+        return indices if self.numbers is None else self.numbers.to(indices.device)[indices]
 
     def one(self, number: int = 0) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of one sample as a batch."""
-        return self.samples[number : number + 1], self.targets[number : number + 1]
+        row = self.row(number)
+        return self.samples[row : row + 1], self.targets[row : row + 1]
 
     @property
     def epoch_samples(self) -> int:
@@ -172,7 +185,53 @@ class InMemoryDataset:
         """This data set, copied if it is on another device."""
         if self.samples.device == device:
             return self
-        return InMemoryDataset(self.samples.to(device), self.targets.to(device))
+        return InMemoryDataset(self.samples.to(device), self.targets.to(device), numbers=self.numbers_on(device))
+
+    def numbers_on(self, device: torch.device) -> Tensor | None:
+        """`numbers` on `device`."""
+        return None if self.numbers is None else self.numbers.to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """The samples of `dataset`, a map-style data set, that have `numbers` (n,), in this order."""
+
+    dataset: Any
+    numbers: Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[int(self.numbers[index])]
+
+    @property
+    def classes(self) -> Any:
+        """What the data set says of its classes."""
+        return self.dataset.classes
+
+
+def part_of(dataset: Any, numbers: Tensor | None) -> Any:
+    """The samples of `dataset` that have `numbers` (n,), None for all: a view, which copies none of them."""
+    if not isinstance(dataset, InMemoryDataset):
+        assert numbers is not None
+        # Another object where a data set is told its epochs: an evaluation has none, and leaves the training's.
+        return Subset(copy(dataset) if hasattr(dataset, "set_epoch") else dataset, numbers)
+    part = copy(dataset)
+    object.__setattr__(part, "numbers", numbers)
+    return part
+
+
+def whole_of(dataset: Any) -> Any:
+    """The data set that a part is of; what is no part as it is."""
+    if isinstance(dataset, Subset):
+        return dataset.dataset
+    return dataset if numbers_of(dataset) is None else part_of(dataset, None)
+
+
+def numbers_of(dataset: Any) -> Tensor | None:
+    """The numbers (n,) that the samples of a part have in the whole data set; None for what is no part."""
+    return dataset.numbers if isinstance(dataset, InMemoryDataset | Subset) else None
 
 
 def require_samples(dataset: Any, name: str, key: str) -> None:
@@ -250,7 +309,7 @@ def class_count(dataset: Any, targets: Any, are_values: bool) -> int:
     if isinstance(names, Sized):
         return len(names)
     try:
-        return int(torch.as_tensor(of_each_sample(dataset, "targets")).max()) + 1
+        return int(torch.as_tensor(of_each_sample(whole_of(dataset), "targets")).max()) + 1
     except (TypeError, ValueError, RuntimeError):  # there are none, or they are no numbers, such as names
         raise ConfigError(
             "the data set does not say how many classes it has; type dataset.classes=<how many>, "
@@ -261,8 +320,12 @@ def class_count(dataset: Any, targets: Any, are_values: bool) -> int:
 def of_each_sample(dataset: Any, name: str) -> Any:
     """What a data set keeps of each of its samples, such as its `targets`, without reading them. None if it does not.
 
-    Of a part of a data set (torch's Subset) what the whole one keeps of the samples of the part.
+    Of a part of a data set (torch's Subset, too) what the whole one keeps of the samples of the part.
     """
+    numbers = numbers_of(dataset)
+    if numbers is not None:
+        values = of_each_sample(whole_of(dataset), name)
+        return None if values is None else torch.as_tensor(values)[numbers]
     if isinstance(dataset, torch.utils.data.Subset):
         values = of_each_sample(dataset.dataset, name)
         return None if values is None else torch.as_tensor(values)[torch.as_tensor(dataset.indices)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, first_of
 log = logging.getLogger(__name__)
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-TRAIN = "train"
+TRAIN, VALIDATION = "train", "val"
 
 Target = int | float | list[float]
 """The number of a class; or one number, or several. -100 for a class, and NaN, say that an image has no target."""
@@ -77,6 +77,20 @@ class ImageFiles:
         empty = [name for number, name in enumerate(self.classes) if number not in found]
         if empty and self.files and IGNORED not in found:
             log.warning("%s has no image of %s", self.listed_in, ", ".join(empty))
+
+
+def has_validation(node: Any) -> bool:
+    """Whether a node of `class_folders` or `csv_lines`, that of the test images, has images of a split `VALIDATION`
+    beside them."""
+    if not isinstance(node, Mapping) or node.get("test_split") in (None, VALIDATION):
+        return False
+    if "csv_file" not in node:
+        return Path(node["root"], VALIDATION).is_dir()
+    if node["test_csv_file"] or not Path(node["csv_file"]).is_file():
+        return False
+    column = node["split_column"]
+    lines = _read_csv(Path(node["csv_file"]), None, {"split_column": [column]})
+    return any(line[column] == VALIDATION for _, line in lines)
 
 
 def without_target(targets: Tensor) -> Tensor:
@@ -236,7 +250,9 @@ def csv_lines(
     others = Counter[str]()
     for column in needed["split_column"] if train else ():
         texts = [str(line[column]) for _, line in _read_csv(path, None, needed)]
-        others.update(f"lines that say {text} as {column}" for text in texts if text not in (TRAIN, test_split))
+        others.update(
+            f"lines that say {text} as {column}" for text in texts if text not in (TRAIN, VALIDATION, test_split)
+        )
     return ImageFiles(Path(root), split, path, files, names, others)
 
 

@@ -145,13 +145,16 @@ class DecodedImages(InMemoryDataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, float | Tensor]:  # type: ignore[override]  # as UndecodedImages
         """A copy: what reads this data set may change its input in place."""
-        return self.samples[index].clone(), _target(self.targets[index])
+        row = self.row(index)
+        return self.samples[row].clone(), _target(self.targets[row])
 
     def to(self, device: torch.device) -> "DecodedImages":
         """This data set, on `device` if there is room for it."""
         if device.type == "cpu" or self.samples.nbytes > torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE:
             return self
-        return DecodedImages(self.samples.to(device), self.targets.to(device), self.source)
+        return DecodedImages(
+            self.samples.to(device), self.targets.to(device), self.source, numbers=self.numbers_on(device)
+        )
 
 
 Cache = Literal["auto", "on", "off"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors, tensors_in
+from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors, numbers_of, tensors_in
 from lockstep.data.partition import Batch, LoadedPart, Part, drawn, fold_in, generator, seeded
 from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
@@ -91,6 +91,11 @@ class BatchLoader:
     def __len__(self) -> int:
         """Samples of an epoch."""
         return self.dataset.epoch_samples if isinstance(self.dataset, InMemoryDataset) else len(self.dataset)
+
+    def numbers_of(self, indices: Tensor) -> Tensor:
+        """The numbers that samples (N,) have in the whole data set, of which this may be a part."""
+        numbers = numbers_of(self.dataset)
+        return indices if numbers is None else numbers.to(indices.device)[indices]
 
     @property
     def evaluated(self) -> range:
@@ -221,7 +226,7 @@ class BatchLoader:
         """
         if self.reader is None:
             _, inputs, targets = next(self._load([_Share(epoch, indices)]))
-            return indices, inputs, targets
+            return self.numbers_of(indices), inputs, targets
         read = self.samples.read([(epoch, number) for number in indices.tolist()])
         collated = self.samples.collate(read)
         if isinstance(collated, ConfigError):
@@ -237,7 +242,8 @@ class BatchLoader:
     def shown_sample(self, number: int) -> Tensor:
         """The inputs of a sample as the data set has them; an empty tensor if they are several."""
         if isinstance(self.dataset, InMemoryDataset):
-            return self.dataset.samples[number]
+            inputs, _ = self.dataset.one(number)
+            return inputs[0]
         inputs, _ = self.samples.one(number)
         return inputs[0] if isinstance(inputs, Tensor) else torch.empty(0)
 
@@ -280,7 +286,7 @@ class BatchLoader:
         for share in shares:
             at_once = VALUES_AT_ONCE // max(1, values_per_sample, len(share.indices) * values_per_sample)
             group = [share.indices, *(more.indices for more in islice(shares, max(0, at_once - 1)))]
-            indices = torch.cat(group)
+            indices = self.dataset.rows(torch.cat(group))
             # index_select copies whole rows; samples[indices] copies value by value and takes five times as long.
             samples, targets = (
                 self.dataset.samples.index_select(0, indices),

@@ -6,6 +6,7 @@ An IterableDataset is read as if its items had numbers.
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +20,11 @@ from lockstep.data.dataset import (
     Labels,
     copied,
     is_list_of_samples,
+    numbers_of,
     parts_of,
     tensors_in,
+    values_in,
+    whole_of,
     with_parts,
     without_samples,
 )
@@ -67,7 +71,8 @@ class Samples:
     Before a sample is read and transformed, torch, numpy and random are seeded with (seed, epoch, number of the
     sample), and the place of the draw where samples are drawn with replacement. So its random numbers are the same in
     whichever rank or worker, and after a resume. Before a `collate_fn` they are seeded with (seed, epoch, place of the
-    global batch). `set_epoch` of a data set that has one is called wherever it is read.
+    global batch). `set_epoch` of a data set that has one is called wherever it is read. A sample of a part has the
+    number that it has in the whole data set.
 
     name: for messages.
     transforms: applied one after the other to samples of a training.
@@ -95,7 +100,8 @@ class Samples:
         self.collate_fn = collate_fn or collate_samples
         self.stream = Stream(dataset, seed) if isinstance(dataset, IterableDataset) else None
         self.named: set[int] = set()  # unreadable samples that the log has named
-        self.set_epoch = getattr(dataset, "set_epoch", None) if self.stream is None else None
+        self.numbers = numbers_of(dataset)
+        self.set_epoch = getattr(whole_of(dataset), "set_epoch", None) if self.stream is None else None
         self.epoch: int | None = None  # that the data set was told
 
     def __len__(self) -> int:
@@ -111,7 +117,7 @@ class Samples:
     def read(self, keys: Sequence[Key]) -> Read:
         """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
-            read = [found for epoch, number, *place in keys for found in self._read(epoch, number, *place[1:])]
+            read = [found for epoch, index, *place in keys for found in self._read(epoch, index, *place[1:])]
             kept = len(read)
             if not read:  # a batch of no samples needs one, for its shape
                 read = [self._readable(EVALUATION, 0)]
@@ -119,29 +125,33 @@ class Samples:
         seed = fold_in(self.seed, epoch, *place[:1], COLLATE)
         return Read([number for number, _ in read], [sample for _, sample in read], kept, seed)
 
-    def _read(self, epoch: int, number: int, *draw: int) -> list[tuple[int, Any]]:
+    def _number(self, index: int) -> int:
+        """The number that a sample has in the whole data set, of which this may be a part."""
+        return index if self.numbers is None else int(self.numbers[index])
+
+    def _read(self, epoch: int, index: int, *draw: int) -> list[tuple[int, Any]]:
         """[(number, sample)], empty for one that is left out. draw: the rest of its key."""
         if not self.skips:
-            return [(number, self._transformed(epoch, number, *draw))]
+            return [(self._number(index), self._transformed(epoch, index, *draw))]
         if epoch != EVALUATION:
-            return [self._readable(epoch, number, *draw)]
+            return [self._readable(epoch, index, *draw)]
         try:
-            return [(number, self._transformed(epoch, number))]
+            return [(self._number(index), self._transformed(epoch, index))]
         except SampleError as error:
-            self._note(number, f"{error}; it is left out")
+            self._note(self._number(index), f"{error}; it is left out")
             return []
 
-    def _readable(self, epoch: int, number: int, *draw: int) -> tuple[int, Any]:
-        """The first sample from `number` on that can be read. Raises ConfigError if many in a row cannot."""
+    def _readable(self, epoch: int, index: int, *draw: int) -> tuple[int, Any]:
+        """(number, sample) of the first one from `index` on that can be read. Raises ConfigError if many cannot."""
         errors = list[SampleError]()
-        for later in range(number, number + min(len(self), MOST_UNREADABLE)):
+        for later in range(index, index + min(len(self), MOST_UNREADABLE)):
             candidate = later % len(self)
             try:
-                return candidate, self._transformed(epoch, candidate, *draw)
+                return self._number(candidate), self._transformed(epoch, candidate, *draw)
             except SampleError as error:
                 if not self.skips:
                     raise
-                self._note(candidate, f"{error}; the next one takes its place")
+                self._note(self._number(candidate), f"{error}; the next one takes its place")
                 errors.append(error)
         raise ConfigError(
             f"none of {len(errors)} samples of the {self.name} in a row can be read; {errors[0]}; "
@@ -154,14 +164,15 @@ class Samples:
             self.named.add(number)
             log.warning(sentence)
 
-    def _transformed(self, epoch: int, number: int, *draw: int) -> Any:
+    def _transformed(self, epoch: int, index: int, *draw: int) -> Any:
+        number = self._number(index)
         try:
             if self.stream is None:
                 if self.set_epoch is not None and epoch != self.epoch:
                     self.set_epoch(max(epoch, 0))  # an evaluation has -1, which is no seed
                     self.epoch = epoch
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS, *draw))
-                sample = self.dataset[number]
+                sample = self.dataset[index]
             else:
                 sample = self.stream.read(epoch, number)
                 seed_all(fold_in(self.seed, epoch, number, TRANSFORMS))
@@ -244,6 +255,22 @@ class Samples:
         except ConfigError as error:
             return error
         return (without_samples(inputs), without_samples(targets)) if read.kept == 0 else (inputs, targets)
+
+    def draws(self) -> bool:
+        """Whether __getitem__ of the data set gives one of the first samples otherwise with other random states."""
+        begun = time.monotonic()
+        for index in range(min(READ_TWICE, len(self))):
+            with random_states_kept():
+                read = list[list[Any]]()
+                for state in range(2):
+                    seed_all(fold_in(self.seed, state))
+                    with suppress(Exception):  # an evaluation names what cannot be read
+                        read.append([np.asarray(value) for value in values_in(self.dataset[index])])
+            if any(not np.array_equal(*pair) for pair in zip(*read, strict=False) if len(read) == 2):
+                return True
+            if time.monotonic() - begun > READ_TWICE_SECONDS:
+                break
+        return False
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:

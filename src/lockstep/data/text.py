@@ -1,6 +1,7 @@
 """A text file as token numbers in memory: windows of it to train on, and the rest of it, once, for tests."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,11 +132,15 @@ def held_out_text(path: str, symbols: Symbols, block: Count) -> InMemoryDataset:
     block: tokens of a sample.
     """
     text = read_text(path, symbols)
-    tokens = text.tokens[_train_tokens(text) :]
+    return InMemoryDataset(*_blocks(text.tokens[_train_tokens(text) :], block))
+
+
+def _blocks(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Samples and targets (blocks, block) side by side. The last ones are filled up."""
     missing = -(len(tokens) - 1) % block
     inputs = torch.cat([tokens[:-1], torch.zeros(missing, dtype=torch.int64)])
     targets = torch.cat([tokens[1:], torch.full((missing,), IGNORED)])
-    return InMemoryDataset(inputs.view(-1, block), targets.view(-1, block))
+    return inputs.view(-1, block), targets.view(-1, block)
 
 
 def _windows(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +150,10 @@ def _windows(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class TextWindows(InMemoryDataset):
-    """Every window of `tokens` (L,), the part of `text` to train on. An epoch is `drawn` of them, at random."""
+    """Every window of `tokens` (L,), the part of `text` to train on. An epoch is `drawn` of them, at random.
+
+    numbers: where the windows begin, if some text is held out.
+    """
 
     text: Text
     tokens: Tensor
@@ -162,7 +170,7 @@ class TextWindows(InMemoryDataset):
 
     @property
     def evaluated(self) -> range:
-        """The windows that lie side by side: each token is a target once."""
+        """The windows that lie side by side: each token is a target once, but for some before text that is held out."""
         return range(0, len(self), self.block)
 
     def epoch_order(self, generator: torch.Generator) -> Tensor:
@@ -170,4 +178,22 @@ class TextWindows(InMemoryDataset):
 
     def to(self, device: torch.device) -> "TextWindows":
         tokens = self.tokens.to(device)
-        return TextWindows(*_windows(tokens, self.block), self.text, tokens, self.drawn)
+        return TextWindows(
+            *_windows(tokens, self.block), self.text, tokens, self.drawn, numbers=self.numbers_on(device)
+        )
+
+    def without(self, pieces: Sequence[range]) -> tuple["TextWindows", InMemoryDataset]:
+        """(the windows that touch none of these pieces of the tokens, the pieces in blocks side by side).
+
+        Each token of a piece but its first is a target once.
+        """
+        block, is_free = self.block, torch.ones(len(self.samples), dtype=torch.bool)
+        for piece in pieces:  # a window that begins at i has the tokens i to i + block, with its last target
+            is_free[max(0, piece.start - block) : piece.stop] = False
+        numbers = is_free.nonzero().flatten()
+        fit_side_by_side = self.drawn == (len(self.tokens) - 1) // block
+        drawn = max(1, len(numbers) // block) if fit_side_by_side else self.drawn
+        blocks = [_blocks(self.tokens[piece.start : piece.stop], block) for piece in pieces]
+        samples, targets = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        rest = TextWindows(self.samples, self.targets, self.text, self.tokens, drawn, numbers=numbers)
+        return rest, InMemoryDataset(samples, targets)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from lockstep.training.loop import train_epoch
 from lockstep.training.state import TrainSettings, TrainState
 from lockstep.training.watchers import Watcher
 from lockstep.training.weight_check import local_part
+
+if TYPE_CHECKING:
+    from lockstep.build_data import DataSets
 
 SHOWN = ("model", "dataset", "optimizer", "strategy", "gradient_sync", "sync_bn")  # groups of options
 
@@ -180,7 +183,7 @@ class DryLauncher(Launcher):
         print("".join(f"warning:    {text}\n" for text in warnings), end="")
 
 
-def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> tuple[Plan, str]:
+def plan_rank(cfg: DictConfig, data: "DataSets", rank: int, ranks: int) -> tuple[Plan, str]:
     """Build rank `rank` of `ranks`, each on a CPU of a machine of its own, and take its first step.
 
     Returns what it found, and two lines about the whole job.
@@ -196,7 +199,8 @@ def plan_rank(cfg: DictConfig, data: tuple[Any, Any], rank: int, ranks: int) -> 
     try:
         with world.resources:
             set_determinism(cfg.seed, cfg.trainer.deterministic)
-            cfg, loader, _ = build.model_and_data(cfg, world, strategy, data)
+            cfg, loaders = build.model_and_data(cfg, world, strategy, data)
+            loader = loaders.train
             plan = Plan(build.train_state(cfg, strategy, loader))
             with plan:
                 plan.take_step(loader)

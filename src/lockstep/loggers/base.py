@@ -44,6 +44,8 @@ class RunInfo:
     batch_size: samples of a global batch.
     start_step: optimizer steps already done, 0 for a fresh run.
     best, best_step: the best evaluation of the objective so far, and its step; None without one.
+    objective: such as "val/accuracy". is_final: a training on all data, where nothing is chosen.
+    val_samples: of the validation set, 0 without one. eval_samples: of the test set.
     facts: plain values for run.json, see `lockstep.loggers.run_json`.
     script: the path of src/train.py, as typed.
     trusted: words that a command with this run has to repeat, as the record of a run may not choose what they choose.
@@ -62,6 +64,9 @@ class RunInfo:
     start_step: int
     best: float | None = None
     best_step: int | None = None
+    objective: str = "test/loss"
+    is_final: bool = False
+    val_samples: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     script: Path = Path("src/train.py")
     trusted: Sequence[str] = ()
@@ -73,8 +78,8 @@ class EpochSummary:
 
     epoch: counted from 1.
     step: optimizer steps done.
-    metrics: {"train": {"loss": 0.1, ...}, "test": {...}}, each a mean over all samples; "train" is missing if no sample
-        was counted, "test" if the epoch had no evaluation.
+    metrics: {"train": {"loss": 0.1, ...}, "val": {...}}, each a mean over all samples; "train" is missing if no sample
+        was counted, "val" if the epoch had no evaluation. "test" is there if the test set decides or is read each time.
     samples_per_second: of training, over all ranks; None if this process has trained no step of the epoch.
     best: {"accuracy": 0.9}, the best evaluation of the objective so far; empty without one.
     best_step: its step.
@@ -91,10 +96,10 @@ class EpochSummary:
     counted_per_second: dict[str, float] = field(default_factory=dict)
 
     def tagged_metrics(self) -> dict[str, float]:
-        """{"speed/samples_per_s": ..., "train/loss": ..., "test/loss": ...}: all numbers, as `log_metrics` has them."""
+        """{"speed/samples_per_s": ..., "train/loss": ..., "val/loss": ...}: all numbers, as `log_metrics` has them."""
         tagged = {} if self.samples_per_second is None else {"speed/samples_per_s": self.samples_per_second}
         tagged |= {f"speed/{name}_per_s": speed for name, speed in self.counted_per_second.items()}
-        groups = self.metrics | {"best": self.best} if "test" in self.metrics else self.metrics
+        groups = self.metrics | {"best": self.best} if self.metrics.keys() - {"train"} else self.metrics
         for group, means in groups.items():
             for name, value in means.items():
                 tagged[f"{group}/{name}"] = value
@@ -137,7 +142,7 @@ class Logger:
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
         """What the task found in an evaluation. sample, classes: for `report.figures`, which draws images of it.
 
-        Called if the config of a logger has the key `images`: the number of test samples to show.
+        Called if the config of a logger has the key `images`: the number of samples to show.
         """
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
@@ -149,11 +154,17 @@ class Logger:
     def on_epoch_end(self, summary: EpochSummary) -> None:
         """An epoch has ended, and its evaluation if there was one."""
 
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        """Training has ended, and this is the number of the run: of the test set, with the weights that were chosen.
+
+        step: of these weights. is_logged: whether a summary of an epoch, or an earlier start of the run, had it.
+        """
+
     def flush(self) -> None:
         """Write everything received so far. Called before each snapshot, so that a resumed run has no gaps."""
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
-        """Training has finished. metrics: those of the last evaluation, by name: {"loss": 0.1, "accuracy": 0.9}.
+        """Training has finished. metrics: {"loss": 0.1, ...} of the last evaluation of the objective's set.
 
         Not called if the run stops early or fails.
         """
@@ -225,6 +236,9 @@ class LoggerList(Logger):
         if summary.step > self._ended_step:
             self._call_each(lambda logger: logger.on_epoch_end(summary), reverse=True)
             self._ended_step = summary.step
+
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        self._call_each(lambda logger: logger.on_test(metrics, step, is_logged))
 
     def flush(self) -> None:
         self.before_writing()

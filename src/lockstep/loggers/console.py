@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,27 @@ class ConsoleLogger(Logger):
 
     def __init__(self) -> None:
         self._last: EpochSummary | None = None  # of this process
+        self._test = ""  # the line about the test
 
     def on_fit_start(self, run: RunInfo) -> None:
         self._run = run
         log.info(
-            "%d training and %d test samples; batches of %d samples%s",
+            "%d training%s and %d test samples; batches of %d samples%s",
             run.train_samples,
+            f", {run.val_samples} validation" if run.val_samples else "",
             run.eval_samples,
             run.batch_size,
             shares_in_words(run.batch_size, run.world_size, run.data_parallel_size),
         )
+        self._decides, _, name = run.objective.partition("/")
+        if run.is_final:
+            log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
+        elif self._decides == "test":
+            way = "leave objective out" if run.val_samples else "type dataset.validation=0.1"
+            log.info("chosen on the test set: %s of it decides, and is better than on new data; %s", name, way)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
-        """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   test loss 0.0447   3667 samples/s"""
+        """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
         self._last = summary
         columns = [f"epoch {summary.epoch}/{summary.epochs}", f"step {summary.step}"]
         for group, means in summary.metrics.items():
@@ -44,8 +53,14 @@ class ConsoleLogger(Logger):
             columns += [f"{speed:.0f} {name}/s" for name, speed in speeds.items()]
         log.info("%s", "   ".join(columns))
 
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        chosen = ", chosen on the test set" if self._decides == "test" else f", chosen on {self._decides}"
+        self._test = f"{_in_words(metrics)}, with the weights of step {step}{'' if self._run.is_final else chosen}"
+
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
-        log.info("finished: test %s", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        log.info("finished: %s %s", self._decides, _in_words(metrics))
+        if self._test:
+            log.info("test:       %s", self._test)
         log.info("run folder: %s", run_dir)
         last = self._last
         if last is None:  # a finished run was started again
@@ -55,7 +70,7 @@ class ConsoleLogger(Logger):
             file = "model.pt" if last.best_step == last.step else "model_best.pt"
             # It is not there if the run was resumed in another folder, and has not become better since.
             where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
-            log.info("best:       test %s %.4f at step %s%s", name, value, last.best_step, where)
+            log.info("best:       %s %s %.4f at step %s%s", self._decides, name, value, last.best_step, where)
         run = self._run
         resume = f"resume={path_value(run_dir)}"
         log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.trusted]))
@@ -64,6 +79,10 @@ class ConsoleLogger(Logger):
         if last.epoch == last.epochs:
             words = shlex.join([resume, f"trainer.epochs={2 * last.epochs}"])
             log.info("train on:   the same command with %s", words)
+
+
+def _in_words(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 class ProgressBarLogger(Logger):

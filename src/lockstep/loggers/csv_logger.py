@@ -39,6 +39,10 @@ class CSVLogger(Logger):
         self.log_metrics(summary.tagged_metrics(), summary.step)
         self.flush()
 
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        if not is_logged:
+            self.log_metrics({f"test/{name}": value for name, value in metrics.items()}, step)
+
     def flush(self) -> None:
         if self._start_step is not None:
             self._start_file(self._start_step)

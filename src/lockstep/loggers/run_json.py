@@ -48,7 +48,7 @@ class RunJson(Logger):
         self, objective: str, mode: str, is_paused: Callable[[], bool], time_shares: Callable[[], Sequence[int]]
     ) -> None:
         """
-        objective: "test/<metric>".
+        objective: such as "val/loss".
         mode: "min" or "max".
         is_paused: whether a run that ends shall go on later.
         time_shares: see `Progress`, when a run ends.
@@ -56,6 +56,7 @@ class RunJson(Logger):
         self.objective, self.mode, self.is_paused, self.time_shares = objective, mode, is_paused, time_shares
         self.run: dict[str, Any] = {}
         self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
+        self.tested: dict[str, Any] | None = None  # the test of an earlier start
         self.has_no_end = False  # whether the life before this one was killed
         self.thread: threading.Thread | None = None
         self.written_at = 0.0
@@ -75,11 +76,13 @@ class RunJson(Logger):
                 "step": run.best_step,
                 "last": None,
             },
+            "test": None,
             "lives": [],
             "steps": start,
             "samples_per_second": None,
         }
         if start > 0:
+            self.tested = before.get("test")
             self.has_no_end = bool(before["lives"]) and before["lives"][-1]["state"] == RUNNING
             if before["lives"]:
                 _complete(before, run.facts["config"])
@@ -116,6 +119,12 @@ class RunJson(Logger):
             self.run["objective"] |= {"best": best, "step": summary.best_step}
         self._write()
 
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        """{"step": of the weights, "metrics": {name: number}}, None before."""
+        self.run["test"] = {"step": step, "metrics": dict(metrics)}
+        if self.life is None and self.run["test"] != self.tested:  # it was stopped or killed before the test
+            self._begin_life()
+
     def flush(self) -> None:
         if time.monotonic() - self.written_at > WRITE_SECONDS:
             self._write()
@@ -123,7 +132,7 @@ class RunJson(Logger):
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
         if self.life is None and self.has_no_end:  # it was killed after its last epoch
             self._begin_life()
-        self.run["objective"]["last"] = metrics[self.objective.removeprefix("test/")]
+        self.run["objective"]["last"] = metrics[self.objective.partition("/")[2]]
         if shares := list(self.time_shares()):
             self.run["time_shares"] = shares
         self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)

@@ -58,7 +58,7 @@ class TensorBoardLogger(Logger):
     what does not fit is lost, and the file goes on when there is room.
 
     run_dir: folder of this run.
-    images: test images that an evaluation shows; 0: no images of it.
+    images: images that an evaluation shows; 0: no images of it.
     histograms: histograms of weights and gradients, at each evaluation.
     graph: the graph of the model.
     """
@@ -126,6 +126,10 @@ class TensorBoardLogger(Logger):
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.log_metrics(summary.tagged_metrics(), summary.step)
+
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        if not is_logged:
+            self.log_metrics({f"test/{name}": value for name, value in metrics.items()}, step)
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
         self._draw()
@@ -199,7 +203,7 @@ def hyperparameters(values: Mapping[str, Hyperparameter]) -> Summary:
 
 def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
     """{category: {chart: ("Multiline", [regular expressions of tags])}} for the tab Custom Scalars."""
-    results = {name: _lines(f"(train|test)/{name}") for name in run.metrics}
+    results = {name: _lines(f"(train|val|test)/{name}") for name in run.metrics}
     results["best so far"] = _lines("best/.*")
     training = {
         "loss of the last steps": _lines("train/running_loss"),
@@ -216,7 +220,7 @@ def layout(run: RunInfo) -> dict[str, dict[str, Chart]]:
     if run.world_size > 1:
         own_time = "own time of the slowest and the fastest rank in a step (ms)"
         ranks = {own_time: _lines("world/(slowest|fastest)_rank_ms")} | ranks
-    return {"results: train and test": results, "training": training, "speed": speed, "ranks": ranks}
+    return {"results": results, "training": training, "speed": speed, "ranks": ranks}
 
 
 def _lines(*tags: str) -> Chart:

@@ -23,6 +23,7 @@ from lockstep.files import write_whole
 from lockstep.runs.record import NAME, read_run
 
 if TYPE_CHECKING:
+    from lockstep.build import Loaders
     from lockstep.config.record import ConfigRecord
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
@@ -43,13 +44,12 @@ class TrainedRun:
 
     state: `state.strategy.model` is the net, `state.task` its task. `state.ema_weights()` is a block in which the net
     holds its averaged weights, if the run kept an average: what training evaluates and exports.
-    train_loader, eval_loader: this rank's share of the data. snapshot: where the weights are from. saved: its contents.
+    loaders: this rank's share of the data. snapshot: where the weights are from. saved: its contents.
     config: {key: value} of this command, as files may have it.
     """
 
     state: "TrainState"
-    train_loader: "BatchLoader"
-    eval_loader: "BatchLoader"
+    loaders: "Loaders"
     snapshot: Path
     saved: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -74,8 +74,13 @@ class TrainedRun:
         return recorded_classes(self.folder)
 
     def loader(self, split: str) -> "BatchLoader":
-        """split: "train" or "test"."""
-        return self.train_loader if split == "train" else self.eval_loader
+        """split: "train", "val" or "test". Raises ConfigError for a validation set that there is none of."""
+        found = {"train": self.loaders.train, "val": self.loaders.val, "test": self.loaders.test}[split]
+        if found is None:
+            raise ConfigError(
+                "mode.split=val needs a validation set, and dataset.validation=null leaves none; type mode.split=test"
+            )
+        return found
 
 
 def recorded_classes(folder: Path) -> list[str]:
@@ -124,12 +129,12 @@ class Mode:
 
         with join(cfg) as (world, strategy, logs):
             begin(cfg, record, world, logs)
-            cfg, train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
-            state = build.train_state(cfg, strategy, train_loader, takes_steps=False)
+            cfg, loaders = build.model_and_data(cfg, world, strategy)
+            state = build.train_state(cfg, strategy, loaders.train, takes_steps=False)
             record = record.completed(cfg)
             paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
-            trained = TrainedRun(state, train_loader, eval_loader, snapshot, saved, record.shown)
+            trained = TrainedRun(state, loaders, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)
             reporter.enter("mode")
@@ -177,8 +182,8 @@ def _require_same_classes(trained: TrainedRun) -> None:
     from lockstep.data.dataset import class_names, require_same_classes
     from lockstep.data.text import TextWindows
 
-    dataset, symbols = trained.train_loader.dataset, None
-    for data in (dataset, trained.eval_loader.dataset):
+    dataset, symbols = trained.loaders.train.dataset, None
+    for data in (dataset, trained.loaders.test.dataset):
         advice = "type dataset=<data with the classes of the training>"
         require_same_classes(trained.classes, class_names(data), "the training", "this data", advice)
     with suppress(ConfigError):
@@ -203,7 +208,7 @@ def _warn_of_changed_data(trained: TrainedRun, config: Mapping[str, Any]) -> Non
         recorded = read_run(trained.folder)["data"]
     if before != now:
         return
-    for name, loader in (("training_data", trained.train_loader), ("test_data", trained.eval_loader)):
+    for name, loader in (("training_data", trained.loaders.train), ("test_data", trained.loaders.test)):
         fingerprint = data_fingerprint(loader.dataset)
         if recorded.get(name, fingerprint) != fingerprint:
             what = name.replace("_", " ")

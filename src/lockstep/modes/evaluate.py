@@ -26,9 +26,9 @@ class Evaluate(Mode):
 
     name = "evaluate"
 
-    def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
+    def __init__(self, snapshot: str, split: Literal["test", "val", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
-        self.reads_training_data = split == "train"
+        self.reads_training_data = split != "test"
 
     def validate(self, job: "JobSpec") -> None:
         require_place(self.file)
@@ -70,7 +70,7 @@ class Evaluate(Mode):
         broken = broken_in(trained.loader(self.split), trained.world)
         if not broken:
             return TrainingDiverged(f"{what}; type mode.snapshot=<another one>")
-        data = "training" if self.split == "train" else self.split
+        data = {"train": "training", "val": "validation"}.get(self.split, self.split)
         return TrainingDiverged(f"{what}; in the {data} data {sentence_about(broken)}; {OTHER_DATA}")
 
 

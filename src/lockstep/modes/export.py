@@ -98,8 +98,8 @@ class Export(Mode):
             state = dict(model.state_dict())
             write_weights(map_only(torch.Tensor, as_saved, state), path, self.format)
             return
-        net = TrainedNet(model, trained.eval_loader.converter, "fp32", trained.classes)
-        samples = trained.eval_loader.raw_inputs(EXAMPLES)
+        net = TrainedNet(model, trained.loaders.test.converter, "fp32", trained.classes)
+        samples = trained.loaders.test.raw_inputs(EXAMPLES)
         if not isinstance(samples, torch.Tensor):
             raise ConfigError(f"mode.format={self.format} needs samples of one tensor; type mode.format=state_dict")
         if len(samples) == 1:  # torch.export would take a batch of one for the only size

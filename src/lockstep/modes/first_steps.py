@@ -88,7 +88,8 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) 
             np.random.seed()
             set_determinism(cfg.seed, cfg.trainer.deterministic)
             try:
-                cfg, loader, _ = build.model_and_data(cfg, world, strategy)
+                cfg, loaders = build.model_and_data(cfg, world, strategy)
+                loader = loaders.train
                 fingerprint = data_fingerprint(loader.dataset)
                 require_same_data(world, "training data", len(loader), fingerprint)
                 state = build.train_state(cfg, strategy, loader)

@@ -5,7 +5,7 @@ import io
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,15 +37,19 @@ class Predict(Mode):
 
     name, needs_labels = "predict", False
 
-    def __init__(self, snapshot: str, split: Literal["test", "train"], file: str | None) -> None:
+    def __init__(self, snapshot: str, split: Literal["test", "val", "train"], file: str | None) -> None:
         self.snapshot, self.split, self.file = snapshot, split, file
-        self.reads_training_data = split == "train"
+        self.reads_training_data = split != "test"
 
     def validate(self, job: "JobSpec") -> None:
         require_place(self.file)
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError, on all ranks, if the file cannot be written."""
+        import torch
+
+        from lockstep.data.dataset import numbers_of
+
         loader, world = trained.loader(self.split), trained.world
         if loader.leaves_out:
             raise ConfigError("mode=predict writes a row for each sample; type dataset.on_error=fail")
@@ -54,10 +58,12 @@ class Predict(Mode):
         samples = len(loader.evaluated)
         if rows != samples:
             raise ConfigError(f"{samples - rows} samples of {samples} have no prediction; type dataset.on_error=fail")
+        is_part = numbers_of(loader.dataset) is not None
+        numbers = loader.numbers_of(torch.tensor(loader.evaluated)).cpu() if is_part else None
         shares = world.gather_state({"share": loader.rank, "columns": columns})
         path = Path(self.file) if self.file is not None else trained.folder / "predictions.csv"
         lines = (
-            table(in_order(shares, loader.size, samples), trained.classes, files_of(loader))
+            table(in_order(shares, loader.size, samples), trained.classes, files_of(loader), numbers)
             if world.is_rank_zero
             else iter(())
         )
@@ -152,18 +158,27 @@ def in_order(shares: Sequence[dict[str, Any]], size: int, samples: int) -> Colum
 
 def files_of(loader: "BatchLoader") -> Sequence[str]:
     """The names of the files of images in their folder, in their order; empty for other data."""
+    from lockstep.data.dataset import numbers_of
     from lockstep.snapshots.data_fingerprint import image_files
 
     folder, files = image_files(loader.dataset) or ("", ())
-    return [os.path.relpath(path, folder) for path, _ in files]
+    numbers = numbers_of(loader.dataset)
+    paths = [path for path, _ in files]
+    if numbers is not None and paths:
+        paths = [paths[number] for number in numbers.tolist()]
+    return [os.path.relpath(path, folder) for path in paths]
 
 
-def table(columns: Columns, classes: Sequence[str], files: Sequence[str] = ()) -> Iterator[str]:
+def table(
+    columns: Columns, classes: Sequence[str], files: Sequence[str] = (), numbers: "Tensor | None" = None
+) -> Iterator[str]:
     """The lines of the file.
 
     classes: names that replace the numbers of classes, empty if they have none.
     files: the name of the file of each sample, empty if they have none.
+    numbers: (N,) of the samples in the whole data set; None: this is the whole.
     """
+    indices: Iterable[int] = itertools.count() if numbers is None else numbers.tolist()
     flat = {name: values.flatten(1) if values.dim() > 1 else values for name, values in columns.items()}
     header = ["index", "file"] if files else ["index"]
     for name, values in flat.items():
@@ -175,8 +190,8 @@ def table(columns: Columns, classes: Sequence[str], files: Sequence[str] = ()) -
         _texts(values, classes if name in OF_CLASSES else (), has_blanks=bool(files) and name == "truth")
         for name, values in flat.items()
     ]
-    for index, row in enumerate(zip(*cells, strict=True)):
-        yield csv_line([str(index), *files[index : index + 1], *(text for texts in row for text in texts)])
+    for place, (index, row) in enumerate(zip(indices, zip(*cells, strict=True), strict=False)):
+        yield csv_line([str(index), *files[place : place + 1], *(text for texts in row for text in texts)])
 
 
 def _texts(values: "Tensor", classes: Sequence[str], has_blanks: bool) -> Iterator[list[str]]:

@@ -51,7 +51,7 @@ class Sample(Mode):
         from lockstep.data.text import TextWindows
         from lockstep.training.setup import autocast
 
-        dataset = trained.train_loader.dataset
+        dataset = trained.loaders.train.dataset
         if not isinstance(dataset, TextWindows):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
         state, device = trained.state, trained.world.device

@@ -27,21 +27,24 @@ class Train(Mode):
 
         with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world) as held:
             begin(cfg, record, world, logs)
-            cfg, train_loader, eval_loader = build.model_and_data(cfg, world, strategy)
+            cfg, loaders = build.model_and_data(cfg, world, strategy)
             record = record.completed(cfg)
-            state = build.train_state(cfg, strategy, train_loader)
+            state = build.train_state(cfg, strategy, loaders.train)
             weights = build.weight_check(cfg, state)
             with (
                 build_loggers.loggers(cfg, state, held.restore) as loggers,
-                build.snapshots(cfg, record, state, train_loader, loggers, weights) as snapshots,
+                build.snapshots(cfg, record, state, loaders, loggers, weights) as snapshots,
                 reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(cfg.resume)
                 if not state.finished:
                     write_hydra_files(world, cfg.run_dir, record.hydra_files, state.progress.step)
-                loggers.on_fit_start(build_loggers.run_info(record, snapshots, train_loader, eval_loader))
-                evaluate = build.evaluator(cfg, state, eval_loader, loggers)
+                info = build_loggers.run_info(record, snapshots, loaders)
+                tested = build_loggers.earlier_test(info, world)
+                loggers.on_fit_start(info)
+                evaluations = build.evaluators(cfg, state, loaders, loggers)
                 running, timer = build.running_metrics(cfg, state, loggers)
                 watchers = [running, weights, snapshots]
                 with signals.stop_after_saving():
-                    return fit(state, train_loader, evaluate, snapshots, loggers, watchers, timer, Path(cfg.run_dir))
+                    run_dir = Path(cfg.run_dir)
+                    return fit(state, loaders.train, evaluations, snapshots, loggers, watchers, timer, run_dir, tested)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset, of_each_sample
+from lockstep.data.dataset import TARGET_KEYS, InMemoryDataset, of_each_sample, whole_of
 from lockstep.data.image_files import ImageFiles, Target
 from lockstep.data.partition import random_states_kept
 from lockstep.training.weight_check import digest
@@ -29,7 +29,8 @@ def data_fingerprint(dataset: Any) -> str:
 
     In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. Of a folder of images the names of all
     files count, and the sizes of up to `FILES` of them. Elsewhere the length and some numeric targets count, since
-    random transforms change the inputs; an item that cannot be loaded counts as one without a target.
+    random transforms change the inputs; an item that cannot be loaded counts as one without a target. The hash of a
+    part is that of the whole data set.
     """
     try:
         known = _known.get(dataset)
@@ -41,6 +42,7 @@ def data_fingerprint(dataset: Any) -> str:
 
 
 def _fingerprint(dataset: Any) -> str:
+    dataset = whole_of(dataset)
     weights = of_each_sample(dataset, "sample_weights")
     if weights is None:
         return _of_samples(dataset)
@@ -83,9 +85,9 @@ def _of_tensors(dataset: InMemoryDataset) -> str:
     held = [_held_once(tensor) for tensor in tensors]
     covers = "all samples and targets"
     if max(tensor.nbytes for tensor in held) > LARGEST_TENSOR:
-        rows = torch.tensor(_evenly_spaced(len(dataset), TENSOR_ROWS), dtype=torch.int64)
+        rows = torch.tensor(_evenly_spaced(len(dataset.targets), TENSOR_ROWS), dtype=torch.int64)
         held = [tensor[rows.to(tensor.device)] for tensor in tensors]
-        covers = f"{len(rows)} of {len(dataset)} samples and targets"
+        covers = f"{len(rows)} of {len(dataset.targets)} samples and targets"
     return f"{_hash(described, [int(digest(tensor)) for tensor in held])} of {covers}"
 
 
@@ -98,6 +100,7 @@ def _held_once(tensor: torch.Tensor) -> torch.Tensor:
 
 def image_files(dataset: Any) -> tuple[str, Sequence[tuple[Any, Target]]] | None:
     """(folder, [(file, target)]) of this project's images and torchvision's folders. None for other data sets."""
+    dataset = whole_of(dataset)
     source = getattr(dataset, "source", None)
     if isinstance(source, ImageFiles):
         return str(source.folder), source.files

@@ -58,6 +58,7 @@ from lockstep.snapshots.state import (
     plain_copy,
     require_plain,
     restore_state,
+    restore_weights,
     trained_weights,
     without_parameters,
 )
@@ -263,6 +264,15 @@ class SnapshotManager(Watcher):
             EXIT_STOPPED_WITHOUT_SNAPSHOT,
         )
 
+    def stop_before_test(self) -> NoReturn:
+        """Raise StoppedEarly: all that was trained is saved, and the same command goes on with the test."""
+        self.world.barrier()
+        signals.stop_listening()
+        raise StoppedEarly(
+            f"stopped early at step {self.state.progress.step}, before the test; go on there with "
+            f"{go_on_words(self.run_dir)}"
+        )
+
     # Saving.
 
     @reporter.phase("snapshot")
@@ -353,17 +363,40 @@ class SnapshotManager(Watcher):
 
     def _best_weights(self) -> dict[str, Any] | None:
         """What best.pt holds of the model. None if it is damaged, not there, or that of another step."""
-        path, step = self.folder / "best.pt", self.state.progress.best_step
+        path, found = self.folder / "best.pt", self._best_in(self.folder)
+        if found is not None:
+            return trained_weights(found[0], averaged=self.state.ema is not None)
+        if path.exists():
+            step = self.state.progress.best_step
+            log.warning("no %s: the snapshot of the best evaluation, after step %d, could not be written", BEST, step)
+        return None
+
+    def _best_in(self, folder: Path) -> Found | None:
+        """The snapshot of the best evaluation. None if it is damaged, not there, or that of another step."""
+        path = folder / "best.pt"
         try:
             found = load_first_good([path]) if path.exists() else None
         except ConfigError:  # a damaged one is in the log
             return None
+        return found if found is not None and found[0]["progress"]["step"] == self.state.progress.best_step else None
+
+    def take_best_weights(self) -> int:
+        """Give the model the weights of the best evaluation, for the test. Returns their step: the last one's where
+        they are gone. A collective. The state is no longer that of the run: nothing may be saved after it.
+        """
+        progress = self.state.progress
+        if progress.best_step in (None, progress.step):
+            return progress.step
+        # A run that was resumed from another folder has its best evaluation there, if none was better since.
+        folders = [self.folder] + ([] if self.resumed_from is None else [self.resumed_from.parent])
+        found = load_on_all_ranks(self.world, lambda: next(filter(None, map(self._best_in, folders)), None))
         if found is None:
-            return None
-        if found[0]["progress"]["step"] == step:
-            return trained_weights(found[0], averaged=self.state.ema is not None)
-        log.warning("no %s: the snapshot of the best evaluation, after step %d, could not be written", BEST, step)
-        return None
+            gone = "the weights of the best evaluation, after step %d, are gone: those of the last step are tested"
+            log.warning(gone, progress.best_step)
+            return progress.step
+        with self.world.disk_access():  # parts are read from their files now
+            restore_weights(self.state, found[0])
+        return int(progress.best_step or 0)
 
 
 class SaveInterval:

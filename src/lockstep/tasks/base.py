@@ -36,11 +36,15 @@ ReadSample = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """Which test samples this rank evaluates, in this order: rank, rank + size, rank + 2 size, ... below `samples`."""
+    """Which samples this rank evaluates, in this order: rank, rank + size, rank + 2 size, ... below `samples`.
+
+    split: "val" or "test", the set that they are of.
+    """
 
     rank: int
     size: int
     samples: int
+    split: str = "test"
 
 
 class Report:
@@ -116,10 +120,10 @@ class Task:
         return None
 
     def mode(self, objective: str) -> str:
-        """ "min" or "max" for an objective such as "test/accuracy". Raises ConfigError if no evaluation measures it."""
-        name = objective.removeprefix("test/")
-        if name not in self.metrics or not objective.startswith("test/"):
-            names = " or ".join(f"objective=test/{name}" for name in self.metrics)
+        """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if no evaluation measures it."""
+        split, _, name = objective.partition("/")
+        if name not in self.metrics:
+            names = " or ".join(f"objective={split}/{name}" for name in self.metrics)
             raise ConfigError(f"objective={objective} is not measured; type {names}")
         return self.metrics[name]
 

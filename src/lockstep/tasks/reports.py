@@ -106,10 +106,10 @@ class ClassReport(Report):
                 )
                 for shown in self.shown
             ]
-            figures["test/worst_first"] = draw_tiles(tiles)
+            figures[f"{self.share.split}/worst_first"] = draw_tiles(tiles)
         if self.confusion is not None and self.confusion.sum() > 0:
             names = [_name(classes, number) for number in range(len(self.confusion))]
-            figures["test/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
+            figures[f"{self.share.split}/confusion_matrix"] = draw_confusion(self.confusion.tolist(), names)
         return figures
 
 
@@ -153,7 +153,7 @@ class ValueReport(Report):
 
     def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
         points = [(predicted, true) for predicted, true in self.points[self.points.isfinite().all(1)].tolist()]
-        return {"test/predicted_against_true": draw_points(points)} if points else {}
+        return {f"{self.share.split}/predicted_against_true": draw_points(points)} if points else {}
 
 
 def _first_values(values: Tensor) -> Tensor:

@@ -30,12 +30,12 @@ from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
-SCANNED = 128  # test samples that are searched for a NaN together
+SCANNED = 128  # samples of an evaluation that are searched for a NaN together
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What loggers ask for. images: how many test samples a report of the task shows; 0: there is no report."""
+    """What loggers ask for. images: how many samples a report of the task shows; 0: there is no report."""
 
     images: int = 0
     histograms: bool = False
@@ -157,10 +157,10 @@ def draws_of_samples(state: TrainState, loader: BatchLoader) -> Iterator[Abstrac
 
 
 class Evaluator:
-    """Evaluates `state`, and gives `logger` what is wanted beside the means."""
+    """Evaluates `state` on the set `name`, "val" or "test", and gives `logger` what is wanted beside the means."""
 
-    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, wanted: Wanted) -> None:
-        self.state, self.loader, self.logger, self.wanted = state, loader, logger, wanted
+    def __init__(self, state: TrainState, loader: BatchLoader, logger: Logger, wanted: Wanted, name: str) -> None:
+        self.state, self.loader, self.logger, self.wanted, self.name = state, loader, logger, wanted, name
         self.graph_is_due = wanted.graph
 
     def means(self, on_stop: Callable[[], NoReturn], report: Report | None = None) -> dict[str, float]:
@@ -176,7 +176,8 @@ class Evaluator:
         loader, report = self.loader, None
         # A report counts samples to know their numbers, and shows some of them.
         if self.wanted.images > 0 and not loader.leaves_out and not loader.is_stream:
-            report = self.state.task.report(Share(loader.rank, loader.size, len(loader.evaluated)), self.wanted.images)
+            share = Share(loader.rank, loader.size, len(loader.evaluated), self.name)
+            report = self.state.task.report(share, self.wanted.images)
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
@@ -191,10 +192,11 @@ class Evaluator:
     def _diverged(self, loss: float) -> TrainingDiverged:
         """The error, with the samples that hold a NaN. A collective."""
         broken = broken_in(self.loader, self.state.strategy.world)
-        what = f"the test loss is {loss} at step {self.state.progress.step}"
+        name = {"val": "validation"}.get(self.name, self.name)
+        what = f"the {name} loss is {loss} at step {self.state.progress.step}"
         if not broken:
             return TrainingDiverged(what, SMALLER_STEPS)
-        return TrainingDiverged(f"{what}; in the test data {sentence_about(broken)}", OTHER_DATA)
+        return TrainingDiverged(f"{what}; in the {name} data {sentence_about(broken)}", OTHER_DATA)
 
     def _log_histograms(self) -> None:
         """Of the whole model, whichever rank holds which part of it. A collective."""
@@ -215,3 +217,17 @@ class Evaluator:
             return
         inputs, _ = loader.first_sample()
         self.logger.log_graph(strategy.model, inputs)
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """What a run evaluates.
+
+    decides: "val" or "test", the set of the objective.
+    at_each: by name, those of each evaluation.
+    test: of the end, with the weights that were chosen; None: the test set stays shut.
+    """
+
+    decides: str
+    at_each: Mapping[str, Evaluator]
+    test: Evaluator | None

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from lockstep.failures import reporter
 from lockstep.loggers.base import EpochSummary, Logger
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.tasks.base import counted
-from lockstep.training.evaluation import Evaluator
+from lockstep.training.evaluation import Evaluations
 from lockstep.training.setup import autocast
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer
@@ -30,22 +30,25 @@ UNTIMED = StepTimer()  # it keeps nothing
 def fit(
     state: TrainState,
     loader: BatchLoader,
-    evaluate: Evaluator,
+    evaluations: Evaluations,
     snapshots: SnapshotManager,
     loggers: Logger,
     watchers: Sequence[Watcher],
     timer: StepTimer,
     run_dir: Path,
+    tested: Mapping[str, Any] | None = None,
 ) -> float:
-    """Train epoch by epoch, evaluate, save. Returns the last value of the objective.
+    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the last value of the
+    objective.
 
     loader: of the training data.
+    tested: {"step": of the weights, "metrics"} of the test, if an earlier start of this run has read the test set.
     watchers: called in their order; the last one saves snapshots, at a step, after minutes, or when the run is stopped.
     """
     settings, progress, speed = state.settings, state.progress, Speed()
-    objective = state.objective[0].removeprefix("test/")
+    decides, _, objective = state.objective[0].partition("/")
     train = state.strategy.own_epoch() or train_epoch
-    tested: dict[str, float] = {}
+    evaluated: dict[str, dict[str, float]] = {}
     state.set_clock(state.seconds_before)  # the time begins
     with snapshots.explaining_errors():
         while not state.finished:
@@ -69,8 +72,11 @@ def fit(
                 counted_per_second[state.task.counts] = samples_per_second * per_sample
             loggers.log_metrics(state.strategy.epoch_metrics(), progress.step)
             if state.evaluation_due:
-                tested = metrics["test"] = evaluate(snapshots.stop_before_evaluation)
-                if state.update_best(tested[objective]):
+                evaluated = {
+                    name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.at_each.items()
+                }
+                metrics |= evaluated
+                if state.update_best(evaluated[decides][objective]):
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
@@ -84,11 +90,23 @@ def fit(
             )
             loggers.on_epoch_end(summary)
             snapshots.after_epoch()
-        tested = tested or evaluate.means(snapshots.stop)  # a finished run was started again: all is logged
-    reporter.enter("export")
-    snapshots.export()
-    loggers.on_fit_end(run_dir, tested)
-    return tested[objective]
+        if not evaluated:  # a finished run was started again: all is logged
+            evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.at_each.items()}
+        reporter.enter("export")
+        snapshots.export()
+        if evaluations.test is not None and state.reached_limit != "trainer.pause_after":
+            chosen = progress.step if progress.best_step is None else progress.best_step
+            known = None if tested is None or tested["step"] != chosen else tested["metrics"]
+            if known is not None:
+                test = known
+            elif "test" in evaluated and chosen == progress.step:
+                test = evaluated["test"]
+            else:
+                chosen = snapshots.take_best_weights()
+                test = evaluations.test(snapshots.stop_before_test)
+            loggers.on_test(test, chosen, known is not None or "test" in evaluated)
+    loggers.on_fit_end(run_dir, evaluated[decides])
+    return evaluated[decides][objective]
 
 
 def train_epoch(

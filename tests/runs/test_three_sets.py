@@ -1,0 +1,236 @@
+"""A run that chooses on a validation set, and reads its test set once, with the weights that it chose."""
+
+import csv
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.targets import instantiate
+from lockstep.data.builtin import digits
+from lockstep.errors import EXIT_RESUMABLE
+from support.commands import ROOT, TRAIN
+from support.configs import composed, record_of
+from support.event_files import scalars
+from support.worlds import in_world, same_bits, train_all
+
+SMALL = ["model=linear", "trainer.epochs=2", "trainer.batch_size=256", "logger=[tensorboard,console,csv]"]
+# The first evaluation is the best one: the weights that are tested are not the last ones.
+FIRST_IS_BEST = ["objective=val/loss", "task.metrics.loss=max"]
+
+
+def run_of(folder: Path) -> Any:
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train, tmp_path):
+    output = train(*SMALL, *FIRST_IS_BEST, "hydra.run.dir=run").output
+    assert "1293 training, 144 validation and 360 test samples" in output
+    assert "chosen on the test set" not in output
+    curves, run = scalars(tmp_path / "run"), run_of(tmp_path / "run")
+    assert [step for step, _ in curves["val/loss"]] == [6, 12] == [step for step, _ in curves["val/accuracy"]]
+    assert [step for step, _ in curves["test/loss"]] == [6]
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = [(tag, int(step), float(value)) for step, tag, value in list(csv.reader(file))[1:]]
+    assert [(tag, step) for tag, step, _ in rows if tag.startswith("test/")] == [("test/loss", 6), ("test/accuracy", 6)]
+    tested = run["test"]["metrics"]
+    assert run["test"]["step"] == run["objective"]["step"] == 6
+    assert run["objective"] | {"best": 0, "last": 0} == {
+        "name": "val/loss",
+        "mode": "max",
+        "best": 0,
+        "step": 6,
+        "last": 0,
+    }
+    assert [value for tag, _, value in rows if tag.startswith("test/")] == [tested["loss"], tested["accuracy"]]
+    shown = f"loss {tested['loss']:.4f}, accuracy {tested['accuracy']:.4f}, with the weights of step 6, chosen on val"
+    assert f"test:       {shown}" in output
+    (numbers,) = {run["data"]["validation_numbers"]}
+    assert len(numbers.split()) == 144
+    assert run["data"]["validation_samples"] == 144
+    # The numbers are those of the weights that were chosen, as mode=evaluate measures them.
+    for split, snapshot, expected in (("test", "best", tested), ("val", "last", {"loss": run["objective"]["last"]})):
+        words = [f"mode.split={split}", f"mode.snapshot={snapshot}", f"mode.file={split}.json"]
+        train("mode=evaluate", "resume=run", *words, "logger=[]")
+        found = json.loads((tmp_path / f"{split}.json").read_text())
+        assert found["metrics"] | expected == pytest.approx(found["metrics"], rel=1e-6)
+        assert found["samples"] == {"test": 360, "val": 144}[split]
+    train("mode=predict", "resume=run", "mode.split=val", "mode.file=val.csv")
+    with (tmp_path / "val.csv").open() as file:
+        predicted = list(csv.DictReader(file))
+    assert [row["index"] for row in predicted] == numbers.split()
+    targets = digits(train=True).targets
+    assert all(int(row["truth"]) == targets[int(row["index"])] for row in predicted)
+
+
+@pytest.mark.parametrize(
+    ("words", "val", "test", "tested"),
+    [
+        (["evaluation.test=every"], [6, 12], [6, 12], 6),
+        (["evaluation.test=never"], [6, 12], [], None),
+        (["objective=test/loss"], [6, 12], [6, 12], 6),
+        (["dataset.validation=null", "objective=test/loss", "trainer.batch_size=240"], [], [6, 12], 6),
+        (["evaluation.every=2"], [12], [12], 12),
+        (["trainer.pause_after=1"], [6], [], None),
+    ],
+)
+def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
+    output = train(*SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *words).output
+    curves, run = scalars(tmp_path / "run"), run_of(tmp_path / "run")
+    assert [step for step, _ in curves.get("val/loss", [])] == val
+    assert [step for step, _ in curves.get("test/loss", [])] == test
+    assert (run["test"] or {}).get("step") == tested
+    decides = "test" if "objective=test/loss" in words else "val"
+    assert ("chosen on the test set" in output) == (decides == "test")
+    assert run["objective"]["name"] == f"{decides}/loss"
+    if tested == 6:  # also where the test set decides, its number is that of the weights that were chosen
+        assert run["test"]["metrics"]["loss"] == pytest.approx(dict(curves["test/loss"])[6], rel=1e-6)
+        assert f"with the weights of step 6, chosen on {'the test set' if decides == 'test' else 'val'}" in output
+
+
+@pytest.mark.parametrize(
+    ("number", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])]
+)
+def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
+    own = ["dataset.test._target_=support.own_data.stopping"]
+    # Transforms, so that samples are read one by one.
+    own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]", *more]
+    typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
+    path = {"PYTHONPATH": ROOT / "tests"}
+    (tmp_path / "stop").write_text(str(int(number)))
+    first = start(*typed, **path).finish(EXIT_RESUMABLE if number == signal.SIGTERM else -number)
+    run, model = run_of(tmp_path / "run"), (tmp_path / "run" / "model.pt").read_bytes()
+    assert run["test"] is None
+    assert run["steps"] == 12
+    if number == signal.SIGTERM:
+        assert "stopped early at step 12, before the test; go on there with" in first.output
+        assert run["lives"][-1]["state"] == "stopped"
+    snapshots = {path.name: path.read_bytes() for path in (tmp_path / "run" / "snapshots").iterdir()}
+    for _ in range(2):  # the second time all is done, and the test set is not read again
+        output = start(*typed, **path).finish().output
+        assert "with the weights of step 6, chosen on val" in output
+        run = run_of(tmp_path / "run")
+        assert run["test"]["step"] == 6
+        assert len(run["lives"]) == 2
+        assert [life["state"] for life in run["lives"]][-1] == "finished"
+        curve = scalars(tmp_path / "run")["test/loss"]
+        assert [step for step, _ in curve] == ([6, 12] if more else [6])
+        assert run["test"]["metrics"]["loss"] == pytest.approx(curve[0][1], rel=1e-6)
+    assert (tmp_path / "run" / "model.pt").read_bytes() == model
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run" / "snapshots").iterdir()} == snapshots
+
+
+def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
+    own = ["dataset.test._target_=support.own_data.stopping"]
+    own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]"]
+    typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
+    path = {"PYTHONPATH": ROOT / "tests"}
+    first = start(*typed, **path).finish().output
+    (tmp_path / "stop").write_text(str(int(signal.SIGKILL)))  # of whoever reads it
+    again = start(*typed, **path).finish().output
+    (line,) = [line for line in first.splitlines() if line.startswith("test:")]
+    assert line in again.splitlines()
+
+
+def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_with_the_same_bits(train, tmp_path):
+    words = ["model=mlp", "trainer.epochs=2", "scheduler=constant", "logger=[csv,console]"]
+    train(*words, "hydra.run.dir=whole")
+    train(*words, "hydra.run.dir=parts", "trainer.max_steps=30")
+    train(*words, "hydra.run.dir=parts")
+    assert same_bits(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = run_of(tmp_path / "whole"), run_of(tmp_path / "parts")
+    assert whole["data"] == parts["data"]
+    assert whole["test"] == parts["test"]
+    assert whole["objective"] == parts["objective"]
+
+
+def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
+    train(*SMALL, "hydra.run.dir=run", "trainer.max_steps=8")
+    for word in ("dataset.split_seed=1", "dataset.validation=0.2", "dataset.validation=null"):
+        said = train(*SMALL, "hydra.run.dir=run", word, code=2).sentence
+        assert "does not fit this run: " in said
+        assert "validation data (" in said
+    for word, split in (("dataset.validation=null", "0.1"), ("dataset.validation=0.1", "null")):
+        folder = f"hydra.run.dir=of_{split}"
+        train(*SMALL, folder, f"dataset.validation={split}", "trainer.max_steps=8")
+        assert "does not fit this run" in train(*SMALL, folder, word, code=2).sentence
+
+
+def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
+    sweep = [sys.executable, TRAIN, "-m", "model=linear", "trainer.epochs=1", "trainer.batch_size=256", "logger=[]"]
+    same = start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds").finish().output
+    first, second = (run_of(tmp_path / "seeds" / folder)["data"] for folder in ("0_seed=0", "1_seed=1"))
+    assert first["validation_numbers"] == second["validation_numbers"]
+    assert "val/accuracy" in same
+    start(*sweep, "dataset.folds=5", "dataset.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
+    runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
+    numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]
+    assert sorted(numbers) == list(range(1437))
+    assert len(runs) == 5
+    assert all(run["test"]["step"] == run["steps"] for run in runs)
+
+
+def test_a_final_training_takes_all_data_and_reads_the_test_set_once(train, tmp_path):
+    final = train(*SMALL, "trainer.final=train+val", "hydra.run.dir=final").output
+    train(*SMALL, "dataset.validation=null", "hydra.run.dir=whole")
+    assert "1437 training and 360 test samples" in final
+    assert "nothing is chosen, and its number is the test's alone" in final
+    assert "chosen on" not in final
+    assert same_bits(tmp_path / "final", tmp_path / "whole")
+    assert [step for step, _ in scalars(tmp_path / "final")["test/loss"]] == [12]
+    assert not (tmp_path / "final" / "model_best.pt").exists()
+    test = run_of(tmp_path / "final")["test"]
+    assert test["step"] == 12
+    assert test["metrics"]["loss"] == pytest.approx(scalars(tmp_path / "whole")["test/loss"][-1][1], rel=1e-6)
+
+
+STRATEGIES = {
+    "ddp": [],
+    "fsdp": ["strategy=fsdp"],
+    "sharded": ["strategy=fsdp", "snapshot.format=sharded", "trainer.ema=0.5"],
+    "pipeline": ["strategy=pipeline", "model=mlp"],
+    "virtual_ranks": ["strategy=virtual_ranks", "strategy.count=4"],
+    "async_parameter_server": ["strategy=async_parameter_server"],
+    "local_sgd": ["gradient_sync=local_sgd"],
+}
+
+
+def trained_and_evaluated(cfg: Any, evaluation: Any) -> dict[str, float]:
+    """The test metrics of a training's best weights, by mode=evaluate."""
+    train_all([cfg])
+    metrics: dict[str, float] = instantiate(evaluation.mode).work(evaluation, record_of(evaluation))
+    return metrics
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
+    folder = tmp_path / "run"
+    words = [word for word in SMALL if not word.startswith("logger")] + ["trainer.precision=fp64", *STRATEGIES[name]]
+    cfg = composed(*words, *FIRST_IS_BEST, "logger=[csv]", f"run_dir={folder}", whole=False)
+    words += ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={tmp_path}/best.json", "logger=[]"]
+    best = in_world(2, trained_and_evaluated, cfg, composed(*words, whole=False))[0]
+    run = run_of(folder)
+    with (folder / "metrics.csv").open() as file:
+        rows = {(tag, int(step)): float(value) for step, tag, value in list(csv.reader(file))[1:]}
+    first = run["objective"]["step"]
+    assert run["test"]["step"] == first < run["steps"]
+    assert run["objective"]["best"] == rows["val/loss", first] != rows["val/loss", run["steps"]]
+    assert run["test"]["metrics"] == pytest.approx(best, rel=1e-9)
+    assert run["test"]["metrics"]["loss"] == rows["test/loss", first]
+
+
+def test_validation_counts_each_sample_once_on_any_number_of_ranks(tmp_path):
+    words = [*SMALL[:3], "trainer.precision=fp64", "logger=[]", "trainer.epochs=1"]
+    worlds = [(1, []), (3, []), (2, ["strategy=virtual_ranks", "strategy.count=4"])]
+    found = []
+    for number, (size, more) in enumerate(worlds):
+        folder = tmp_path / str(number)
+        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", "objective=val/loss", whole=False)])
+        found.append(run_of(folder))
+    for run in found[1:]:
+        assert run["objective"]["best"] == pytest.approx(found[0]["objective"]["best"], rel=1e-9)
+        assert run["test"]["metrics"] == pytest.approx(found[0]["test"]["metrics"], rel=1e-9)
+        assert run["data"]["validation_numbers"] == found[0]["data"]["validation_numbers"]
