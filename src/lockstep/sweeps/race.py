@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import ConfigError
 from lockstep.runs.repeats import REPEATS, setting_of
 from lockstep.sweeps.search import Job, Name, Plan, Search, SweepSettings, add_jobs, changed_words
-from lockstep.sweeps.table import FAILED, FINISHED, WAITING, SweepTable
+from lockstep.sweeps.table import FAILED, FINISHED, WAITING, Row, SweepTable
 
 if TYPE_CHECKING:
     import numpy
@@ -120,8 +120,9 @@ class Race(Search):
         self.confidence, self.trials, self.first_seed = settings.confidence, settings.trials, settings.first_seed
         self.fewest = fewest_rounds(len(self.settings), self.confidence)
         self.asked: set[tuple[int, int]] = set()
+        self.places = {self._words(setting): setting for setting in range(len(self.settings))}
         for row in table if settings.retries_failed else ():
-            if row.state == FAILED:
+            if row.state == FAILED and self._setting(row) is not None:
                 table.update(row.number, state=WAITING, cause="")
 
     def ask(self) -> Job | None:
@@ -178,15 +179,18 @@ class Race(Search):
 
     def _results(self) -> dict[int, dict[int, float]]:
         """{setting: {round: objective}} of the rows that have ended; NaN for failed ones."""
-        places = {self._words(setting): setting for setting in range(len(self.settings))}
-        results: dict[int, dict[int, float]] = {setting: {} for setting in places.values()}
+        results: dict[int, dict[int, float]] = {setting: {} for setting in self.places.values()}
         for row in self.table:
-            setting = places.get(shlex.join(without_seed(shlex.split(row.overrides))))
+            setting = self._setting(row)
             number = int(row.values.get(SEED, -1)) - self.first_seed
             if setting is not None and number >= 0 and row.state in (FINISHED, FAILED):
                 value = row.objective if row.state == FINISHED else None
                 results[setting][number] = math.nan if value is None else value
         return results
+
+    def _setting(self, row: Row) -> int | None:
+        """None for a row of an earlier command with other settings."""
+        return self.places.get(shlex.join(without_seed(shlex.split(row.overrides))))
 
     def _overrides(self, setting: int, number: int) -> list[str]:
         return [*self.settings[setting], f"{SEED}={self.first_seed + number}"]
