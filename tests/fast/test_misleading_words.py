@@ -72,7 +72,7 @@ ANSWERS = [
         "logger=[console] logger.tensorboard.graph=true",
         "is a key of logger=tensorboard; type logger=[console,tensorboard] logger.tensorboard.graph=true",
     ),
-    ("model.name=resnet50", "model.name is a key of model=resnet18; type model=resnet18 model.name=resnet50"),
+    ("model.name=resnet50", "model.name is a key of model=resnet18 and timm; type model=resnet18 model.name=resnet50"),
     ("launch=fork launch.ranks=2", "launch.ranks is no key of this config; type launch.nproc_per_node=2"),
     ("launch=fork launch.procs=2", "launch.procs is no key of this config; type launch.nproc_per_node=2"),
     ("launch.world_size=2", "is no key of this config; type launch=torchrun launch.nproc_per_node=2"),

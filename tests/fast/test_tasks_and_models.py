@@ -1,5 +1,6 @@
 """Losses and metrics against plain torch, and the layers of the models."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from lockstep.models.base import give_shapes
 from lockstep.models.convnet import convnet
 from lockstep.models.linear import linear
 from lockstep.models.mlp import mlp
+from lockstep.models.timm_model import timm_model
 from lockstep.models.torchvision_model import torchvision_model
 from lockstep.models.toy_parallel import toy_parallel
 from lockstep.strategies.model_parallel import layer_groups
@@ -96,6 +98,28 @@ def test_models_have_the_layers_that_their_options_ask_for() -> None:
     assert layers(linear([1, 8, 8], 10)) == [(10, 64)]
     assert layers(toy_parallel([3, 2], 4, width=9)) == [(9, 6), (4, 9)]
     assert layers(convnet([3, 12, 8], 10)) == [(16, 3, 5, 5), (16,), (32, 16, 5, 5), (32,), (10, 3 * 2 * 32)]
+
+
+def test_models_of_timm_are_built_for_the_images_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        assert timm_model("convnext_atto", [1, 64, 64], 10).stem[0].weight.shape[1] == 1
+        vit = timm_model("vit_tiny_patch16_224", [3, 64, 64], 7, drop_path_rate=0.1)
+        assert (vit.pos_embed.shape, vit.head.out_features) == ((1, 17, 192), 7)
+        for name, shape, options, said in [
+            ("convnext_ato", [3, 64, 64], {}, "is no model of timm; type model.name=convnext_atto"),
+            ("convnext_atto", [3, 28, 28], {}, "cannot be used for images of 3 x 28x28 .*type model.name=resnet18"),
+            (
+                "convnext_atto",
+                [3, 64, 64],
+                {"pretrained": True},
+                "would download weights; type init=<a file of weights>",
+            ),
+        ]:
+            with pytest.raises(ConfigError, match=said):
+                timm_model(name, shape, 10, **options)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match="model=timm needs timm; type pip install timm, or model=resnet18"):
+        timm_model("resnet18", [3, 64, 64], 10)
 
 
 @pytest.mark.parametrize("model", [mlp([1, 8, 8], 4, 8, 1, 0.0), linear([1, 8, 8], 4), convnet([1, 8, 8], 4)])

@@ -43,17 +43,21 @@ def torchvision_model(name: str, shape: ImageShape, classes: Classes, **options:
             model.set_submodule("maxpool", nn.Identity())
         elif channels != RGB:
             _adapt_first_convolution(model, channels)
-        _require_logits(model, shape, classes)
+        require_logits(model, shape, classes)
     except NotImplementedError:  # some need values of their weights, and preflight builds models without
         raise
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        size = "x".join(map(str, shape[1:]))
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"model.name={name} cannot be used for images of {channels} x {size} ({reason}); type model.name=resnet18, "
-            f"or a Resize in dataset.transforms and dataset.test_transforms, with dataset.shape=null"
-        ) from error
+        raise cannot_take(name, shape, error) from error
     return model
+
+
+def cannot_take(name: str, shape: Sequence[int], error: Exception) -> ConfigError:
+    """The sentence about images of a shape that the model `name` cannot take."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(
+        f"model.name={name} cannot be used for images of {shape[0]} x {'x'.join(map(str, shape[1:]))} ({reason}); type "
+        f"model.name=resnet18, or a Resize in dataset.transforms and dataset.test_transforms, with dataset.shape=null"
+    )
 
 
 def _adapt_first_convolution(model: nn.Module, channels: int) -> None:
@@ -66,7 +70,7 @@ def _adapt_first_convolution(model: nn.Module, channels: int) -> None:
             return
 
 
-def _require_logits(model: nn.Module, shape: Sequence[int], classes: int) -> None:
+def require_logits(model: nn.Module, shape: Sequence[int], classes: int) -> None:
     """Raise ValueError, or an error of the model's own, if it does not make (2, classes) of two samples.
 
     Shapes alone are computed, on the meta device.
