@@ -1,5 +1,6 @@
 """Checks before any process starts: what options, machine and data contradict."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def check_task(cfg: DictConfig) -> None:
     check_class_weights(cfg)
 
 
+def check_loggers(cfg: DictConfig) -> None:
+    """Raise ConfigError for a logger whose packages are not installed."""
+    for name, node in cfg.get("logger", {}).items():  # logger=[] leaves no section
+        needed = getattr(get_object(node._target_), "packages", ())
+        missing = [package for package in needed if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigError(f"logger={name} needs {' and '.join(missing)}; type pip install {' '.join(missing)}")
+
+
 def _place_and_reason(error: Exception) -> str:
     """ " at file.py:12 (TypeError: its message)", of an exception of the user's code."""
     failed = exception_record(error)
@@ -111,6 +121,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     """The strategy and the number of ranks. Raises ConfigError for what options and machine contradict."""
     check_arguments(cfg)
     launcher.validate()
+    check_loggers(cfg)
     strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
     gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     check_task(cfg)

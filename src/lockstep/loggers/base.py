@@ -114,6 +114,9 @@ class Logger:
     the run.
     """
 
+    packages: tuple[str, ...] = ()
+    """What it imports beside the requirements. A run is refused if one is not installed."""
+
     def on_fit_start(self, run: RunInfo) -> None:
         """Training is about to start or to resume. This is the first call.
 

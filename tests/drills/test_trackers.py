@@ -1,0 +1,167 @@
+"""logger=wandb and logger=mlflow against the real packages, and a real server of MLflow that is stopped and killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import PYTHON_TRAIN, Command, wait_for
+from support.ports import free_port
+
+pytestmark = pytest.mark.drill
+SHORT = ["model=mlp", "logger=[console,mlflow]"]
+SECRET = "a-key-that-nobody-may-see"
+
+
+class Server:
+    """MLflow's own, with sqlite."""
+
+    def __init__(self, folder: Path) -> None:
+        self.uri = f"http://127.0.0.1:{free_port()}"
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.uri.rpartition(":")[2],
+        ]
+        command += ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--workers", "1"]
+        command += ["--artifacts-destination", str(folder / "artifacts")]
+        own = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+        self.process = subprocess.Popen(command, cwd=folder, env=os.environ | own, start_new_session=True)
+        wait_for(self._answers, "server of MLflow", limit=120)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+            return answer.status == 200
+        return False
+
+    def send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def runs(self) -> list[Any]:
+        from mlflow import MlflowClient
+
+        client = MlflowClient(self.uri)
+        experiment = client.get_experiment_by_name("lockstep")
+        return list(client.search_runs([experiment.experiment_id])) if experiment is not None else []
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "server").mkdir()
+    made = Server(tmp_path / "server")
+    yield made
+    made.send(signal.SIGKILL)
+
+
+def test_mlflow_has_the_config_the_curves_and_the_images_and_a_resumed_run_goes_on(
+    train: Callable[..., Command], server: Server, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    words = [*SHORT, "launch=fork", "trainer.epochs=3", f"logger.mlflow.uri={server.uri}", "logger.mlflow.images=4"]
+    train(*words, "hydra.run.dir=run", "trainer.pause_after=2", WANDB_API_KEY=SECRET).finish()
+    train(*words, "hydra.run.dir=run", WANDB_API_KEY=SECRET).finish()
+    (run,) = server.runs()
+    client = MlflowClient(server.uri)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert (run.data.params["trainer.epochs"], run.data.params["model.width"]) == ("3", "128")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    objective = client.get_metric_history(run.info.run_id, record["objective"]["name"])
+    assert [point.step for point in objective] == [
+        *range(objective[0].step, 3 * objective[0].step + 1, objective[0].step)
+    ]
+    assert objective[-1].value == pytest.approx(record["objective"]["last"])
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert client.list_artifacts(run.info.run_id, "images")
+    texts = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [text for text in texts if SECRET.encode() in text]
+
+
+def test_jobs_of_a_sweep_are_a_group(train: Callable[..., Command], server: Server) -> None:
+    train(
+        "-m", *SHORT, "trainer.epochs=1", f"logger.mlflow.uri={server.uri}", "seed=1,2", "hydra.sweep.dir=sweep"
+    ).finish()
+    assert [run.data.tags["group"] for run in server.runs()] == ["sweep", "sweep"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["gone", "hangs"])
+def test_a_service_that_is_lost_costs_a_warning_and_no_step(
+    start: Callable[..., Command], server: Server, tmp_path: Path, number: int
+) -> None:
+    command = start(
+        *PYTHON_TRAIN, *SHORT, "trainer.epochs=400", f"logger.mlflow.uri={server.uri}", "hydra.run.dir=run",
+        "evaluation.every=50",
+    )  # fmt: skip
+    wait_for(lambda: (tmp_path / "run" / "MLflowLogger.id").exists(), "run on the server", limit=120)
+    server.send(number)
+    command.finish(limit=200)
+    warnings = [line for line in command.output.splitlines() if "loses a part of this run" in line]
+    assert len(warnings) == 1
+    assert "epoch 400/400" in command.output
+
+
+def test_wandb_offline_leaves_a_run_that_a_resumed_run_goes_on_with(
+    train: Callable[..., Command], tmp_path: Path
+) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    words = [
+        "model=mlp",
+        "logger=[wandb]",
+        "launch=fork",
+        "trainer.epochs=2",
+        "hydra.run.dir=run",
+        "logger.wandb.images=4",
+    ]
+    train(*words, "trainer.pause_after=1").finish()
+    time.sleep(1)  # W&B names its folders by the second
+    train(*words).finish()
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    ids, steps, tags = set(), list[int](), set[str]()
+    for path in files:
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while (data := store.scan_data()) is not None:
+            record = Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                assert record.run.display_name == "run"
+                assert "optimizer.lr" in {item.key for item in record.run.config.update}
+            if record.HasField("history"):
+                row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                tags |= row.keys()
+                if "train/loss" in row:
+                    steps.append(int(row["step"]))
+    assert len(ids) == 1
+    assert len(steps) == 2
+    assert steps[1] == 2 * steps[0]
+    assert any(tag.startswith("train/") for tag in tags)
+
+
+def test_a_package_that_is_missing_is_named_before_anything_starts(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['wandb'] = sys.modules['mlflow'] = None\n"
+    )
+    command = start(*PYTHON_TRAIN, "logger=[wandb]", PYTHONPATH=tmp_path / "hidden")
+    assert "logger=wandb needs wandb; type pip install wandb" in command.finish(2).output
