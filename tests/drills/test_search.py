@@ -78,8 +78,8 @@ def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
     assert (searched[1].best, searched[1].best_step) == (listed[1].best, listed[1].best_step)
     lives = json.loads((search.cwd / "s" / searched[1].folder / "run.json").read_text())["lives"]
     assert [(life["state"], life["to_step"], life["world_size"]) for life in lives] == [
-        ("paused", 23, 2),
-        ("finished", 46, 2),
+        ("paused", 21, 2),
+        ("finished", 42, 2),
     ]
     assert searched[0].rungs == f"1:{searched[0].objective!r}"
 

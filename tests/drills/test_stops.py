@@ -46,7 +46,7 @@ def test_a_stop_in_an_evaluation_drops_it_and_a_resumed_run_repeats_it(start, tm
     run.finish(75)
     step = stopped_at(tmp_path / "run")
     assert (tmp_path / f"run/snapshots/step_{step:08d}.pt").exists()
-    assert "test loss" not in run.output
+    assert "val loss" not in run.output
     again = start(*command, PYTHONPATH=PATH).finish()
     assert f"epoch {2 if 'max_steps' in limits[0] else 1}/" in again.output
     first = next(line for line in again.output.splitlines() if line.startswith("epoch "))

@@ -20,7 +20,7 @@ def test_a_run_whose_output_is_closed_finishes_without_a_word(start, tmp_path, l
     run = start("bash", "-o", "pipefail", "-c", f"{words} {output}", **environment(tmp_path)).finish(0)
     lines = [line for line in run.output.splitlines() if line]
     assert [line for line in lines if not line.startswith("rank 0 of ")] == []
-    assert "finished: test loss" in (tmp_path / "run/train.log").read_text()
+    assert "finished: val loss" in (tmp_path / "run/train.log").read_text()
     assert (tmp_path / "run/model.pt").exists()
 
 
@@ -42,7 +42,7 @@ def test_a_run_whose_output_is_closed_restarts_as_others_do(start, tmp_path):
     launch = "launch=torchrun launch.max_restarts=1 model=mlp model._target_=dies.net hydra.run.dir=run"
     words = f"python {TRAIN} {launch} trainer.max_steps=12"
     start("bash", "-o", "pipefail", "-c", f"{words} | true", PYTHONPATH=tmp_path, **environment(tmp_path)).finish(0)
-    assert "finished: test loss" in (tmp_path / "run/train.log").read_text()
+    assert "finished: val loss" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.parametrize(("word", "code"), [("nope=1", 2), ("optimizer.lr=1e10", 3), ("model._target_=no.net", 2)])

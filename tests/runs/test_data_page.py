@@ -50,14 +50,22 @@ def test_the_least_data_set(run: Callable[[str], Command]) -> None:
     [
         ("Random transforms", "600 training and 100 test samples"),
         ("Classes of unequal size", "1437 training and 360 test samples"),
-        ("Whole batches: MixUp, CutMix, random erasing", "1437 training and 360 test samples"),
+        ("Whole batches: MixUp, CutMix, random erasing", "1293 training, 144 validation and 360 test samples"),
         ("Other forms of samples", "600 training and 100 test samples"),
         ("A class for each pixel", "400 training and 100 test samples"),
-        ("Folders of images", "8 training and 8 test samples"),
-        ("Images that a CSV file lists", "8 training and 4 test samples"),
+        ("Folders of images", "7 training, 1 validation and 8 test samples"),
+        ("Images that a CSV file lists", "7 training, 1 validation and 4 test samples"),
     ],
 )
 def test_the_commands_of_a_section_train(run: Callable[[str], Command], heading: str, samples: str) -> None:
     command = run(heading)
     assert samples in command.output
     assert {line.split()[1] for line in command.epochs} == {"1/1"}
+
+
+def test_what_is_held_out(run: Callable[[str], Command]) -> None:
+    output = run("Validation and test").output
+    first, *folds = [line for line in output.splitlines() if "validation and 360 test samples" in line]
+    assert first.startswith("1150 training, 287 validation")
+    assert len(folds) == 3
+    assert all(line.startswith("958 training, 479 validation") for line in folds)

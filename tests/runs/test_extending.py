@@ -64,13 +64,13 @@ def test_a_model(run: Callable[[str], Command]) -> None:
 
 def test_a_data_set(run: Callable[[str], Command]) -> None:
     command = run("A data set")
-    assert "1000 training and 200 test samples" in command.output
+    assert "900 training, 100 validation and 200 test samples" in command.output
     assert torch.load(command.folder / "model.pt", weights_only=True)["1.weight"].shape == (128, 64)
 
 
 def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
     command = run("A task")
-    assert re.search(r"test loss \d\.\d+ top3 0\.9\d+", command.output)
+    assert re.search(r"val loss \d\.\d+ top3 0\.9\d+", command.output)
     assert "accuracy" not in command.output
     assert (command.folder / "snapshots" / "best.pt").exists()
     assert numbers(command) != numbers(reference)
@@ -78,20 +78,20 @@ def test_a_task(run: Callable[[str], Command], reference: Command) -> None:
 
 def test_a_metric_that_is_no_mean(run: Callable[[str], Command], reference: Command) -> None:
     command = run("A metric that is no mean")
-    assert re.search(r"test loss \d\.\d+ balanced 0\.9\d+", command.output)
+    assert re.search(r"val loss \d\.\d+ balanced 0\.9\d+", command.output)
     assert numbers(command)[0] == pytest.approx(numbers(reference)[0], abs=2e-3)
 
 
 def test_an_optimizer(run: Callable[[str], Command], reference: Command) -> None:
     command = run("An optimizer")
     assert trained_config(command)["optimizer"]["_target_"] == "my_work.optimizer.SGDW"
-    # 23 steps of decay by 0.05 * 0.0001 change the weights by 1e-4: the rest is torch's SGD.
+    # 21 steps of decay by 0.05 * 0.0001 change the weights by 1e-4: the rest is torch's SGD.
     assert numbers(command) == pytest.approx(numbers(reference), abs=2e-3)
 
 
 def test_a_scheduler(run: Callable[[str], Command]) -> None:
     rates = dict(scalars(run("A scheduler").folder)["train/lr"])
-    assert rates == pytest.approx({step: 0.05 * (1 - 0.9 * step / 23) for step in (10, 20)}, rel=1e-6)
+    assert rates == pytest.approx({step: 0.05 * (1 - 0.9 * step / 21) for step in (10, 20)}, rel=1e-6)
 
 
 @pytest.mark.parametrize("heading", ["A strategy", "A gradient sync", "A launcher"])
@@ -104,8 +104,8 @@ def test_two_ranks_train_to_the_numbers_of_one(run: Callable[[str], Command], re
 def test_a_logger(run: Callable[[str], Command]) -> None:
     command = run("A logger")
     lines = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 20, 23]
-    assert f"test loss {lines[-1]['test/loss']:.4f}" in command.output
+    assert [line["step"] for line in lines] == [10, 20, 21]
+    assert f"val loss {lines[-1]['val/loss']:.4f}" in command.output
     assert not list(command.folder.glob("events.out.*"))
 
 

@@ -116,7 +116,7 @@ def test_a_rank_started_by_hand_goes_on_after_its_shell(start, tmp_path):
     shell = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={free_port()} {words} & until [ -s run/train.log ]; do sleep 0.1; done"
     run = start("bash", "-c", shell)
     run.finish()  # its output ends with the rank
-    assert "finished: test loss" in read_log(tmp_path / "run")
+    assert "finished: val loss" in read_log(tmp_path / "run")
 
 
 def test_a_folder_in_which_the_helper_process_cannot_listen_is_refused(start, tmp_path):

@@ -24,8 +24,8 @@ def rows(folder):
 def test_three_loggers_each_do_their_work(train, tmp_path):
     command = train("logger=[tensorboard,console,csv]", *SHORT)
     lines = command.output.splitlines()
-    assert lines[:2] == [START, "1437 training and 360 test samples; batches of 64 samples"]
-    assert [line.split("   ")[:2] for line in command.epochs] == [["epoch 1/2", "step 23"], ["epoch 2/2", "step 46"]]
+    assert lines[:2] == [START, "1293 training, 144 validation and 360 test samples; batches of 64 samples"]
+    assert [line.split("   ")[:2] for line in command.epochs] == [["epoch 1/2", "step 21"], ["epoch 2/2", "step 42"]]
     folder = tmp_path / "run"
     assert f"run folder: {folder}" in lines
     assert lines[-2:] == [
@@ -36,7 +36,7 @@ def test_three_loggers_each_do_their_work(train, tmp_path):
     table = {(step, tag) for step, tag, _ in rows(tmp_path / "run")}
     assert table == {(step, tag) for tag, points in found.items() for step, _ in points}
     assert [step for step, _ in found["train/running_loss"]] == [10, 20, 30, 40]
-    assert [step for step, _ in found["test/accuracy"]] == [23, 46]
+    assert [step for step, _ in found["val/accuracy"]] == [21, 42]
 
 
 def test_without_tensorboard_nothing_of_it_is_imported_or_written(start, tmp_path):
@@ -64,8 +64,8 @@ def test_a_progress_bar_is_shown_where_a_terminal_watches(train, tmp_path):
     assert run_on_terminal(command, tmp_path) == 0
     shown = (tmp_path / "console.log").read_text()
     assert "epoch 1/2:   0%|" in shown
-    assert "/1437 [" in shown
-    assert "epoch 2/2   step 180" in shown
+    assert "/1293 [" in shown
+    assert "epoch 2/2   step 162" in shown
     shutil.rmtree(tmp_path / "run")
     assert "%|" not in train(*SHORT).output
 

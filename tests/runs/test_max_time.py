@@ -14,6 +14,7 @@ from support.event_files import scalars
 from support.run_folders import newest_snapshot, read_log
 from support.worlds import same_bits
 
+pytestmark = pytest.mark.whole
 LONG = ["model=mlp", "model.width=16", "trainer.epochs=1000", "snapshot.every=1000epochs", "optimizer.lr=0.1"]
 
 

@@ -15,8 +15,8 @@ def test_a_project_from_data_to_export(tmp_path: Path, start: Callable[..., Comm
     copy_examples(PAGE, tmp_path)
     words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
     output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish().output
-    assert "180 training and 60 test samples" in output
-    assert float(re.findall(r"finished: test .*f1 (\d\.\d+)", output)[0]) > 0.8
+    assert "162 training, 18 validation and 60 test samples" in output
+    assert float(re.findall(r"test: +loss .*f1 (\d\.\d+)", output)[0]) > 0.8
     assert re.search(r"evaluated: test loss \d\.\d+, accuracy \d\.\d+, f1 \d\.\d+, over 60 samples", output)
     assert "of the file: square of lockstep.load: ['square']" in output
     for name, first, truth in (("shapes/predictions.csv", "photos/180.png", "square"), ("new.csv", "000.png", "")):
@@ -24,4 +24,4 @@ def test_a_project_from_data_to_export(tmp_path: Path, start: Callable[..., Comm
             row = next(csv.DictReader(file))
         assert (row["file"], row["truth"]) == (first, truth)
     assert re.search(r"best: +job \d", output)
-    assert "test/f1" in output.partition("best:       job")[2]
+    assert "val/f1" in output.partition("best:       job")[2]

@@ -49,13 +49,13 @@ def test_a_run_of_two_lives(tmp_path: Path) -> None:
     assert before["overrides"] == [word for word in first[2:] if not word.startswith("hydra")]
     assert before["config"]["trainer.max_steps"] == 30
     assert before["config"]["data_dir"] == "${oc.env:LOCKSTEP_DATA,data}"
-    assert before["objective"]["name"] == "test/accuracy"
+    assert before["objective"]["name"] == "val/accuracy"
     assert before["environment"].items() >= versions().items()
     facts, diff = code_facts()
     assert before["code"] == facts | {"modules": {}}
     assert not diff or (tmp_path / "run" / "uncommitted.diff").read_bytes() == diff
     assert states(tmp_path) == ["paused"]
-    (tmp_path / "run" / "snapshots" / "step_00000023.pt").unlink()
+    (tmp_path / "run" / "snapshots" / "step_00000021.pt").unlink()
     longer = [*PYTHON_TRAIN, *first[3:], "trainer.max_steps=40", "trainer.pause_after=null"]
     Command(longer, tmp_path).finish()
     after = record(tmp_path / "run")
@@ -82,9 +82,9 @@ def test_the_same_config_has_the_same_hash_in_any_folder_and_by_any_launcher(tmp
     one, two = record(tmp_path / "one"), record(tmp_path / "two")
     assert one["config_hash"] == two["config_hash"]
     assert one["config"]["logger.csv.run_dir"] == "${run_dir}"
-    (evaluated,) = [row[2] for row in read_rows(tmp_path / "one" / "metrics.csv") if row[1] == "test/accuracy"]
+    (evaluated,) = [row[2] for row in read_rows(tmp_path / "one" / "metrics.csv") if row[1] == "val/accuracy"]
     assert one["objective"] == {
-        "name": "test/accuracy",
+        "name": "val/accuracy",
         "mode": "max",
         "best": None,  # the same run with more steps would not have evaluated here
         "step": None,
@@ -107,7 +107,7 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     assert {"optimizer.lr", "optimizer.momentum"} & run["config"].keys() == {"optimizer.lr"}
     best = torch.load(tmp_path / "run" / "snapshots" / "best.pt", weights_only=True)["progress"]
     assert (run["objective"]["best"], run["objective"]["step"]) == (best["best"], best["step"])
-    assert run["objective"]["step"] == 23 < run["steps"]
+    assert run["objective"]["step"] == 21 < run["steps"]
     (row,) = Backend(tmp_path).rows().values()
     columns = row.hyperparameters
     assert (columns["model"], columns["optimizer"]) == ("nets.net", "torch.optim.Adagrad")

@@ -79,7 +79,7 @@ def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(star
     found = []
     for launch in ("env", "fork"):
         run = start(*PYTHON_TRAIN, *words, f"launch={launch}").finish()
-        (line,) = re.findall(r"^finished: test loss ([\d.]+), mae ([\d.]+)$", run.output, re.MULTILINE)
+        (line,) = re.findall(r"^finished: val loss ([\d.]+), mae ([\d.]+)$", run.output, re.MULTILINE)
         found.append([float(value) for value in line])
     assert found[0] == pytest.approx(found[1], abs=2e-4)
     assert 0 < found[0][0] < 0.1 * found[0][1]  # Huber's loss with delta 0.1 is below a tenth of the distance
