@@ -138,7 +138,9 @@ def check_one_after_the_other(folder: Path) -> None:
 
 def check_run(folder: Path, output: str, row: dict[str, str]) -> None:
     """The row has the run's own numbers."""
-    (accuracy,) = re.findall(r"^finished: .* accuracy ([\d.]+)\ntest: .*\nrun folder: \S+/0_optimizer", output, re.MULTILINE)
+    (accuracy,) = re.findall(
+        r"^finished: .* accuracy ([\d.]+)\ntest: .*\nrun folder: \S+/0_optimizer", output, re.MULTILINE
+    )
     assert float(row["objective"]) == pytest.approx(float(accuracy), abs=5e-5)
     best = torch.load(folder / "snapshots" / "best.pt", weights_only=True)["progress"]
     assert (float(row["best"]), int(row["best_step"])) == (best["best"], best["step"])

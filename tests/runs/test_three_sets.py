@@ -211,6 +211,7 @@ def test_each_strategy_tests_the_weights_that_were_chosen(name, tmp_path):
     words = [word for word in SMALL if not word.startswith("logger")] + ["trainer.precision=fp64", *STRATEGIES[name]]
     cfg = composed(*words, *FIRST_IS_BEST, "logger=[csv]", f"run_dir={folder}", whole=False)
     words += ["mode=evaluate", f"resume={folder}", "mode.snapshot=best", f"mode.file={tmp_path}/best.json", "logger=[]"]
+    words += [f"run_dir={tmp_path}/evaluation"]
     best = in_world(2, trained_and_evaluated, cfg, composed(*words, whole=False))[0]
     run = run_of(folder)
     with (folder / "metrics.csv").open() as file:
