@@ -2,6 +2,7 @@
 
 python src/runs.py table outputs --sort objective --filter optimizer.lr=0.1
 python src/runs.py why outputs/a outputs/b
+python src/runs.py compare outputs/multirun/a optimizer.lr=0.1 optimizer.lr=0.01
 python src/runs.py again outputs/a
 """
 
@@ -30,15 +31,29 @@ def parser() -> argparse.ArgumentParser:
     """The verbs and their options."""
     top = Parser(prog="python src/runs.py", description="Lists runs and compares them.")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    table = verbs.add_parser("table", help="one line for each run below the folders")
+    table = verbs.add_parser("table", help="the runs below the folders, those of one setting in one line")
     table.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="default: outputs")
     table.add_argument("--sort", default="date", metavar="KEY", help="a column or a config key; default: date")
     table.add_argument("--reverse", action="store_true", help="turn the order round")
     table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
     why = verbs.add_parser("why", help="what two runs differ in, and the first step at which they part")
     why.add_argument("a", type=Path, metavar="A", help="a run folder")
     why.add_argument("b", type=Path, metavar="B", help="another one")
+    compare = verbs.add_parser("compare", help="which of two settings is better, and how sure that is")
+    compare.add_argument(
+        "sides",
+        nargs="+",
+        metavar="A B",
+        help="two folders with runs of one setting each, or patterns of folders; or folders and two settings, "
+        "such as optimizer.lr=0.1 'optimizer.lr=0.01 model=mlp'",
+    )
+    compare.add_argument(
+        "--pair", metavar="KEYS", help="pair runs by these, such as seed; none; default: seed and fold"
+    )
+    compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
+    compare.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="of both sides")
     again = verbs.add_parser("again", help="what to type to go on with a run, or to train it again and compare")
     again.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     return top
@@ -47,11 +62,14 @@ def parser() -> argparse.ArgumentParser:
 def answer(options: argparse.Namespace) -> Iterable[str]:
     """The lines that the verb prints."""
     from lockstep.runs.compare import again, why
+    from lockstep.runs.difference import compare
     from lockstep.runs.record import read_run
-    from lockstep.runs.table import COLUMNS, filtered, read_runs, sorted_runs, table
+    from lockstep.runs.table import default_columns, filtered, grouped, read_runs, sorted_groups, table
 
     if options.verb == "why":
         return why(read_run(options.a), read_run(options.b))
+    if options.verb == "compare":
+        return compare(options.sides, options.pair, options.metric, options.filter)
     if options.verb == "again":
         return again(read_run(options.run))
     runs, problems = read_runs(options.folders)
@@ -62,9 +80,10 @@ def answer(options: argparse.Namespace) -> Iterable[str]:
     chosen = filtered(runs, options.filter)
     if not chosen:
         raise ConfigError(f"none of {len(runs)} runs has {' and '.join(options.filter)}; type another --filter")
-    columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    columns = options.columns.split(",") if options.columns else default_columns(chosen)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return table(sorted_runs(chosen, options.sort, options.reverse), columns, width)
+    groups = [[run] for run in chosen] if options.each else grouped(chosen)
+    return table(sorted_groups(groups, options.sort, options.reverse), columns, width)
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,7 @@
 """`python src/runs.py table`: quick, sorted, filtered, and one sentence for what cannot work."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -88,6 +89,33 @@ def test_runs_of_different_metrics_are_not_sorted_into_one_another(tmp_path: Pat
         ["a", "test/accuracy", "0.1000"],
         ["c", "test/loss", "0.5000"],
     ]
+
+
+def test_runs_that_differ_only_in_seed_are_one_line(tmp_path: Path) -> None:
+    """Those of one folder and one code. A second run of a seed, and a failed one, add nothing to the mean."""
+    for seed, best in enumerate((0.5, 0.6, 0.7), 1):
+        make_run(tmp_path / "s" / f"0.1-{seed}", best, optimizer__lr=0.1, seed=seed)
+        path = make_run(tmp_path / "s" / f"0.2-{seed}", best + 0.2, optimizer__lr=0.2, seed=seed) / "run.json"
+        run = json.loads(path.read_text()) | {"test": {"step": 46, "metrics": {"accuracy": best}}}
+        run["objective"]["name"] = "val/accuracy"
+        path.write_text(json.dumps(run))
+    make_run(tmp_path / "s" / "0.1-again", 0.5, optimizer__lr=0.1, seed=1)
+    make_run(tmp_path / "s" / "0.1-failed", None, "failed", optimizer__lr=0.1, seed=9)
+    make_run(tmp_path / "other", 0.1, optimizer__lr=0.1, seed=7)
+    columns = ["--columns", "run,state,objective,test,seed,changed"]
+    lines, _ = runs(tmp_path, "table", "s", "--sort", "objective", *columns)
+    assert [re.split("  +", line.strip()) for line in lines] == [
+        ["run", "state", "objective", "test", "seed", "changed"],
+        ["s (4 runs)", "3 finished, 1 failed", "test/accuracy 0.6000 ± 0.25 of 3", "-", "1,2,3,9", "optimizer.lr=0.1"],
+        ["s/0.1-again", "finished", "test/accuracy 0.5000", "-", "1", "optimizer.lr=0.1 seed=1"],
+        ["s (3 runs)", "finished", "val/accuracy 0.8000 ± 0.25", "0.6000 ± 0.25", "1,2,3", "optimizer.lr=0.2"],
+    ]
+    lines, _ = runs(tmp_path, "table", "s", "--filter", "optimizer.lr=0.2")
+    assert lines[0].split()[4:8] == ["val/accuracy", "test/accuracy", "at", "step"]
+    assert len(runs(tmp_path, "table", "s", "--each")[0]) == 9
+    lines, _ = runs(tmp_path, "table", ".", "--filter", "optimizer.lr=0.1", "--columns", "run,objective")
+    assert [line.split()[0] for line in lines[1:]].count("other") == 1  # another folder
+    assert "test" not in runs(tmp_path, "table", "other")[0][0].split()
 
 
 def test_links_and_damaged_records_cost_a_table_no_run(tmp_path: Path) -> None:

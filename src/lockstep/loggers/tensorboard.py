@@ -32,6 +32,7 @@ from torch.utils.tensorboard.summary import text as text_summary
 from lockstep.compat import tensorboard_graph
 from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
+from lockstep.runs.repeats import is_repeat, setting_of
 from lockstep.tasks.base import ReadSample, Report
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def write_header(run: RunInfo) -> None:
     """
     config = text_summary("config", f"```yaml\n{run.config_yaml}```")
     events = [Event(wall_time=time.time(), file_version=VERSION)]
-    for summary in (config, hyperparameters(run.hyperparameters), custom_scalars(layout(run))):
+    for summary in (config, hyperparameters(run.hyperparameters, session_group(run)), custom_scalars(layout(run))):
         events.append(Event(wall_time=time.time(), step=0, summary=summary))
     unfinished = run.run_dir / "header.tmp"
     try:
@@ -186,10 +187,25 @@ def write_header(run: RunInfo) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def hyperparameters(values: Mapping[str, Hyperparameter]) -> Summary:
-    """A row of the HParams table. torch's `hparams` would make numbers of truth values."""
-    start = SessionStartInfo(start_time_secs=time.time())
+def session_group(run: RunInfo) -> str:
+    """The name of the row of the HParams table that a run shares with others, whose metrics TensorBoard then averages:
+    jobs of one sweep that differ only in seed or fold. Empty for a run that has a row of its own.
+    """
+    folder, words = run.run_dir.absolute().parent, run.facts.get("overrides", [])
+    if not any(map(is_repeat, words)) or not (folder / "sweep.csv").exists():
+        return ""
+    return shlex.join([str(folder), *setting_of(words)])
+
+
+def hyperparameters(values: Mapping[str, Hyperparameter], group: str = "") -> Summary:
+    """A row of the HParams table. torch's `hparams` would make numbers of truth values.
+
+    group: of `session_group`. TensorBoard shows the values of one run of a group: those that differ are left out.
+    """
+    start = SessionStartInfo(start_time_secs=time.time(), group_name=group)
     for key, value in values.items():
+        if group and is_repeat(key):
+            continue
         if isinstance(value, bool):
             start.hparams[key].bool_value = value
         elif isinstance(value, int | float):
