@@ -23,7 +23,7 @@ from lockstep.distributed.host import ENDS_WITH_PARENT
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, ConfigError, RankFailed, path_value
 from lockstep.failures.report import read_report
 from lockstep.hydra_errors import as_config_error, config_folders, typed_value
-from lockstep.runs.table import COLUMNS, read_runs, sorted_runs, value_of
+from lockstep.runs.table import COLUMNS, read_runs, sorted_groups, value_of
 from lockstep.source_code import ROOT
 
 if TYPE_CHECKING:
@@ -171,4 +171,5 @@ def table(folder: str | Path) -> list[dict[str, Any]]:
     runs, problems = read_runs([str(folder)])
     for problem in problems:
         print(f"lockstep: {problem}", file=sys.stderr)
-    return [{name: value_of(run, name) for name in COLUMNS} for run in sorted_runs(runs, "date", reverse=False)]
+    by_date = sorted_groups([[run] for run in runs], "date", reverse=False)
+    return [{name: value_of(run, name) for name in COLUMNS} for (run,) in by_date]

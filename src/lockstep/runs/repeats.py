@@ -11,8 +11,8 @@ from statistics import fmean, stdev
 
 REPEATS = ("seed", "dataset.fold", "dataset.split_seed")  # keys in which runs of one setting differ
 # Parts of the config that change no number of a run.
-NO_NUMBER = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
-NO_NUMBER += ("resume", "mode.", "trainer.pause_after", *REPEATS)
+NO_NUMBER: tuple[str, ...] = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.")
+NO_NUMBER += ("data_dir", "run_dir", "resume", "mode.", "trainer.pause_after", *REPEATS)
 CONFIDENCE, POWER = 0.95, 0.8
 MOST = 10_000  # pairs that `pairs_for` counts up to
 
