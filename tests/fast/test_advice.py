@@ -73,10 +73,11 @@ def known_keys() -> dict[str, list[Rule | None]]:
 
 def is_accepted(word: str, known: list[Rule | None]) -> bool:
     try:
-        value = OverridesParser.create().parse_override(word).value()
+        override = OverridesParser.create().parse_override(word)
     except HydraException:  # the sentence goes on behind a blank
         return True
-    return any(rule is None or rule.accepts(rule.as_declared(value)) for rule in known)
+    values = list(override.sweep_iterator()) if override.is_discrete_sweep() else [override.value()]
+    return all(any(rule is None or rule.accepts(rule.as_declared(value)) for rule in known) for value in values)
 
 
 def test_the_words_that_a_sentence_says_to_type_are_accepted() -> None:

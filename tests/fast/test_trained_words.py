@@ -64,7 +64,7 @@ def test_the_values_of_the_run_count_where_a_file_says_something_else_today(tmp_
 
     of_data = ["++dataset.mean=[0.25]", "++dataset.train.noise=0.001", '++dataset.names=["a b"]']
     of_net = ["++model.width=8", "++trainer.ema=0.9", '++trainer.precision="fp64"']
-    assert added() == ["init=null", "new_layers=[]", *of_data, *of_net]
+    assert added() == ["init=null", "new_layers=[]", "dataset.validation=null", *of_data, *of_net]
     assert added("dataset=other", "trainer.ema=null") == [
         "init=null",
         "new_layers=[]",
