@@ -8,7 +8,7 @@ import sys
 from lockstep.errors import EXIT_FAILED, EXIT_FINISHED
 from lockstep.source_code import ROOT
 
-VERBS = ("table", "why", "again")  # of src/runs.py
+VERBS = ("table", "compare", "why", "again")  # of src/runs.py
 
 
 def main() -> None:

@@ -69,6 +69,10 @@ class Tracker(Logger):
     def on_epoch_end(self, summary: EpochSummary) -> None:
         self.log_metrics(summary.tagged_metrics(), summary.step)
 
+    def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
+        if not is_logged:
+            self.log_metrics({f"test/{name}": value for name, value in metrics.items()}, step)
+
     def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
         for tag, image in report.figures(sample, classes).items() if self.images else ():
             self._put(lambda tag=tag, image=image: self.send_image(tag, image.permute(1, 2, 0), step))  # type: ignore[misc]
