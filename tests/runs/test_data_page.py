@@ -49,7 +49,7 @@ def test_the_least_data_set(run: Callable[[str], Command]) -> None:
     ("heading", "samples"),
     [
         ("Random transforms", "600 training and 100 test samples"),
-        ("Classes of unequal size", "1437 training and 360 test samples"),
+        ("Classes of unequal size", "1293 training, 144 validation and 360 test samples"),
         ("Whole batches: MixUp, CutMix, random erasing", "1293 training, 144 validation and 360 test samples"),
         ("Other forms of samples", "600 training and 100 test samples"),
         ("A class for each pixel", "400 training and 100 test samples"),

@@ -1,5 +1,6 @@
 """A data set of files, read through DataLoader workers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def test_images_give_the_same_numbers_on_one_and_three_ranks_decoded_once_or_by_
     ]  # fmt: skip
     alone = train(*options, "hydra.run.dir=alone", "dataset.cache=off")
     three = train("launch=torchrun", "launch.nproc_per_node=3", *options, "hydra.run.dir=three", "dataset.cache=on")
-    assert "37 training and 11 test samples" in alone.output
+    assert "33 training, 4 validation and 11 test samples" in alone.output
     assert len(alone.epochs) == 2
     assert three.epochs == alone.epochs
     assert "decoding the 37 images of" not in alone.output
@@ -54,7 +55,7 @@ def test_the_preset_for_image_folders_learns_two_colours_on_two_ranks(train: Any
         "experiment=image_folder_resnet", f"dataset.root={tmp_path / 'colours'}", "model.name=resnet18",
         "dataset.crop=16", "dataset.resize=18", "dataset.size=16", "trainer.batch_size=8", "trainer.ema=0.5",
         "trainer.epochs=6", "trainer.pause_after=2", "scheduler.warmup_epochs=1", "optimizer.lr=0.02",
-        "dataset.workers=0",
+        "dataset.workers=0", "dataset.validation=null",
     ]  # fmt: skip
     run = train(*options, "launch=fork", "launch.nproc_per_node=2")
     assert "24 training and 8 test samples" in run.output
@@ -78,7 +79,8 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
 
     (pictures / "train").rename(pictures / "train_later")
     evaluated = train("mode=evaluate", "resume=folder")
-    assert folder.epochs[0].partition("test ")[2].partition("   ")[0].split()[1] in evaluated.output
+    (loss,) = re.findall(r"test: +loss ([\d.]+)", folder.output)
+    assert f"test loss {loss}" in evaluated.output
     gone = train("mode=evaluate", "mode.split=train", "resume=folder", code=2)
     assert "the training data has no samples" in gone.output
     new = f"dataset.test_split={pictures / 'test' / 'dark'}"

@@ -25,7 +25,7 @@ def assert_refused(run: Command, *said: str) -> None:
     [
         (["trainer.epoch=3"], "trainer.epoch is no key of this config; type trainer.epochs=3"),
         (["+experiment=x"], "experiment=x is no option; type one of experiment=cifar10_speed"),
-        (["~scheduler"], "the run needs a scheduler; type scheduler=constant"),
+        (["~scheduler"], "scheduler._target_ names no class; type scheduler=<an option in conf/scheduler>"),
         (["trainer.epochs={"], "cannot be read (no viable alternative at input '{'); type trainer."),
         (["--experimental-rerun", "x"], "--experimental-rerun needs a pickled config"),
         (["hydra.run.dir=/proc/x"], "/proc/x cannot be written (No such file or directory); type hydra.run.dir="),
