@@ -262,7 +262,8 @@ def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
         check_shape(dataset, inputs, cfg.model.get("shape"))
     check_class_weights(cfg)
     if class_weights(cfg) == "balanced":
-        cfg.task.class_weights = balanced_weights(dataset, cfg.dataset.classes, cfg.task.get("ignored_label"))
+        weights = balanced_weights(dataset, cfg.dataset.classes, cfg.task.get("ignored_label"))
+        OmegaConf.update(cfg, "task.class_weights", weights)
     if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
         log.warning("the data has one class, so a classification is right from the start, and learns nothing")
     return cfg

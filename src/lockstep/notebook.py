@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
@@ -144,7 +144,7 @@ def compose(words: Sequence[str]) -> DictConfig:
     """See `lockstep.compose`."""
     typed = [str(word) for word in words]
     cli.register_resolvers()
-    before = HydraConfig.instance().cfg
+    before: Any = HydraConfig.instance().cfg  # of a hydra.main around this, whose resolvers it answers
     try:
         overrides, flags = cli.split(cli.prepare_arguments([str(TRAIN), *typed])[1:])
         if flags:
@@ -153,7 +153,7 @@ def compose(words: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(CONF), **hydra_version_base()):
             cfg = hydra_compose("config", overrides=overrides, return_hydra_config=True)
         with read_write(cfg), read_write(cfg.hydra), open_dict(cfg):
-            cfg.hydra.runtime.output_dir = str(Path(str(cfg.hydra.run.dir)).absolute())
+            OmegaConf.update(cfg, "hydra.runtime.output_dir", str(Path(str(cfg.hydra.run.dir)).absolute()))
             HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         return cli.check_input(cfg)
@@ -163,7 +163,8 @@ def compose(words: Sequence[str]) -> DictConfig:
             raise
         raise known from None
     finally:
-        HydraConfig.instance().cfg = before
+        if before is not None:
+            HydraConfig.instance().set_config(before)
 
 
 def table(folder: str | Path) -> list[dict[str, Any]]:
