@@ -114,15 +114,16 @@ def test_so_many_pairs_see_a_difference_in_80_of_100() -> None:
 def test_folds_share_samples_and_so_their_interval_is_wider() -> None:
     """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
     chance, plain, corrected = np.random.default_rng(0), [], []
+    overlap = fold_overlap([{"dataset.folds": 5, "dataset.fold": fold} for fold in range(5)])
     for _ in range(1500):
         values = chance.exponential(size=20)
         folds = values.reshape(5, 4)
         errors = [float(np.mean((fold - np.delete(folds, n, 0).mean()) ** 2)) for n, fold in enumerate(folds)]
         truth = 1 + 1 / 16  # the variance, and that of the mean of 16
         plain.append(holds(estimate(errors).interval, truth))
-        corrected.append(holds(estimate(errors, fold_overlap(5)).interval, truth))
+        corrected.append(holds(estimate(errors, overlap).interval, truth))
     assert np.mean(corrected) > np.mean(plain) + 0.03
-    assert estimate(A, fold_overlap(5)).error == pytest.approx(np.std(A, ddof=1) * math.sqrt(1 / 5 + 1 / 4))
+    assert estimate(A, overlap).error == pytest.approx(np.std(A, ddof=1) * math.sqrt(1 / 5 + 1 / 4))
 
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 10), (36, 360), (359, 360), (10, 10)])

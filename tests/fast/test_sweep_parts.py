@@ -164,6 +164,14 @@ def test_jobs_that_differ_in_seed_or_fold_are_one_setting() -> None:
     assert [setting.overrides for setting in settings_of(rows, "min")] == ["optimizer.lr=0.1", "optimizer.lr=0.2"]
 
 
+def test_folds_of_a_setting_share_samples_and_so_its_interval_is_wider() -> None:
+    rows = [Row(n, f"dataset.fold={n}", str(n), "finished", n / 10, test=n / 5) for n in range(5)]
+    runs = {n: {"config": {"dataset.folds": 5, "dataset.fold": n}} for n in range(5)}
+    (setting,) = settings_of(rows, "max", runs)
+    assert setting.objective == estimate([0.0, 0.1, 0.2, 0.3, 0.4], overlap=1 / 4)
+    assert setting.test == estimate([0.0, 0.2, 0.4, 0.6, 0.8], overlap=1 / 4)
+
+
 def test_a_setting_of_which_jobs_are_missing_is_not_the_best() -> None:
     """Its mean is that of the seeds that went well. Fewer seeds that all went well may be the best."""
     rows = repeated({"a=1": [0.5, 0.7], "a=2": [0.9, None], "a=3": [None, None], "a=4": [0.8]})

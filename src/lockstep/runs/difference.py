@@ -40,6 +40,11 @@ class Side:
     runs: Sequence[Run]
     values: Sequence[float]
 
+    @property
+    def overlap(self) -> float:
+        """See `fold_overlap`."""
+        return fold_overlap([run["config"] for run in self.runs])
+
     def by(self, keys: Sequence[str]) -> dict[tuple[str, ...], float]:
         """{values of `keys`: number}. Raises ConfigError if two runs have the same ones."""
         found: dict[tuple[str, ...], tuple[Run, float]] = {}
@@ -72,7 +77,7 @@ def compare(words: Sequence[str], pair: str | None, metric: str | None, filters:
     a, b = _side("A", name, found, metric, notes), _side("B", other_name, others, metric, notes)
     difference, pairs, how = _difference(a, b, pair)
     scale, unit = (100, " points") if is_share(metric.partition("/")[2]) else (1, "")
-    sides = [estimate(side.values, _overlap(side.runs)) for side in (a, b)]
+    sides = [estimate(side.values, side.overlap) for side in (a, b)]
     decimals = decimals_for(sides)
     rows = [["", "runs", metric, "95 %", "deviation", ""]]
     for letter, side, summary in zip("AB", (a, b), sides, strict=True):
@@ -179,7 +184,7 @@ def _difference(a: Side, b: Side, pair: str | None) -> tuple[Estimate, str, str]
     """(B - A, "pairs" or "runs a side", a line that says how they were compared)."""
     keys = REPEATS if pair is None else tuple(pair.split(","))
     one, other = a.by(REPEATS), b.by(REPEATS)
-    overlap = max(_overlap(a.runs), _overlap(b.runs))
+    overlap = max(a.overlap, b.overlap)
     if pair != UNPAIRED:
         one, other = a.by(keys), b.by(keys)
         common = [place for place in one if place in other]
@@ -195,14 +200,6 @@ def _difference(a: Side, b: Side, pair: str | None) -> tuple[Estimate, str, str]
                 how += f"; correlation of the {len(common)} pairs {related:.2f}"
             return found, "pairs", how
     return unpaired(a.values, b.values, overlap), "runs a side", "not paired"
-
-
-def _overlap(runs: Sequence[Run]) -> float:
-    """See `fold_overlap`; 0 for runs that are not of several folds."""
-    configs = [run["config"] for run in runs]
-    folds = configs[0].get("dataset.folds")
-    are_folds = isinstance(folds, int) and folds > 1 and len({config.get("dataset.fold") for config in configs}) > 1
-    return fold_overlap(folds) if are_folds else 0.0
 
 
 def verdict(difference: Estimate, pairs: str, mode: str, scale: float, unit: str) -> str:

@@ -5,9 +5,10 @@ imported where it computes: a table without repeated runs does not need it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 REPEATS = ("seed", "dataset.fold", "dataset.split_seed")  # keys in which runs of one setting differ
 # Parts of the config that change no number of a run.
@@ -90,11 +91,15 @@ def unpaired(a: Sequence[float], b: Sequence[float], overlap: float = 0.0) -> Es
     return Estimate(other.mean - one.mean, std, std**2 / sum(squares), freedom, overlap)
 
 
-def fold_overlap(folds: int) -> float:
-    """For `overlap`, of runs that differ in their fold: any two folds train on mostly the same samples, so their
-    numbers are less independent than they look (Nadeau and Bengio 2003; for repeated folds Bouckaert and Frank 2004).
+def fold_overlap(configs: Sequence[Mapping[str, Any]]) -> float:
+    """For `overlap`, of runs with these configs; 0 if they are not of several folds.
+
+    Any two folds train on mostly the same samples, so their numbers are less independent than they look (Nadeau and
+    Bengio 2003; for repeated folds Bouckaert and Frank 2004).
     """
-    return 1 / (folds - 1)
+    folds = configs[0].get("dataset.folds") if configs else None
+    are_folds = isinstance(folds, int) and folds > 1 and len({config.get("dataset.fold") for config in configs}) > 1
+    return 1 / (folds - 1) if are_folds else 0.0
 
 
 def pairs_for(difference: float, std: float, overlap: float = 0.0) -> int | None:

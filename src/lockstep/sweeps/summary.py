@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
 from lockstep.files import write_whole
 from lockstep.runs.record import Run, read_run
-from lockstep.runs.repeats import Estimate, decimals_for, estimate, is_repeat, is_share, setting_of, wilson
+from lockstep.runs.repeats import (
+    Estimate,
+    decimals_for,
+    estimate,
+    fold_overlap,
+    is_repeat,
+    is_share,
+    setting_of,
+    wilson,
+)
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
 from lockstep.text import aligned
 
@@ -64,10 +73,12 @@ class Setting:
         return sum(row.state == FINISHED for row in self.rows)
 
 
-def settings_of(rows: Iterable[Row], mode: str) -> list[Setting]:
+def settings_of(rows: Iterable[Row], mode: str, runs: Mapping[int, Run] = {}) -> list[Setting]:
     """The settings of a sweep. The best mean comes first, then settings of which jobs are missing, for their mean is
-    that of the jobs which went well. mode: "min" or "max".
+    that of the jobs which went well.
 
+    mode: "min" or "max".
+    runs: {job: its run.json}, which tell the folds of a job, if it has any.
     Each job of a search by halving is a setting of its own: only the lucky seeds of one are trained to the end.
     """
     jobs: dict[object, list[Row]] = {}
@@ -82,12 +93,13 @@ def settings_of(rows: Iterable[Row], mode: str) -> list[Setting]:
         finished = [row for row in members if row.state == FINISHED]
         values = [row.objective for row in finished if row.objective is not None]
         tests = [row.test for row in finished if row.test is not None]
+        overlap = fold_overlap([runs[row.number]["config"] for row in finished if row.number in runs])
         settings.append(
             Setting(
                 members[0].overrides if len(members) == 1 else shlex.join(setting_of(words)),
                 members,
-                estimate(values) if values else None,
-                estimate(tests) if tests and len(tests) == len(values) else None,
+                estimate(values, overlap) if values else None,
+                estimate(tests, overlap) if tests and len(tests) == len(values) else None,
             )
         )
     sign = -1 if mode == "max" else 1
@@ -130,7 +142,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
     rows = sorted_rows(table, mode) if len(names) <= 1 else sorted(table, key=lambda row: row.number)
     counts = [f"{count} {state}" for state in STATES if (count := sum(row.state == state for row in rows))]
     say(f"\nsweep: {', '.join(counts)}; {TABLE} in {table.folder.absolute()}")
-    settings = settings_of(rows, mode) if len(names) <= 1 else []
+    settings = settings_of(rows, mode, runs) if len(names) <= 1 else []
     are_repeated = any(len(setting.rows) > 1 for setting in settings)
     if are_repeated:
         _print_settings(settings, objective)
