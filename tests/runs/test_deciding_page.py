@@ -1,0 +1,30 @@
+"""docs/deciding.md: all its commands, in its order, in a folder outside the repository."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from support.commands import ROOT, Command
+from support.pages import COMMANDS, copy_examples, environment
+
+PAGE = (ROOT / "docs" / "deciding.md").read_text()
+
+
+def test_from_a_sweep_to_the_number_that_is_reported(tmp_path: Path, start: Callable[..., Command]) -> None:
+    copy_examples(PAGE, tmp_path)
+    words = ("bash", "-c", "set -e\n" + "".join(COMMANDS.findall(PAGE)))
+    output = start(*words, cwd=tmp_path / "lockstep", **environment(tmp_path)).finish().output
+    winners = re.findall(r"^best: +(optimizer\.lr=\S+), by the mean of jobs (.*)$", output, re.MULTILINE)
+    assert [jobs.count(",") + 1 for _, jobs in winners][:2] == [5, 5]  # and of the race
+    assert len(re.findall(r"^  5 jobs +finished .*optimizer\.lr=", output, re.MULTILINE)) == 5
+    verdicts = re.findall(r"^(?:[AB] is better by|cannot be told apart|the same: ).*$", output, re.MULTILINE)
+    assert len(verdicts) == 3
+    assert re.match(r"B is better by \S+ points \(\S+ to \S+\)", verdicts[0])
+    assert "choosing:   val/accuracy" in output
+    assert "paired by seed" in output
+    assert "paired by dataset.fold" in output
+    assert re.search(r"^race: +optimizer\.lr=0\.1 is best \(confidence 0\.99 at every look\)", output, re.MULTILINE)
+    assert "sweep: preview of 6 jobs; nothing runs, and nothing is written" in output
+    assert re.search(r"^training: +about \S+ for 6 jobs$", output, re.MULTILINE)
+    assert "1437 training and 360 test samples" in output
+    assert "nothing is chosen, and its number is the test's alone" in output
