@@ -1,9 +1,10 @@
-"""Successive halving in real sweeps: what a kill, a slot more or several ranks change, which is nothing."""
+"""Searches in real sweeps: what a kill, a slot more or several ranks change, which is nothing; what choosing costs."""
 
 import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import time
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.sweeps.table import Row, read_table
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, wait_for
 
 pytestmark = pytest.mark.drill
 
@@ -138,3 +139,23 @@ def test_random_draws_are_a_list_that_halving_can_use(start):
     halved = results(run.cwd / "h")
     assert [row.overrides for row in halved] == [row.overrides for row in more]
     assert sorted(row.state for row in halved) == ["finished", "finished", "pruned", "pruned"]
+
+
+def test_the_test_number_of_the_best_of_16_settings_covers_chance_where_labels_are_random(start):
+    """The number that chose is above chance. In the long run one such interval of 20 does not cover it."""
+    words = [f"dataset.{half}._target_=support.own_data.random_labels" for half in ("train", "test")]
+    words += ["model=linear", "trainer.epochs=1", "logger=[]", "hydra.sweep.dir=s"]
+    lists = ["optimizer.lr=0.01,0.03,0.1,0.3", "trainer.batch_size=32,64,128,256"]
+    run = start(*PYTHON_TRAIN, "-m", *words, *lists, PYTHONPATH=ROOT / "tests").finish()
+    ((chosen, test, low, high),) = re.findall(
+        r"^choosing: +val/accuracy (\S+) is the best of 16, and so it is optimistic; "
+        r"test/accuracy (\S+) had no part in it \(95 %: (\S+) to (\S+), from 360 test samples\)$",
+        run.output,
+        re.MULTILINE,
+    )
+    objectives = [row.objective for row in results(run.cwd / "s")]
+    assert len(objectives) == 16
+    assert float(chosen) == pytest.approx(max(objectives), rel=1e-5)
+    assert float(low) <= 1 / 10 <= float(high)
+    assert float(low) <= float(test) <= float(high)
+    assert float(chosen) > 1 / 10

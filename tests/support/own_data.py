@@ -345,6 +345,12 @@ class Uneven(Noisy):
         return super().__getitem__(index)[0], self.targets[index]
 
 
+def random_labels(train: bool) -> InMemoryDataset:
+    """The digits, of which nothing can be learned: their labels are drawn."""
+    data, generator = digits(train), torch.Generator().manual_seed(int(train))
+    return InMemoryDataset(data.samples, torch.randint(10, (len(data),), generator=generator))
+
+
 class StopsInTheTest(InMemoryDataset):
     """Test digits that end their reader with a signal, once, when a file `stop` says so and the training is over."""
 
