@@ -98,8 +98,9 @@ def fold_overlap(configs: Sequence[Mapping[str, Any]]) -> float:
     Bengio 2003; for repeated folds Bouckaert and Frank 2004).
     """
     folds = configs[0].get("dataset.folds") if configs else None
-    are_folds = isinstance(folds, int) and folds > 1 and len({config.get("dataset.fold") for config in configs}) > 1
-    return 1 / (folds - 1) if are_folds else 0.0
+    if not isinstance(folds, int) or folds < 2 or len({config.get("dataset.fold") for config in configs}) < 2:
+        return 0.0
+    return 1 / (folds - 1)
 
 
 def pairs_for(difference: float, std: float, overlap: float = 0.0) -> int | None:
