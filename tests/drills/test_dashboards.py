@@ -94,10 +94,10 @@ def test_the_hparams_table_has_a_row_for_each_run(browser: Browser, address: str
 
 def test_no_chart_of_the_layout_is_empty(browser: Browser, address: str, folder: Path) -> None:
     browser.open(f"{address}/#custom_scalars")
-    titles = ["results: train and test", "loss of the last steps", "learning rate", "gradient norm"]
+    titles = ["results", "loss of the last steps", "learning rate", "gradient norm"]
     titles += ["samples per second", "step time (ms)", "parts of a step (ms)", "memory of the largest"]
     titles += ["own time of the slowest and the fastest rank in a step (ms)"]
-    browser.wait_for(*titles, "Matches (4)")
+    browser.wait_for(*titles, "Matches (")
     wait_for(lambda: "Matches (0)" not in browser.text(), "points in every chart")
     wait_for(lambda: min(curves(browser)) > 0, "a curve in every chart")
     screenshot(browser, "dashboard.png", folder)
@@ -112,8 +112,10 @@ def curves(browser: Browser) -> list[int]:
 
 def test_the_images_of_both_runs_are_loaded(browser: Browser, address: str, folder: Path) -> None:
     browser.open(f"{address}/#images")
-    browser.wait_for("test/worst_first", "test/confusion_matrix", *RUNS)
-    wait_for(lambda: len(widths(browser)) == 4 and min(widths(browser)) > 300, "four images")
+    figures = ["test/worst_first", "test/confusion_matrix"]
+    browser.wait_for(*figures, *RUNS)
+    # A pending image of the validation set gives way to that of the test at the end of a short run.
+    wait_for(lambda: len(widths(browser)) >= 4 and min(widths(browser)) > 300, "four images")
     screenshot(browser, "dashboard_images.png", folder)
 
 
@@ -154,4 +156,4 @@ def test_the_runs_of_a_sweep_are_named_by_what_they_change(browser: Browser, tmp
         assert "0.10000" in table.partition(names[0])[2].partition(names[1])[0]
         assert "0.020000" in table.partition(names[1])[2]
         browser.open(f"{address}/#custom_scalars")
-        browser.wait_for("results: train and test", *names)
+        browser.wait_for("results", "Matches (", *names)

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
@@ -36,7 +36,13 @@ SRUN = {
 def all_listeners(commands: list[Command]) -> dict[str, int]:
     """What the Python processes of these commands listen at. mpirun's own process is not one of ours."""
     pids = [pid for command in commands for pid in descendants(command.process.pid)]
-    return listening_addresses([pid for pid in pids if "python" in Path(f"/proc/{pid}/exe").resolve().name])
+    return listening_addresses([pid for pid in pids if _is_python(pid)])
+
+
+def _is_python(pid: int) -> bool:
+    with suppress(FileNotFoundError):  # it has ended meanwhile
+        return "python" in os.readlink(f"/proc/{pid}/exe").rpartition("/")[2]
+    return False
 
 
 def assert_only_loopback(commands: list[Command], at_least: int) -> None:
