@@ -16,7 +16,7 @@ WHOLE := -n 4 --dist loadfile --no-loadscope-reorder
 DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train ddp sweep runs bench gpu compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
+.PHONY: help doctor train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,7 +54,12 @@ bench: $(BENCH) ## ratios against tutorials, Lightning, Accelerate and bare loop
 	$(PYTHON) bench/race.py $(ARGS)
 
 gpu: $(DEV) $(BENCH) ## one GPU, 9 minutes: its tests, then its speeds, which go into bench/RESULTS.md
-	$(PYTHON) bench/gpu.py --all $(ARGS)
+	PYTHONPATH="$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) bench/gpu.py --all $(ARGS)
+
+gpu-wheels: ## in build/gpu, what `make gpu DEV= BENCH= PYTHON=python3` needs where torch is and pip is not
+	rm -rf build/wheels build/gpu
+	python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheels -c requirements.txt hydra-core omegaconf antlr4-python3-runtime==4.9.3
+	for wheel in build/wheels/*.whl; do python3 -m zipfile -e $$wheel build/gpu || exit; done
 
 compare: $(BENCH) ## what each way of averaging gradients costs: a table
 	$(PYTHON) bench/compare.py $(ARGS)
@@ -84,7 +89,7 @@ test-fast: lint ## lint, then the tests that take seconds
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile tests/fast $(ARGS)
 
 test: lint ## lint, then all tests but the drills
-	$(PYTHON) -m pytest -q $(WHOLE) tests/runs tests/fast $(ARGS)
+	$(PYTHON) -m pytest -q $(WHOLE) tests/runs tests/pretend_gpu tests/fast $(ARGS)
 
 screenshots: $(DEV) ## the images of TensorBoard in docs/, from real runs; needs chromium
 	LOCKSTEP_SCREENSHOTS=docs $(PYTHON) -m pytest -q -m drill tests/drills/test_dashboards.py
@@ -112,7 +117,7 @@ zoo: $(DEV) ## what people bring in many combinations, each compared with plain 
 
 coverage: $(DEV) ## the share of lines that the tests run, ranks included
 	$(PYTHON) -m coverage erase
-	-$(PYTHON) -m coverage run -m pytest -q $(WHOLE) tests/runs tests/fast $(ARGS)
+	-$(PYTHON) -m coverage run -m pytest -q $(WHOLE) tests/runs tests/pretend_gpu tests/fast $(ARGS)
 	$(PYTHON) -m coverage combine --quiet
 	$(PYTHON) -m coverage report
 

@@ -18,12 +18,14 @@ import sys
 import tempfile
 import termios
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
+MARK = "BENCH_COMMAND"  # in the environment of all processes of a command
 CONTENDERS = ROOT / "bench" / "contenders"
 DDP = [
     "strategy._target_=measured.MeasuredDDP",
@@ -65,18 +67,21 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     return asked
 
 
-def run_on_terminal(command: Sequence[str], folder: Path, limit: float = 600, **env: str) -> int:
+def run_on_terminal(
+    command: Sequence[str], folder: Path, limit: float = 600, cwd: Path | None = None, **env: str
+) -> int:
     """The command's exit code, 124 after `limit` seconds. Its output goes to folder/console.log.
 
     The command sees a terminal, as its users' commands do. Its ranks write folder/record.<rank>, see `records`.
-    Processes that it leaves behind are killed.
+    Processes that it leaves behind are killed, those of other sessions, too. cwd: where it runs, if not in folder.
     """
     reading, writing = pty.openpty()
     termios.tcsetwinsize(writing, (24, 80))  # a bar is cut to the width
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'bench'}{os.pathsep}{CONTENDERS}"} | env
-    env["BENCH_RECORD"] = str(folder / "record")
-    process = subprocess.Popen(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing,
-                               start_new_session=True)  # fmt: skip
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "bench"), str(CONTENDERS), *before])} | env
+    env |= {"BENCH_RECORD": str(folder / "record"), MARK: uuid.uuid4().hex}
+    streams: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": writing}
+    process = subprocess.Popen(command, cwd=cwd or folder, env=env, start_new_session=True, **streams)
     os.close(writing)
     reader = threading.Thread(target=_copy, args=(reading, folder / "console.log"))
     reader.start()
@@ -88,8 +93,17 @@ def run_on_terminal(command: Sequence[str], folder: Path, limit: float = 600, **
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _kill_those_with(f"{MARK}={env[MARK]}")
         reader.join()
         os.close(reading)
+
+
+def _kill_those_with(entry: str) -> None:
+    """Kill the processes that have inherited this entry of the environment (Linux)."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if entry.encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _copy(reading: int, path: Path) -> None:

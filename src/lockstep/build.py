@@ -18,17 +18,19 @@ from lockstep.data.dataset import weight_of_each_sample
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.transforms import Augment
-from lockstep.distributed.sync_batch_norm import convert_sync_batch_norm
+from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_norm, refuse_batch_norms
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.failures import reporter
 from lockstep.loggers.base import LoggerList
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
-from lockstep.preflight import check_batch_size
+from lockstep.preflight import accumulates_more, check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy, refuse_changing_weights
+from lockstep.strategies.gradient_sync import AfterBackward
 from lockstep.tasks.base import Task, modules_of
+from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
@@ -86,19 +88,26 @@ def model_and_data(
             model = instantiate_as(nn.Module, cfg.model, "model")
         torch.set_default_dtype(torch.float32)  # a constructor, too
         memory_format = model_memory_format(model, trainer.channels_last, world.device)
-        model = prepare_model(model, world, trainer.precision, memory_format, trainer.compile)
-        converter = Converter(world.device, model_dtype(trainer.precision), memory_format, data.mean, data.std)
-        set_weights_from_data(model, train_samples, converter)
+        device, dtype = strategy.device_before_setup(world), model_dtype(trainer.precision)
+        model = prepare_model(model, world, device, trainer.precision, memory_format, trainer.compile)
+        set_weights_from_data(model, train_samples, Converter(device, dtype, memory_format, data.mean, data.std))
     load_initial_weights(model, cfg.init, cfg.new_layers)
     freeze(model, cfg.freeze)
-    if strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size):
+    is_synced = strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size)
+    if accumulates_more(cfg) and world.size > 1:
+        refuse_batch_norms(model, BatchNorm if is_synced else nn.SyncBatchNorm)
+    if is_synced:
         model = convert_sync_batch_norm(model, world)
-    elif world.device.type == "cpu" and (world.size == 1 or strategy.supports_sync_bn):
+    elif world.size == 1 or strategy.supports_sync_bn:
         model = convert_sync_batch_norm(model, world, nn.SyncBatchNorm)  # torch's refuses tensors of a CPU
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
-    strategy.setup(model, world, instantiate(cfg.gradient_sync))
+    checkpoint_activations(model, trainer.checkpoint_activations)
+    is_after = accumulates_more(cfg) and world.size > 1
+    gradient_sync = AfterBackward() if is_after else instantiate(cfg.gradient_sync)
+    strategy.setup(model, world, gradient_sync, trainer.precision)
 
+    converter = Converter(world.device, dtype, memory_format, data.mean, data.std)
     share = strategy.evaluation_share(world)
     augment, transforms = Augment(**data.augment), batch_transforms(cfg)
     weights = None
@@ -137,7 +146,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         task = instantiate_as(Task, cfg.task, "task")
     shares = strategy.data_parallel_size(strategy.world.size)
     for module in modules_of(task):
-        cast(module, trainer.precision)
+        cast(module, "fp32" if trainer.precision == "bf16-true" else trainer.precision)  # losses are of float32
+        if strategy.world.device.type == "mps":  # weights of classes are of float64, which it lacks
+            module.float()
         module.to(strategy.world.device)
     (max_seconds, time_steps), over = time_limit(trainer.max_time), cfg.scheduler.over
     settings = TrainSettings(
@@ -149,7 +160,8 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         schedule_over=over if isinstance(over, str) else list(over),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
-        gradient_accumulation_steps=trainer.gradient_accumulation_steps,
+        gradient_accumulation_steps=1 if accumulates_more(cfg) else trainer.gradient_accumulation_steps,
+        accumulates_more=accumulates_more(cfg),
         max_grad_norm=trainer.max_grad_norm,
         precision=trainer.precision,
         eval_batch_size=cfg.evaluation.batch_size,
@@ -217,6 +229,7 @@ def snapshots(
         every=cfg.snapshot.every,
         keep_last=cfg.snapshot.keep_last,
         form=cfg.snapshot.format,
+        mirror=cfg.snapshot.mirror,
         before_save=loggers.flush,  # the curves of a killed run reach as far as its snapshots
         compare_weights=weights.check_now,
     )

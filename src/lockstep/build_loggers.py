@@ -12,8 +12,7 @@ from omegaconf import DictConfig
 from lockstep.config.check import run_columns
 from lockstep.config.record import ConfigRecord
 from lockstep.config.targets import chooses_foreign_target, instantiate_as
-from lockstep.data.dataset import class_names
-from lockstep.data.text import TextWindows
+from lockstep.data.dataset import class_names, whole_of
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers.base import Logger, LoggerList, RunInfo
@@ -58,8 +57,9 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager, loaders: "Loaders
         data["validation_numbers"] = " ".join(map(str, loaders.numbers))
     data |= {"test_samples": len(loaders.test), "test_data": data_fingerprint(loaders.test.dataset)}
     data |= _beginning(record.flat["init"], snapshots) if world.is_rank_zero else {}
-    if isinstance(loaders.train.dataset, TextWindows):
-        data["symbols"] = loaders.train.dataset.text.symbols_hash
+    text = getattr(whole_of(loaders.train.dataset), "text", None)
+    if text is not None:
+        data["symbols"] = text.symbols_hash
     computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
     facts = run_facts(world, state.progress.step, record.run_json, computed, data)
     facts["classes"] = class_names(loaders.train.dataset)

@@ -72,7 +72,7 @@ def _gpus() -> Iterator[Finding]:
         return
     mps = torch.backends.mps.is_available()
     yield Finding(
-        "GPUs", "Apple's, which this project does not use" if mps else "none: backend=auto takes gloo on CPUs"
+        "GPUs", "Apple's, for one process with backend=auto" if mps else "none: backend=auto takes gloo on CPUs"
     )
 
 

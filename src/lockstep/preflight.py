@@ -1,6 +1,8 @@
 """Checks before any process starts: what options, machine and data contradict."""
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,10 @@ from lockstep.config.check import check_arguments
 from lockstep.config.schema import show
 from lockstep.config.targets import instantiate, instantiate_as, without_untaken
 from lockstep.data.partition import global_batch_size, seeded
-from lockstep.distributed.backend import validate_backend
+from lockstep.distributed.backend import uses_mps, validate_backend
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.run_folder import check_run_folder
-from lockstep.distributed.sync_batch_norm import validate_batch_norms
+from lockstep.distributed.sync_batch_norm import refuse_batch_norms, validate_batch_norms
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
@@ -26,11 +28,13 @@ from lockstep.models.base import has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
+from lockstep.snapshots.mirror import validate_mirror
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy, refuse_changing_weights
-from lockstep.strategies.gradient_sync import GradientSync
+from lockstep.strategies.gradient_sync import Auto, GradientSync
 from lockstep.tasks.base import Task
-from lockstep.training.setup import model_memory_format
+from lockstep.training.checkpointing import checkpointed_blocks
+from lockstep.training.setup import cast, model_memory_format
 from lockstep.training.state import time_limit
 
 
@@ -126,14 +130,23 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     gradient_sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
     check_task(cfg)
     job = job_spec(cfg, launcher)
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    if job.compile and not has_compiler and not launcher.runs_elsewhere:
+        raise ConfigError(
+            "trainer.compile needs a C++ compiler, and this machine has none; type apt install g++, or "
+            "trainer.compile=false"
+        )
     mode = check_mode(cfg, launcher, job)
     validate_training(job)
     validate_time(cfg)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
+    validate_accumulation(cfg, strategy, gradient_sync, job)
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
+    if mode.trains and not launcher.plans:
+        validate_mirror(cfg.snapshot.mirror, cfg.snapshot.format, strategy, cfg.resume, Path(cfg.run_dir))
     if cfg.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
         raise ConfigError(
             f"trainer.digest={cfg.trainer.digest} needs the same weights and gradients on all ranks, which this "
@@ -161,10 +174,14 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return mode
-    if launcher.plans and mode.needs_run:
+    if launcher.plans:
         raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if mode.needs_run:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
+    elif cfg.resume is not None:
+        raise ConfigError(
+            f"mode={mode.name} reads no run; leave resume={cfg.resume} out, or type init=<a run> for its weights"
+        )
     mode.validate(job)
     return mode
 
@@ -172,16 +189,17 @@ def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
 def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     world_size, ranks_here = launcher.num_ranks()
-    backend = cfg.backend.name
+    backend = backend_typed = cfg.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
         backend = validate_backend(backend, ranks_here, cfg.backend.socket_ifname)
     return JobSpec(
         world_size=world_size,
         ranks_here=ranks_here,
-        device_type="cuda" if backend == "nccl" else "cpu",
+        device_type="cuda" if backend == "nccl" else "mps" if uses_mps(backend_typed, world_size) else "cpu",
         precision=cfg.trainer.precision,
         sync_bn=cfg.sync_bn.mode,
-        gradient_accumulation_steps=cfg.trainer.gradient_accumulation_steps,
+        # What refuses two refuses a number that may grow.
+        gradient_accumulation_steps=2 if accumulates_more(cfg) else cfg.trainer.gradient_accumulation_steps,
         compile=cfg.trainer.compile,
         deterministic=cfg.trainer.deterministic,
         profile=cfg.profiler.enabled,
@@ -195,9 +213,37 @@ def job_spec(cfg: DictConfig, launcher: Launcher) -> JobSpec:
 def check_batch_size(cfg: DictConfig, shares: int) -> int:
     """Samples of a global batch. Raises ConfigError if a rank would get none."""
     trainer = cfg.trainer
-    return global_batch_size(
-        shares, trainer.batch_size, trainer.batch_size_per_rank, trainer.gradient_accumulation_steps
-    )
+    steps = 1 if accumulates_more(cfg) else trainer.gradient_accumulation_steps
+    return global_batch_size(shares, trainer.batch_size, trainer.batch_size_per_rank, steps)
+
+
+def accumulates_more(cfg: DictConfig) -> bool:
+    """Whether a batch is cut into more micro-batches when a step runs out of memory."""
+    return bool(cfg.trainer.gradient_accumulation_steps == "auto")
+
+
+def validate_accumulation(cfg: DictConfig, strategy: Strategy, gradient_sync: GradientSync, job: JobSpec) -> None:
+    """Raise ConfigError where one rank that runs out of memory would leave the others waiting in its pass."""
+    if not accumulates_more(cfg):
+        return
+    auto = "trainer.gradient_accumulation_steps=auto"
+    if strategy.own_epoch() is not None:
+        raise ConfigError(
+            f"{auto} needs steps that all ranks take together; type strategy=ddp, or "
+            f"trainer.gradient_accumulation_steps=2"
+        )
+    if job.world_size == 1:
+        return
+    if strategy.communicates_in_forward or not strategy.ranks_agree:
+        raise ConfigError(
+            f"{auto} does a step again that ran out of memory on one rank, while with this strategy the others would "
+            f"wait in their passes; type strategy=ddp, or trainer.gradient_accumulation_steps=2"
+        )
+    if type(gradient_sync) not in (Auto, GradientSync):
+        raise ConfigError(
+            f"{auto} averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it; "
+            f"type gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
+        )
 
 
 def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
@@ -209,6 +255,8 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
             model: Any = instantiate(cfg.model)
             load_initial_weights(model, cfg.init, cfg.new_layers)
             freeze(model, cfg.freeze)
+            cast(model, cfg.trainer.precision)
+            checkpointed_blocks(model, cfg.trainer.checkpoint_activations)
     except ConfigError:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
@@ -220,10 +268,17 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         strategy.validate_model(model, world_size)
         if strategy.syncs_batch_norm(cfg.sync_bn.mode, world_size):
             validate_batch_norms(model)
+            if accumulates_more(cfg) and world_size > 1:
+                refuse_batch_norms(model)
 
 
 def validate_training(job: JobSpec) -> None:
     """Raise ConfigError for training options that do not go together, whatever the strategy."""
+    if job.device_type == "mps" and job.precision == "fp64":
+        raise ConfigError(
+            "trainer.precision=fp64 needs a device with float64, and Apple's GPU has none; type backend=gloo, or "
+            "trainer.precision=fp32"
+        )
     if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
         raise ConfigError(
             "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "

@@ -103,6 +103,12 @@ def test_compare_counts_the_bytes_of_the_formula(start, tmp_path):
             assert expected <= sent <= 1.03 * expected + 0.002  # headers and votes come on top
 
 
+def test_an_index_of_many_samples_costs_little_at_the_start(start, tmp_path):
+    start(sys.executable, ROOT / "bench" / "shards.py", "--quick", "--only=start", f"--out={tmp_path}").finish()
+    _, _, whole, _ = table_rows(tmp_path / "shards.md")
+    assert float(whole[2]) < 100
+
+
 @pytest.mark.timeout(900)
 def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     command = [ROOT / "bench" / "gpu.py", "--quick", f"--out={tmp_path}"]
@@ -111,14 +117,16 @@ def test_the_bench_of_one_device_writes_its_tables(start, tmp_path):
     assert text.startswith("## One device: ")
     rows = [row[0] for row in table_rows(tmp_path / "gpu.md")]
     assert [row for row in rows if "=" not in row and "---" not in row and "GFLOP" not in row] == [
+        "false",  # host syncs
         "in turns with a bare loop",
         "convnet",
         "resnet18",
         "gpt",
+        "false",  # cifar10_speed
         "fp32",
-        "false",
-        "false",
-        "false",
+        "false",  # accuracy
+        "3epochs",
+        "10steps",
     ]
     assert "failed" not in text
 

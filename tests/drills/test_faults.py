@@ -49,7 +49,7 @@ class Fault:
 
 
 KILLED = "killed, cause not known"
-RAISED, MISTAKE = "the code raised this exception", "the code at this line has a mistake"
+RAISED = "the code at this line raised this exception"
 LEFT = "this rank left before the end of the training"
 FAULTS = [
     Fault("forward/raise", 5, "exception", RAISED),
@@ -60,15 +60,15 @@ FAULTS = [
     Fault("forward/own_connection", 5, "exception", RAISED),
     *([] if torch.cuda.is_available() else [Fault("forward/gpu", 5, "exception", "the code uses a GPU")]),
     Fault("forward/shape", 5, "exception", "the shapes of the data and of the model do not fit together"),
-    Fault("forward/key", 5, "exception", MISTAKE),
+    Fault("forward/key", 5, "exception", RAISED),
     Fault("forward/memory", 5, "exception", "this rank has no memory left"),
     Fault("forward/memory_limit", 5, "exception", "this rank has no memory left"),
     Fault("forward/file", 5, "exception", "a file is missing on this machine"),
     Fault("forward/target", 5, "exception", "an index is larger than the table"),
     Fault("forward/disk", 5, "exception", "the disk is full"),
     Fault("forward/import", 5, "exception", "a module cannot be imported on this machine"),
-    Fault("forward/zero", 1, "exception", MISTAKE),
-    Fault("forward/assert", 5, "exception", MISTAKE),
+    Fault("forward/zero", 1, "exception", RAISED),
+    Fault("forward/assert", 5, "exception", RAISED),
     Fault("forward/recursion", 5, "exception", "maximum recursion depth"),
     Fault("forward/kill", 5, "killed", KILLED),
     Fault("forward/kill", 1, "killed", KILLED),

@@ -127,6 +127,27 @@ def test_a_killed_search_with_optuna_ends_with_the_same_table(start):
     assert results(run.cwd / "s") == whole
 
 
+RACE = ["-m", "model=linear", "trainer.epochs=1", "snapshot.every=5steps", "optimizer.lr=0.01,0.1"]
+RACE += ["sweep.search=race", "sweep.trials=40", "hydra.sweep.dir=s"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_race_that_is_killed_twice_ends_with_the_same_table_and_verdict(start, ranks):
+    """kill -9 of the parent alone, or of torchrun, which takes its ranks along."""
+    launcher = PYTHON_TRAIN if ranks == 1 else [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", TRAIN]
+    whole = start(*launcher, *RACE, "hydra.sweep.dir=whole").finish()
+    (verdict,) = re.findall("^race: .*", whole.output, re.MULTILINE)
+    assert "optimizer.lr=0.1 is best (confidence 0.99 at every look)" in verdict
+    for jobs in (3, 9):
+        run = start(*launcher, *RACE)
+        wait_for(partial(has_rows, run.cwd / "s", jobs), "job", limit=120)
+        run.send(signal.SIGKILL)
+        run.process.wait()
+    run = start(*launcher, *RACE).finish()
+    assert re.findall("^race: .*", run.output, re.MULTILINE) == [verdict]
+    assert results(run.cwd / "s") == results(whole.cwd / "whole")
+
+
 def test_random_draws_are_a_list_that_halving_can_use(start):
     """More trials go on with the same jobs. Without Optuna."""
     run = start(*PYTHON_TRAIN, *DRAWN, "sweep.search=random", "sweep.trials=2").finish()

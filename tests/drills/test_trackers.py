@@ -1,8 +1,9 @@
-"""logger=wandb and logger=mlflow against the real packages, and a real server of MLflow that is stopped and killed."""
+"""logger=wandb, mlflow and trackio with the real packages, and a real server of MLflow that is stopped and killed."""
 
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -136,6 +137,39 @@ def test_wandb_offline_leaves_a_run_that_a_resumed_run_goes_on_with(
     for path in files:  # its format is W&B's own
         assert b"train/loss" in path.read_bytes()
         assert b"optimizer.lr" in path.read_bytes()
+
+
+def test_trackio_has_the_config_the_curves_and_the_images_and_a_resumed_run_goes_on(
+    train: Callable[..., Command], tmp_path: Path
+) -> None:
+    words = ["model=mlp", "logger=[trackio]", "launch=fork", "logger.trackio.images=4", "trainer.epochs=3"]
+    place = {"TRACKIO_DIR": str(tmp_path / "store"), "HF_TOKEN": SECRET}
+    train(*words, "hydra.run.dir=run", "trainer.pause_after=2", **place).finish()
+    train(*words, "hydra.run.dir=run", **place).finish()
+    train("-m", *words, "seed=1,2", "hydra.sweep.dir=sweep", **place).finish()
+    with sqlite3.connect(tmp_path / "store" / "lockstep.db") as database:
+        configs = [json.loads(config) for (config,) in database.execute("SELECT config FROM configs ORDER BY id")]
+        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert [config["_Group"] for config in configs] == [None, "sweep", "sweep"]
+    assert configs[0]["trainer.epochs"] == 3
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    of_run = [(step, json.loads(metrics)) for name, step, metrics in rows if name.startswith("run-")]
+    objective = [(step, numbers[record["objective"]["name"]]) for step, numbers in of_run if "val/loss" in numbers]
+    first = objective[0][0]
+    assert [step for step, _ in objective] == [first, 2 * first, 3 * first]
+    assert objective[-1][1] == pytest.approx(record["objective"]["last"])
+    assert list((tmp_path / "store" / "media").rglob("*.png"))
+    assert "WARNING" not in (tmp_path / "run" / "train.log").read_text()
+    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [text for text in texts if SECRET.encode() in text]
+
+
+def test_trackio_without_its_server_costs_a_warning_and_no_step(train: Callable[..., Command], tmp_path: Path) -> None:
+    words = ["model=mlp", "logger=[console,trackio]", "trainer.epochs=3", "hydra.run.dir=run"]
+    place = {"TRACKIO_DIR": str(tmp_path / "store"), "TRACKIO_SERVER_URL": f"http://127.0.0.1:{free_port()}"}
+    command = train(*words, **place).finish(limit=120)
+    assert "epoch 3/3" in command.output
+    assert command.output.count("TrackioLogger loses a part of this run") == 1
 
 
 @pytest.mark.new_process

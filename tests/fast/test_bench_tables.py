@@ -2,10 +2,11 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
-from support.commands import ROOT
+from support.commands import ROOT, wait_for
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -96,3 +97,12 @@ def test_a_search_is_replayed_on_the_curves_of_a_grid():
     assert (early.share, early.place, early.regret) == (pytest.approx((5 + 2 * 1 + 1 * 2) / 20), 2, 1)
     later = halving.replay(curves, eta=2, first=2, mode="min")
     assert (later.share, later.place, later.regret) == (pytest.approx((5 * 2 + 2 * 2) / 20), 1, 0)
+
+
+def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "of_the_user")
+    words = "echo $PYTHONPATH; setsid sleep 60 & echo $! > left; wait"
+    assert harness.run_on_terminal(["bash", "-c", words], tmp_path, limit=1) == 124
+    assert (tmp_path / "console.log").read_text().strip().endswith(":of_the_user")
+    left = Path("/proc") / (tmp_path / "left").read_text().strip() / "cmdline"
+    wait_for(lambda: not left.exists() or not left.read_bytes(), "end of the process", limit=5)  # a zombie has no words

@@ -44,6 +44,19 @@ class InPlace(Points):
         return point.mul_(0.9), label
 
 
+class Keeping(Noisy):
+    """Keeps each sample with its noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
 class Unseeded(Points):
     """Other points at each start."""
 
@@ -372,6 +385,7 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Looked, Points, ["optimizer.weight_decay=0"], YES),
     (Simple, OwnGenerator, [], ("a sample is another one on another rank", "a sample read twice is another one", "")),
     (Simple, InPlace, [], ("", "a sample read twice is another one", "")),
+    (Simple, Keeping, [], ("a sample is another one on another rank", "a sample depends on what was read before", "")),
     (Simple, Unseeded, [], ("not checked: there is no first step", "data is another one at each start", "")),
     (OwnWeights, Points, [], ("initial weights are not drawn from torch's gen", "initial weights are not drawn", "")),
     (Annealed, Points, [], ("", f"after a resume the outputs of Annealed are others: {COUNTED}", "")),

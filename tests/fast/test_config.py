@@ -59,7 +59,7 @@ def combinations() -> Iterator[list[str]]:
         words = [f"{group}={option}" for group, option in zip(groups, options, strict=True) if option]
         yield ["dataset=text", *words] if "model=gpt" in words else words
     for option in OPTIONS["dataset"]:
-        yield [f"dataset={option}", "model=gpt" if option == "text" else "model=linear"]
+        yield [f"dataset={option}", "model=gpt" if option in ("text", "shard_text") else "model=linear"]
 
 
 def assert_keys_fit(key: str, node: Any) -> None:

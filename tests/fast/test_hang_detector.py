@@ -44,8 +44,7 @@ def examined_after(process, rules, seconds):
         ("train", 5, 10.0, 9, False),
         ("train", 5, 280.0, 278, False),  # more than 80 % of backend.timeout, but typed
         ("train", 5, 280.0, 282, True),
-        ("train", 0, 10.0, 90, False),  # the first step
-        ("train", 0, 10.0, 102, True),
+        ("train", 0, 10.0, 12, True),  # the first step: a line says where it is
         ("evaluation", 5, 10.0, 12, True),
         ("snapshot", 5, 10.0, 90, False),
         ("snapshot", 5, 30.0, 238, False),

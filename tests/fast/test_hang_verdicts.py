@@ -57,8 +57,8 @@ def stacks(*frames):
     return "\n".join(["Current thread 0x01 (most recent call first):", *lines, ""])
 
 
-def facts(rank, stack=IN_TORCH, state="S", answers=True, **more):
-    return RankFacts(rank, 100 + rank, state, "train", 5, 60.0, answers=answers, stacks=stacks(*stack), **more)
+def facts(rank, stack=IN_TORCH, state="S", **more):
+    return RankFacts(rank, 100 + rank, state, "train", 5, 60.0, stacks=stacks(*stack), **more)
 
 
 def waits(rank, *calls, **more):
@@ -74,9 +74,9 @@ def verdict(*ranks, world_size=None):
     ("guilty", "kind"),
     [
         (facts(1, state="Z"), Kind.DEAD),
-        (facts(1, (), state="T", answers=False), Kind.STOPPED),
-        (facts(1, (), state="t", answers=False), Kind.SLOW),  # a debugger
-        (facts(1, USER, state="D", answers=False), Kind.USER_CODE),
+        (facts(1, (), state="T"), Kind.STOPPED),
+        (facts(1, (), state="t"), Kind.SLOW),  # a debugger
+        (facts(1, USER, state="D"), Kind.USER_CODE),
         (facts(1, USER), Kind.USER_CODE),
         (facts(1, IN_PROJECT, worker=(7, stacks(*USER))), Kind.USER_CODE),
         (facts(1, IN_PROJECT), Kind.MISSING_CALL),
@@ -87,7 +87,6 @@ def verdict(*ranks, world_size=None):
         (facts(1, IN_BACKWARD, state="R", records=record(*STEP)), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
         (facts(1, COMPILES, state="D"), Kind.SLOW),
-        (facts(1, COMPILES, answers=False), Kind.SLOW),  # on a busy machine
         (facts(1, (Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER)), Kind.SLOW),
         (facts(1, AT_STORE), Kind.STORE),
     ],

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.build_data import datasets
 from lockstep.data.image_files import ImageFiles, class_folders, csv_lines, without_target
 from lockstep.errors import ConfigError
+from support.configs import composed
 from support.decoding import save
 
 TABLE = """\
@@ -26,7 +28,8 @@ def read(folder: Path, split: str = "train", text: str = TABLE, **options: Any) 
         (folder / "labels.csv").write_text(text, encoding="utf-8-sig")
     defaults = {
         "csv_file": str(folder / "labels.csv"), "test_csv_file": None, "file_column": "file", "suffix": None,
-        "label_columns": ["label"], "labels": "classes", "split_column": "split", "classes": None, "class_names": None,
+        "label_columns": ["label"], "labels": "classes", "split_column": "split", "group_column": None,
+        "classes": None, "class_names": None,
     }  # fmt: skip
     return csv_lines(str(folder), split == "train", split, **defaults | options)
 
@@ -99,3 +102,20 @@ def test_names_of_classes_stand_for_training_images_that_are_gone(tmp_path: Path
 def test_a_table_that_cannot_be_read_is_explained(tmp_path: Path, text: str, options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(tmp_path, text=text, **options)
+
+
+def test_images_of_one_group_stay_on_one_side_of_a_validation_set(tmp_path: Path) -> None:
+    lines = ["file,label,split,patient", "x.png,1,test,"]
+    for number in range(60):
+        save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{number % 2},train,p{number % 12}")
+    save(tmp_path / "x.png")
+    (tmp_path / "labels.csv").write_text("\n".join(lines))
+    own = [f"dataset.root={tmp_path}", "dataset.size=8", "dataset.cache=off", "dataset.validation=0.25"]
+    for words, alike in ((["dataset.group_column=patient"], True), ([], False)):
+        found = datasets(composed("dataset=image_csv", *own, *words))
+        assert found.held_out is not None
+        held = {int(number) % 12 for number in found.held_out.numbers}
+        trained = {number % 12 for number in range(60) if number not in found.held_out.numbers.tolist()}
+        assert (not held & trained) == alike
+        assert len(found.held_out.numbers) == 15

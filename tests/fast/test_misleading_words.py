@@ -107,7 +107,7 @@ ANSWERS += [
     ("model=mlp model.hidden=64", f"model.hidden is no key of this config; {ALL_KEYS}"),
     ("trainer.precision=16", "type trainer.precision=bf16 or trainer.precision=fp16"),
     ("trainer.precision=16-mixed", "type trainer.precision=bf16 or trainer.precision=fp16"),
-    ("trainer.precision=float32", "must be fp32, bf16, fp16 or fp64; type trainer.precision=fp32"),
+    ("trainer.precision=float32", "must be fp32, bf16, fp16, fp64 or bf16-true; type trainer.precision=fp32"),
     ("trainer.epochs=1e2", "trainer.epochs=100.0 must be a whole number of 1 or more; type trainer.epochs=100"),
     ("trainer.max_grad_norm=None", "must be a number above 0, or null; type trainer.max_grad_norm=null"),
     ("trainer.deterministic=yes", "must be true or false; type trainer.deterministic=true"),

@@ -108,7 +108,7 @@ OUT_OF_RANGE = [
     ("trainer.epochs=2.5", "must be a whole number of 1 or more"),
     ("trainer.epochs=0", "must be a whole number of 1 or more"),
     ("trainer.epochs=[3]", "must be a whole number of 1 or more"),
-    ("trainer.precision=fp8", "must be fp32, bf16, fp16 or fp64; type trainer.precision=fp32"),
+    ("trainer.precision=fp8", "must be fp32, bf16, fp16, fp64 or bf16-true; type trainer.precision=fp32"),
     ("trainer.compile=maybe", "must be false, true, reduce-overhead or max-autotune"),
     ("trainer.channels_last=maybe", "must be auto, true or false"),
     ("trainer.ema=1", "must be a number between 0 and 1, both excluded, or null"),

@@ -96,6 +96,12 @@ def test_slots_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in divide_machine(2, "gpu")] == ["4,5", "6,7"]
 
 
+def test_a_container_with_one_gpu_of_several_names_it_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "nvidia3"]))
+    assert process.visible_gpus() == ["0"]
+
+
 @pytest.mark.parametrize(
     ("row", "is_submitted", "run", "state", "cause"),
     [
@@ -262,7 +268,6 @@ def test_the_test_number_of_one_job_stands_beside_it(tmp_path: Path, capsys: pyt
         "state",
         "val/accuracy",
         "test/accuracy",
-        "best",
         "at",
         "step",
         "seconds",

@@ -1,5 +1,7 @@
 """What TensorBoard's own backend reads from the files of several runs."""
 
+import logging
+import shlex
 import time
 from dataclasses import replace
 
@@ -52,6 +54,13 @@ def test_the_table_has_the_keys_of_all_runs_and_numbers_are_numbers(tmp_path):
     assert rows["a"].metrics["best/accuracy"] == 0.75
     assert (rows["a"].status, rows["sweep/b"].status) == ("STATUS_SUCCESS", "STATUS_UNKNOWN")
     assert backend.runs() == ["a", "sweep/b"]
+
+
+def test_the_command_that_shows_the_curves_is_quoted_for_the_shell(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    log_run(tmp_path / "it's a run", {})
+    (typed,) = [line.partition(":")[2] for line in caplog.messages if line.startswith("curves:")]
+    assert shlex.split(typed) == ["tensorboard", "--logdir", str(tmp_path / "it's a run")]
 
 
 def test_a_run_that_is_started_again_shows_its_new_keys_and_keeps_one_curve(tmp_path):

@@ -105,6 +105,7 @@ def _fail_on_rank_1() -> tuple[str, float] | None:
     began = time.monotonic()
     try:
         with init_distributed("gloo", 60) as world:
+            world.barrier()  # gloo has connected all pairs: before that, the launcher ends who waits
             if world.rank == 1:
                 raise ValueError("rank 1 gives up")
             world.barrier()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lockstep.runs import compare
 from lockstep.runs.compare import read_digests
@@ -19,6 +20,24 @@ from support.worlds import in_world, train, train_all
 SMALL = ["model=mlp", "model.width=16", "dataset.train.train=false", "trainer.batch_size=16", "scheduler=constant"]
 SMALL += ["logger=[]", "trainer.max_steps=30", "trainer.digest=1"]
 DAMAGED = ["optimizer._target_=support.damage.DamagedSGD", "++optimizer.fused=null", "+optimizer.rank=0"]
+
+
+class Replacing(nn.Module):
+    """Puts another tensor in the place of its buffer in each step, which no loss shows."""
+
+    mean: Tensor
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(64, 10), scale
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        if self.training:
+            self.mean = 0.9 * self.mean + self.scale * flat.detach().mean(0)
+        out: Tensor = self.head(flat)
+        return out
 
 
 def damaged(at_step: int, parameter: int) -> list[str]:
@@ -79,6 +98,20 @@ def _stopped_and_resumed(configs: list[Any], folder: Path) -> None:
         file.write(b"cut")
     for cfg in configs[1:]:
         train(cfg)
+
+
+def test_a_buffer_that_is_replaced_is_digested(tmp_path: Path) -> None:
+    words = ["model=linear", f"model._target_={__name__}.Replacing", "~model.shape", "~model.classes"]
+    words += ["logger=[]", "trainer.max_steps=3", "trainer.digest=1"]
+    folders = {scale: tmp_path / str(scale) for scale in (0.1, 0.2)}
+    in_world(
+        1, train_all, [composed(f"run_dir={folders[scale]}", *words, f"+model.scale={scale}") for scale in folders]
+    )
+    steps = why(*folders.values())[1]
+    assert steps.endswith(
+        "at step 1: the loss and all gradients are the same, and after the update mean differs (1 of 3 "
+        "weights and buffers)"
+    )
 
 
 def test_a_resumed_run_has_the_digests_of_an_unbroken_one(tmp_path: Path) -> None:

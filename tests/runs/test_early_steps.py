@@ -183,6 +183,37 @@ class Mixed(nn.Module):
         return out
 
 
+class Together(nn.Module):
+    """Mixes each sample with the one before it while it trains, as a MixUp in a model does, if mixes; dropout and batch
+    norm in any case."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes, self.head = mixes, nn.Sequential(nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 10))
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        out: Tensor = self.head(0.5 * (flat + flat.roll(1, 0)) if self.mixes and self.training else flat)
+        return out
+
+
+class Penalised(nn.Module):
+    """Gives a number for the whole batch beside the outputs of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(images.flatten(1)), self.head.weight.square().mean()
+
+
+class OfPenalised(Classification):
+    def __call__(self, outputs: Any, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, sums = super().__call__(outputs[0], targets)
+        return loss + outputs[1] * len(targets), sums
+
+
 class RunningScale(nn.Module):
     """A loss with a running value of its own."""
 
@@ -281,13 +312,15 @@ def test_what_two_ranks_do_is_what_one_does(tmp_path: Path) -> None:
     replaced = words(Centred, "trainer.buffers=mean", "+model.replaces=true")
     normed, unfrozen = words(Normed), words(Unfrozen)
     mixed = words(Mixed, "strategy.find_unused_parameters=true")
-    one = in_world(1, trained, [normed, means, replaced, mixed, unfrozen, words(Unfrozen, "+model.detaches=true")])[0]
-    two = in_world(2, trained, [normed, means, replaced, mixed, unfrozen])
-    for single, *ranks in zip(one[:5], *two, strict=True):
+    penalised = words(Penalised, f"task._target_={__name__}.OfPenalised")
+    both = [normed, means, replaced, mixed, unfrozen, penalised]
+    one = in_world(1, trained, [*both, words(Unfrozen, "+model.detaches=true")])[0]
+    two = in_world(2, trained, both)
+    for single, *ranks in zip(one[:6], *two, strict=True):
         assert [sentence for _, sentence, _ in (single, *ranks)] == [""] * 3
         for rank in ranks:
             require_near(single[0], rank[0])
-    require_near(one[5][0], one[4][0])  # as if an optimizer had had the backbone from the start
+    require_near(one[6][0], one[4][0])  # as if an optimizer had had the backbone from the start
     start = in_world(1, trained, [words(Unfrozen, "trainer.max_steps=1")])[0][0][0]
     moved = (torch.tensor(one[4][0]["back.weight"]) - torch.tensor(start["back.weight"])).norm()
     assert moved > 0.1
@@ -344,3 +377,21 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     assert "accuracy is" in counted
     assert "none of the first" in absent
     assert "of class 10, of 11 classes" in absent
+
+
+def test_a_model_that_mixes_the_samples_of_a_share_is_told() -> None:
+    mixes, plain = words(Together, "+model.mixes=true"), words(Together, "+model.mixes=false")
+    cut = words(Together, "+model.mixes=true", "trainer.gradient_accumulation_steps=2")
+    whole, parts = in_world(1, trained, [mixes, cut])[0]
+    virtual = words(Together, "+model.mixes=true", "strategy=virtual_ranks")
+    two, separate, equal = in_world(2, trained, [mixes, plain, virtual])[0]
+    told = "Together gives a sample other outputs when other samples are beside it"
+    assert [told in logged for _, _, logged in (whole, parts, two, separate, equal)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    in_one_process = in_world(1, trained, [plain])[0][0]
+    require_near(in_one_process[0], separate[0])

@@ -1,11 +1,14 @@
 """On a GPU: a rank over nccl, and a run that goes on, there and on the CPU. See test_host_never_waits.py, too."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.configs import composed
 from support.run_folders import read_log
-from support.worlds import distance, same_bits, weights
+from support.worlds import distance, in_world, same_bits, train, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,3 +35,23 @@ def test_a_run_on_a_gpu_goes_on_on_the_cpu(start, tmp_path):
     for epochs, backend in ((2, "nccl"), (4, "gloo")):
         start(*exact, f"trainer.epochs={epochs}", f"backend={backend}", "hydra.run.dir=both").finish()
     assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "both")) < 1e-9
+
+
+def train_on_first_gpu(cfg: Any) -> float:
+    """A training whose ranks are all on one GPU, over gloo: NCCL refuses that."""
+    from lockstep.distributed import world
+
+    world.set_up_device = lambda *_: torch.device("cuda", 0)
+    return train(cfg)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model=mlp"], ["model=convnet", "sync_bn=on"], ["model=mlp", "strategy=fsdp"]],
+    ids=["ddp", "sync_bn", "fsdp"],
+)
+def test_two_ranks_on_one_gpu_train_to_the_numbers_of_the_cpu(tmp_path, overrides):
+    exact = ["backend=gloo", "trainer.precision=fp64", "trainer.epochs=2", "dataset.train.train=false", "logger=[]"]
+    for name, function in {"gpu": train_on_first_gpu, "cpu": train}.items():
+        in_world(2, function, composed(f"run_dir={tmp_path}/{name}", *exact, *overrides))
+    assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < 1e-9

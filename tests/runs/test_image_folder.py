@@ -77,6 +77,13 @@ def test_images_of_a_csv_file_give_the_numbers_of_a_folder_and_later_ones_need_n
     listed = train("dataset=image_csv", *options, "hydra.run.dir=listed", "launch=fork", "launch.nproc_per_node=2")
     assert listed.epochs == folder.epochs
 
+    for split in ("train", "test"):
+        for name, other in (("dark", "black"), ("light", "white")):
+            (tmp_path / "others" / split).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "others" / split / other).symlink_to(pictures / split / name)
+    others = train("mode=evaluate", "resume=folder", f"dataset.root={tmp_path / 'others'}", code=2)
+    assert "has a class folder black and the training has none; rename it, or type dataset.root=<" in others.output
+
     (pictures / "train").rename(pictures / "train_later")
     evaluated = train("mode=evaluate", "resume=folder")
     (loss,) = re.findall(r"test: +loss ([\d.]+)", folder.output)

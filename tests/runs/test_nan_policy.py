@@ -137,11 +137,12 @@ def test_skip_leaves_out_the_update_and_nothing_else(tmp_path: Path, ranks: int)
     broken = f"+dataset.train.broken={list(range(900))}"
     configs = [
         composed(f"run_dir={tmp_path / 'skip'}", *options),
-        composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
         composed(f"run_dir={tmp_path / 'skip'}", *options, f"trainer.max_steps={step + 4}"),
         composed(f"run_dir={tmp_path / 'none'}", *many, "+dataset.test.broken=[]", *NONE_COUNTED),
+        # The last one: seconds after it failed, the monitor ends what still runs.
+        composed(f"run_dir={tmp_path / 'many'}", *many, "+dataset.test.broken=[]", broken, "watch.nan=skip"),
     ]
-    for skip, everything, goes_on, none in in_world(ranks, _train_all, configs):
+    for skip, goes_on, none, everything in in_world(ranks, _train_all, configs):
         assert skip == goes_on == none == (None, "")
         assert "as in the 10 steps before" in everything[1]
     before, after, later = (snapshot(tmp_path / "skip", step + change) for change in (-1, 0, 1))

@@ -114,16 +114,18 @@ def test_long_names_stay_inside_their_tile_their_row_and_their_column() -> None:
 def test_a_run_draws_its_last_evaluation_and_the_option_says_how_much(tmp_path: Path) -> None:
     short = ["model=linear", "trainer.epochs=2", "logger=[tensorboard]"]
     counts = [f"logger.tensorboard.images={count}" for count in (0, 4, 25)]
-    base = composed(*short)
+    base = composed(*short, whole=False)
     in_world(2, train_all, [with_values(base, f"run_dir={tmp_path / key.rpartition('=')[2]}", key) for key in counts])
     sizes = {}
     for count in (0, 4, 25):
         sizes[count] = {tag: image.size for tag, (_, image) in images(tmp_path / str(count)).items()}
     assert sizes[0] == {}
-    assert sizes[25].keys() == {"test/worst_first", "test/confusion_matrix"}
+    assert sizes[25].keys() == {
+        f"{split}/{what}" for split in ("val", "test") for what in ("worst_first", "confusion_matrix")
+    }
     assert sizes[25]["test/worst_first"][1] > 4 * sizes[4]["test/worst_first"][1]
     step, matrix = images(tmp_path / "25")["test/confusion_matrix"]
-    assert step == 46
+    assert step == 42
     assert isinstance(matrix, Image.Image)
 
 

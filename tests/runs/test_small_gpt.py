@@ -11,12 +11,13 @@ from lockstep.data.dataset import InMemoryDataset
 from lockstep.data.text import read_text
 from lockstep.tasks.language_modelling import IGNORED
 from support.configs import composed, with_values
-from support.small_text import small_gpt
+from support.small_text import MODERN, small_gpt
 from support.worlds import distance, in_world, train_all, weights
 
 
-def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -> None:
-    base = composed(*small_gpt(tmp_path))
+@pytest.mark.parametrize("words", [[], MODERN], ids=["as GPT-2", "modern"])
+def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path, words: list[str]) -> None:
+    base = composed(*small_gpt(tmp_path, *words))
     untied = with_values(base, "model.tied=false")
     in_world(1, train_all, [with_values(base, f"run_dir={tmp_path / 'alone'}")])
     in_world(1, train_all, [with_values(untied, f"run_dir={tmp_path / 'untied'}")])
@@ -25,10 +26,16 @@ def test_the_gpt_has_one_processs_numbers_under_every_strategy(tmp_path: Path) -
         train_all,
         [
             with_values(base, f"run_dir={tmp_path / 'ddp'}"),
-            composed(*small_gpt(tmp_path, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
-            composed(*small_gpt(tmp_path, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
-            composed(*small_gpt(tmp_path, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")),
-            composed(*small_gpt(tmp_path, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}")),
+            composed(*small_gpt(tmp_path, *words, "strategy=virtual_ranks", f"run_dir={tmp_path / 'virtual_ranks'}")),
+            composed(*small_gpt(tmp_path, *words, "strategy=fsdp", f"run_dir={tmp_path / 'fsdp'}")),
+            composed(
+                *small_gpt(tmp_path, *words, "strategy=tensor_parallel", f"run_dir={tmp_path / 'tensor_parallel'}")
+            ),
+            composed(
+                *small_gpt(
+                    tmp_path, *words, "strategy=pipeline", "model.tied=false", f"run_dir={tmp_path / 'pipeline'}"
+                )
+            ),
         ],
     )
     for name in ("ddp", "virtual_ranks", "fsdp", "tensor_parallel"):

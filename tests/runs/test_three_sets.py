@@ -161,10 +161,15 @@ def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
 
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
     sweep = [sys.executable, TRAIN, "-m", "model=linear", "trainer.epochs=1", "trainer.batch_size=256", "logger=[]"]
-    same = start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds").finish().output
-    first, second = (run_of(tmp_path / "seeds" / folder)["data"] for folder in ("0_seed=0", "1_seed=1"))
-    assert first["validation_numbers"] == second["validation_numbers"]
-    assert "val/accuracy" in same
+    same = start(*sweep, "seed=0,1", "hydra.sweep.dir=seeds", "trainer.epochs=2", *FIRST_IS_BEST).finish().output
+    runs = [run_of(tmp_path / "seeds" / folder) for folder in ("0_seed=0", "1_seed=1")]
+    assert len({run["data"]["validation_numbers"] for run in runs}) == 1
+    assert "val/loss" in same
+    with (tmp_path / "seeds" / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for run, row in zip(runs, rows, strict=True):  # both numbers of a job are those of the weights that it has chosen
+        assert float(row["objective"]) == run["objective"]["best"] != run["objective"]["last"]
+        assert float(row["test"]) == run["test"]["metrics"]["loss"]
     start(*sweep, "dataset.folds=5", "dataset.fold=range(0,5)", "hydra.sweep.dir=folds").finish()
     runs = [run_of(path.parent) for path in sorted((tmp_path / "folds").glob("*/run.json"))]
     numbers = [int(number) for run in runs for number in run["data"]["validation_numbers"].split()]

@@ -14,7 +14,7 @@ from lockstep.models.mlp import mlp
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.reference import Reference, saved_parameters, train_reference
-from support.worlds import distance, in_world, train_all
+from support.worlds import distance, in_world, train, train_all
 
 # 61 samples in batches of 16: four steps an epoch, the last one of 13 samples, which two ranks cannot halve.
 BASE = [
@@ -126,3 +126,17 @@ def test_each_step_logs_its_loss_its_gradient_and_the_next_learning_rate(trained
 
 def test_the_norm_to_clip_by_was_exceeded_in_the_plain_loop() -> None:
     assert max(reference("trainer.max_grad_norm").norms) > 0.2
+
+
+def tf32_flags(cfg):
+    train(cfg)
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [([], (False, True)), (["trainer.tf32=true"], (True, True)), (["trainer.tf32=false"], (False, False))],
+)
+def test_float32_on_gpus_is_as_exact_as_asked_for(words, flags, tmp_path):
+    short = ["model=linear", "trainer.max_steps=1", "logger=[]", f"run_dir={tmp_path}"]
+    assert in_world(1, tf32_flags, composed(*short, *words)) == [flags]

@@ -26,9 +26,11 @@ ONE_STEP = ["trainer.max_steps=1", "trainer.batch_size=16"]
 LIMIT = 300.0  # seconds of a command
 # What an option needs in addition, where the other one does not say it.
 NEEDS = {
+    "dataset=huggingface": ["dataset.classes=2", "dataset.size=32"],
     "dataset=image_folder": ["dataset.classes=2", "dataset.size=32"],
     "dataset=image_csv": ["dataset.classes=2", "dataset.size=32"],
     "dataset=random": ["model=linear"],
+    "dataset=shards": ["dataset.classes=2", "dataset.size=32"],
     "model=airbench": ["dataset=cifar10", "model.widths=[8,16,16]"],
     "strategy=data_parallel": ["launch=env"],
 }

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -359,6 +360,7 @@ class StopsInTheTest(InMemoryDataset):
             number = int(Path("stop").read_text())
             Path("stop").unlink()
             os.kill(os.getpid(), number)
+            time.sleep(0.5)  # the thread that reads signals may come late on a busy machine
         return super().__getitem__(index)
 
 

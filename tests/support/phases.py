@@ -72,7 +72,7 @@ class Net(torch.nn.Module):
             linger("step")
             self.passes += 1
             leave_or_hang(self.passes)
-        else:
+        elif not self.training:  # in the first step copies pass a part of the batch once more
             linger("evaluation")
         outputs: Tensor = self.net(inputs)
         return outputs

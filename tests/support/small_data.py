@@ -1,6 +1,8 @@
 """Every data set that conf/ reads from a disk, in its own file format, with a few samples of noise."""
 
+import io
 import pickle
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -39,14 +41,26 @@ def _write_cifar10(folder: Path) -> None:
 
 
 def _write_images(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
     from PIL import Image
 
     for split, count in (("train", 12), ("test", 4)):
         for name in ("cat", "dog"):
-            images = folder / split / name
-            images.mkdir(parents=True)
+            of_class = folder / split / name
+            of_class.mkdir(parents=True)
             for number in range(count):
-                Image.fromarray(_pixels(40, 48, 3)).save(images / f"{number}.jpg")
+                Image.fromarray(_pixels(40, 48, 3)).save(of_class / f"{number}.jpg")
+        with tarfile.open(folder / f"{split}0.tar", "w") as tar:  # as webdataset writes it
+            for number, image in enumerate(sorted(folder.glob(f"{split}/*/*.jpg"))):
+                tar.add(image, f"{number}.jpg")
+                target = tarfile.TarInfo(f"{number}.cls")
+                target.size = 1
+                tar.addfile(target, io.BytesIO(str(number % 2).encode()))
+        images = [{"bytes": file.read_bytes()} for file in sorted(folder.glob(f"{split}/*/*.jpg"))]
+        table = pyarrow.table({"image": images, "label": [0, 1] * (len(images) // 2)})
+        pyarrow.parquet.write_table(table, folder / f"{split}-0.parquet")
+        (folder / f"{split}0.jsonl").write_text('{"text": "one document of a few words"}\n' * 200)
     files = sorted(folder.glob("t*/*/*.jpg"))
     lines = [f"{file.relative_to(folder)},{file.parent.name},{file.parent.parent.name}\n" for file in files]
     (folder / "labels.csv").write_text("file,label,split\n" + "".join(lines))

@@ -60,6 +60,7 @@ WAYS = {
     "two, ring": Way(2, 3, ("gradient_sync=ring",)),
     "three, parameter_server": Way(3, 2, ("gradient_sync=parameter_server",)),
     "two, all_reduce": Way(2, 3, ("gradient_sync=all_reduce",)),
+    "two, auto": Way(2, 3, ("trainer.gradient_accumulation_steps=auto",)),
     "two, unused": Way(2, 3, ("strategy.find_unused_parameters=true",)),
     "fsdp, two": Way(2, 3, ("strategy=fsdp", "strategy.wrap_min_parameters=1")),
     "fsdp, unused": Way(2, 3, ("strategy=fsdp", "strategy.find_unused_parameters=true")),
@@ -143,6 +144,7 @@ EQUAL = {
     "profiled": ("profiler.enabled=true", "profiler.every=2"),
     "small evaluations": ("evaluation.batch_size=2",),
     "unfused": ("optimizer.fused=false",),
+    "checkpointed": ("trainer.checkpoint_activations=[body]",),
 }
 AFTER = ("nothing", "resume", "begin", "evaluate", "evaluate_training", "predict", "export", "load")
 # Nets that draw in a forward pass, and those whose state a forward pass changes.
@@ -169,6 +171,7 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
         {"Unused", "Experts", "LateExperts", "Reentrant"},
         {way for way in WAYS if WAYS[way].ranks > 1 and "unused" not in way} | {"resume"},
     ),
+    "does a step again that ran out": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"two, auto"}),
     "adds up gradients of one real type": ({"Complex", "OddParameters"}, set(VIRTUAL)),
     "mode.format=state_dict": (set(), {"export"}),
     "use_reentrant=False": ({"Reentrant"}, {"two, unused"}),
@@ -183,6 +186,8 @@ REFUSALS: dict[str, tuple[set[str], set[str]]] = {
     "keeps beside them": ({"ExtraState"}, set(VIRTUAL)),
     "batch norm has one value": ({name for name in CHANGED if "norm" in name} | {"Residual"}, {"pipeline"}),
     "changes a value in place": ({"Teacher"}, {"pipeline"}),
+    "would change it twice": ({"Teacher"}, {"checkpointed"}),
+    "cannot compute body again": ({"scripted"}, {"checkpointed"}),
     "which torch.jit has made": ({"scripted"}, {*SHARDED, "model_parallel"}),
     "along its first dimension": ({"OddParameters"}, set(FSDP)),
     ", which is also": ({"Tied", "twice_the_same"}, set(TENSOR_PARALLEL)),

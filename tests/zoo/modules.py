@@ -235,7 +235,7 @@ class OddParameters(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         values = values * self.scale + self.several[0] * self.several[1] + self.named["a"] * self.named["b"]
         values = values + F.linear(F.linear(values, self.transposed), self.transposed.t())
-        return values * self.wide.to(values.dtype) * self.narrow.to(values.dtype) + self.nothing.sum()
+        return (values * self.wide.to(values.dtype) * self.narrow.to(values.dtype)).tanh() + self.nothing.sum()
 
 
 @body("vector")

@@ -99,14 +99,16 @@ class Rule:
     words: tuple[object, ...]
     limits: Limits
     help: str
+    or_one: bool = False  # whether one item may stand in the place of a list
 
     @property
     def must_be(self) -> str:
         """The accepted values in words: "a whole number of 1 or more, or null"."""
-        text = self.limits.must_be or self._describe_item()
+        text = item = self.limits.must_be or self._describe_item()
         if self.is_list and not self.limits.must_be:
             count = "items" if self.limits.length is None else f"{self.limits.length} items"
             text = f"a list of {count}, each {text}"
+            text = f"{item}, or {text}" if self.or_one else text
         return f"{text}, or null" if self.nullable else text
 
     @property
@@ -116,7 +118,7 @@ class Rule:
     def accepts(self, value: object) -> bool:
         if value is None:
             return self.nullable
-        if not self.is_list or value in self.words:
+        if not self.is_list or value in self.words or (self.or_one and not isinstance(value, list)):
             return self._accepts_item(value)
         if not isinstance(value, list) or self.limits.length not in (None, len(value)):
             return False
@@ -187,7 +189,8 @@ class Rule:
             return [True, False]
         letters = [part for part in re.findall(r"[a-z]+|\d+", text) if len(part) > 1]  # 16-mixed, float32
         counts = {word: sum(part in show(word) for part in letters) for word in self.words}
-        meant = [word for word, count in counts.items() if count == max(counts.values()) > 0]
+        most = [show(word) for word, count in counts.items() if count == max(counts.values()) > 0]
+        meant = [word for word in most if not any(word.startswith(f"{other}-") for other in most)]  # bf16-true
         return meant or (self.words if len(self.words) == 2 and not self.kinds else [])
 
     def _near_numbers(self, typed: Any) -> Sequence[float]:
@@ -325,7 +328,8 @@ def _rule(annotation: Any) -> Rule | None:
             kinds.append(hint)
         elif hint is not Path:
             return None
-    return Rule(tuple(kinds), is_list, nullable, tuple(words), Limits(**limits), help)
+    or_one = is_list and len(kinds) > len(set(kinds))  # list[str] | str
+    return Rule(tuple(dict.fromkeys(kinds)), is_list, nullable, tuple(words), Limits(**limits), help, or_one)
 
 
 # ---- The sections that always have the same keys
@@ -381,9 +385,24 @@ class Trainer:
     batch_size_per_rank: Annotated[
         Count | None, "Replaces batch_size by this times the number of ranks that share a batch.", Limits(example=64)
     ]
-    gradient_accumulation_steps: Annotated[Count, "Micro-batches that a global batch is cut into."]
+    gradient_accumulation_steps: Annotated[
+        Count | Literal["auto"],
+        "Micro-batches that a global batch is cut into; auto: twice as many whenever a step runs out of memory.",
+    ]
+    checkpoint_activations: Annotated[
+        Names,
+        "Blocks of the model that compute again in the backward pass what they would keep in memory for it.",
+        Limits(example=["block*"]),
+    ]
     max_grad_norm: Annotated[Positive | None, "Clip the norm of the gradient to this."]
-    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], "bf16 and fp16 are autocast."]
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64", "bf16-true"],
+        "bf16 and fp16 are autocast; bf16-true: weights and optimizer state, too, in bfloat16.",
+    ]
+    tf32: Annotated[
+        bool | None,
+        "Float32 is rounded to 10 bits in matrix products and convolutions on GPUs; null: in convolutions alone.",
+    ]
     channels_last: Annotated[Literal["auto", True, False], "Memory layout; auto: for models with convolutions."]
     compile: Annotated[Literal[False, True, "reduce-overhead", "max-autotune"], "torch.compile, or a mode of it."]
     deterministic: Annotated[bool, "Use deterministic algorithms only."]
@@ -430,6 +449,11 @@ class Snapshot:
         ),
     ]
     keep_last: Annotated[Count, "Newest snapshots that stay; best.pt stays too."]
+    mirror: Annotated[
+        str | None,
+        "Place that each finished snapshot is copied to, in the background: a URL that fsspec knows.",
+        Limits(example="s3://bucket/run1"),
+    ]
     format: Annotated[
         Literal["auto", "full", "sharded"], "One file, or one for each rank; auto: by the strategy and the size."
     ]
@@ -616,6 +640,7 @@ DATASETS: dict[str, type] = {  # by the reader of dataset.train; a reader of the
     "lockstep.data.builtin.mnist": TenClasses,
     "lockstep.data.images.images": Images,
     "lockstep.data.text.training_text": Text,
+    "lockstep.data.shard_text.token_windows": Text,
     "lockstep.data.builtin.random_pairs": RandomPairs,
 }
 
@@ -823,7 +848,7 @@ def with_values(cfg: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     """A copy of `cfg` with other values: {"trainer.epochs": 3}."""
     changed = cfg.copy()
     for key, value in values.items():
-        OmegaConf.update(changed, key, value)
+        OmegaConf.update(changed, key, value, merge=False)
     return changed
 
 

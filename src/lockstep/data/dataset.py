@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError
 IGNORED = -100  # the target that torch's losses leave out
 TARGET_KEYS = ("target", "targets", "label", "labels")  # of samples that are dicts
 TOLERANCE = 1e-2  # of the sum of probabilities
+DEVICE_SHARE = 4  # up to 1/4 of the free memory of a GPU is taken; more samples stay with the host
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -27,6 +28,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map_tensors(function, item) for item in value)
     return function(value) if isinstance(value, Tensor) else value
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A GPU copies from pinned memory while the host goes on. Apple's shares the memory, and has no float64."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "mps":
+        return (tensor.float() if tensor.dtype == torch.float64 else tensor).to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where a computation in float64 is that belongs to one on `device`."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -181,9 +196,16 @@ class InMemoryDataset:
         """The indices (epoch_samples,) of an epoch's samples. They depend on `generator` alone."""
         return torch.randperm(len(self), generator=generator)
 
+    def fits_on(self, device: torch.device) -> bool:
+        """Whether `device` has the CPU's memory, or is a GPU with room for the samples and the rest of a training."""
+        if device.type != "cuda":
+            return True
+        # Windows of a text are a view, so the storage counts.
+        return self.samples.untyped_storage().nbytes() <= torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE
+
     def to(self, device: torch.device) -> "InMemoryDataset":
-        """This data set, copied if it is on another device."""
-        if self.samples.device == device:
+        """This data set, copied if it is on another device, and fits there."""
+        if self.samples.device == device or not self.fits_on(device):
             return self
         return InMemoryDataset(self.samples.to(device), self.targets.to(device), numbers=self.numbers_on(device))
 

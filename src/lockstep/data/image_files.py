@@ -39,6 +39,7 @@ class ImageFiles:
     files: (path, target) of each.
     classes: their names; empty if targets are numbers.
     others: {what is left out, such as "files that end in .gif": how many}.
+    groups: what each belongs to, such as a patient; None: nothing.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class ImageFiles:
     files: Sequence[tuple[Path, Target]]
     classes: list[str]
     others: Mapping[str, int] = field(default_factory=dict)
+    groups: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -128,7 +130,7 @@ def class_folders(
     if unknown:
         raise ConfigError(
             f"{folder} has a class folder {unknown[0]} and {'the training' if class_names else of_training} has none; "
-            f"rename it, or type dataset.root=<folder with the same classes in train/ and {split}/>"
+            f"rename it, or type dataset.root=<folder whose {split}/ has no other classes>"
         )
     files = [(path, number) for number, name in enumerate(names) for path in _images(folder / name, others)]
     return ImageFiles(folder, split, folder, files, names, others)
@@ -192,6 +194,7 @@ def csv_lines(
     label_columns: list[str],
     labels: Literal["classes", "numbers"],
     split_column: str,
+    group_column: str | None,
     classes: Count | None,
     class_names: list[str] | None,
 ) -> ImageFiles:
@@ -212,6 +215,8 @@ def csv_lines(
     label_columns: column of the classes, or columns of numbers.
     labels: what stands there; numbers are for task=regression and, where they are 0 or 1, for task=multi_label.
     split_column: column that says train, or what test_split says; it is not read with test_csv_file.
+    group_column: column that says which training images belong together, such as those of one patient: a validation set
+        and a fold have all of them or none; null: each stands alone.
     classes: of the training images; null: as many as there are.
     class_names: names of the classes in their order; null: those of the training images, in alphabetical order.
     """
@@ -222,7 +227,7 @@ def csv_lines(
         )
     split = TRAIN if train else test_split
     needed = {"file_column": [file_column], "split_column": [] if test_csv_file else [split_column]}
-    of_training = needed | {"label_columns": label_columns}
+    of_training = needed | {"label_columns": label_columns, "group_column": [group_column] if group_column else []}
     path = Path(test_csv_file if test_csv_file and not train else csv_file)
     names = class_names or []
     if names and train and not path.exists():
@@ -231,7 +236,7 @@ def csv_lines(
         names = _names_in_order({line[label_columns[0]] for _, line in _read_csv(Path(csv_file), TRAIN, of_training)})
         _require_count(classes, names, f"the training images in {csv_file} have {len(names)} classes")
     numbers = {"": IGNORED} | {name: number for number, name in enumerate(names)}
-    files = list[tuple[Path, Target]]()
+    files, groups = list[tuple[Path, Target]](), list[str]()
     for place, line in _read_csv(path, split, of_training if train else needed):
         if not line[file_column]:
             raise ConfigError(f"{place} says no {file_column}; write one there, or remove the line")
@@ -247,13 +252,14 @@ def csv_lines(
         values = [numbers[text] if labels == "classes" else _number(place, text) for text in texts]
         target = values[0] if len(values) == 1 else values
         files.append((Path(root, line[file_column] + (suffix or "")), target))
+        groups.append(line.get(group_column or "") or "")
     others = Counter[str]()
     for column in needed["split_column"] if train else ():
         texts = [str(line[column]) for _, line in _read_csv(path, None, needed)]
         others.update(
             f"lines that say {text} as {column}" for text in texts if text not in (TRAIN, VALIDATION, test_split)
         )
-    return ImageFiles(Path(root), split, path, files, names, others)
+    return ImageFiles(Path(root), split, path, files, names, others, groups if group_column else None)
 
 
 def _names_in_order(texts: set[str]) -> list[str]:

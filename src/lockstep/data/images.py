@@ -8,6 +8,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import io
 import logging
 import math
 import os
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 JPEG = (".jpg", ".jpeg")
 UNCHANGED = 0  # torchvision.io.ImageReadMode: as many channels as are stored
 FORMAT = 3  # one more when the same files give other pixels
-DEVICE_SHARE = 4  # up to 1/4 of the free memory of a GPU is taken; more pixels stay with the host
 BYTES_AT_ONCE = 2**20  # of pixels that a worker writes
 IMAGES_A_WORKER = 64  # at least: a process takes longer to start than a few images take
 REPORT_EVERY = 10.0  # seconds
@@ -61,29 +61,32 @@ class ImageReader:
         self.fit: Any = None if size is None else v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
         self.to_tensor: Any = v2.functional.pil_to_tensor
 
-    def __call__(self, path: Path) -> Tensor:
-        """Raises OSError, with the file's name, for a file that is gone or damaged."""
+    def __call__(self, path: Path, stored: bytes | None = None) -> Tensor:
+        """Raises OSError, with the file's name, for a file that is gone or damaged.
+
+        stored: its bytes, of an image that is no file of its own.
+        """
         from PIL import Image, ImageOps
 
         try:
-            pixels = self._jpeg(path)
+            pixels = self._jpeg(path, stored)
             if pixels is None:
-                with Image.open(path) as file:
+                with Image.open(path if stored is None else io.BytesIO(stored)) as file:
                     pixels = self.to_tensor(ImageOps.exif_transpose(_with_8_bits(file)).convert("RGB"))
             if self.size is not None and pixels.shape[1:] != (self.size, self.size):
                 pixels = self.to_tensor(self.fit(Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of them
-            reason = str(error).removesuffix(f": '{path}'")
+            reason = str(error).removesuffix(f": '{path}'").partition(" <_io.BytesIO")[0]
             raise OSError(f"{path}: {reason}") from error
         return pixels
 
-    def _jpeg(self, path: Path) -> Tensor | None:
+    def _jpeg(self, path: Path, stored: bytes | None) -> Tensor | None:
         """The pixels of a JPEG; None of other files, and of what Pillow shall read, or say what is wrong with it."""
         if self.decode_jpeg is None or path.suffix.lower() not in JPEG:
             return None
         try:
-            stored = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-            pixels: Tensor = self.decode_jpeg(stored, UNCHANGED, True)  # turned as its EXIF tag says
+            content = torch.frombuffer(bytearray(path.read_bytes() if stored is None else stored), dtype=torch.uint8)
+            pixels: Tensor = self.decode_jpeg(content, UNCHANGED, True)  # turned as its EXIF tag says
         except (RuntimeError, ValueError):
             return None
         return pixels.expand(3, -1, -1) if len(pixels) in (1, 3) else None  # four channels are the inks of a print
@@ -119,6 +122,10 @@ class UndecodedImages(torch.utils.data.Dataset[tuple[Tensor, float | Tensor]]):
         """The names of the classes."""
         return self.source.classes
 
+    @property
+    def groups(self) -> list[str] | None:
+        return self.source.groups
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -143,6 +150,10 @@ class DecodedImages(InMemoryDataset):
         """The names of the classes."""
         return self.source.classes
 
+    @property
+    def groups(self) -> list[str] | None:
+        return self.source.groups
+
     def __getitem__(self, index: int) -> tuple[Tensor, float | Tensor]:  # type: ignore[override]  # as UndecodedImages
         """A copy: what reads this data set may change its input in place."""
         row = self.row(index)
@@ -150,7 +161,7 @@ class DecodedImages(InMemoryDataset):
 
     def to(self, device: torch.device) -> "DecodedImages":
         """This data set, on `device` if there is room for it."""
-        if device.type == "cpu" or self.samples.nbytes > torch.cuda.mem_get_info(device)[0] // DEVICE_SHARE:
+        if device.type == "cpu" or not self.fits_on(device):
             return self
         return DecodedImages(
             self.samples.to(device), self.targets.to(device), self.source, numbers=self.numbers_on(device)

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.data.dataset import InMemoryDataset, count_samples, map_tensors, numbers_of, tensors_in
+from lockstep.data.dataset import (
+    InMemoryDataset,
+    count_samples,
+    map_tensors,
+    numbers_of,
+    on_device,
+    tensors_in,
+    whole_of,
+)
 from lockstep.data.partition import Batch, LoadedPart, Part, drawn, fold_in, generator, seeded
 from lockstep.data.samples import EVALUATION, Key, Samples
 from lockstep.data.transforms import Augment, BatchTransform, BatchTransforms
@@ -153,9 +161,10 @@ class BatchLoader:
     ) -> Iterator[_Share]:
         """What this rank reads in these epochs. skip: samples of the first one that were used before."""
         for epoch in epochs:
-            order = self._order(generator(self.seed, epoch)).to(self.index_device)
+            order = self._order(generator(self.seed, epoch))
             for start in range(skip if epoch == epochs[0] else 0, len(self), batch_size)[turns]:
-                batch = order[start : start + batch_size].clone()  # a slice would keep all of `order` in memory
+                # A slice of a tensor would keep all of it in memory.
+                batch = order[start : start + batch_size].clone().to(self.index_device)
                 yield from self._shares_of_batch(batch, epoch, start, parts)
             del order  # before the next one takes as much memory
 
@@ -176,20 +185,27 @@ class BatchLoader:
             places = self.transforms.with_samples_before(in_batch.indices, count)
             rows = None if augmentation is None else augmentation[places]
             of_plans = [plan[places] for plan in plans]
-            draws, indices = self._draws(start + places), batch[places.to(batch.device)]
+            draws, indices = self._draws(start + places), batch[on_device(places, batch.device)]
             yield _Share(epoch, indices, start, rows, of_plans, draws, part, count, part is mine[-1])
 
     def _draws(self, places: Tensor) -> Tensor | None:
         return None if self.weights is None else places
 
-    def _order(self, generator: torch.Generator) -> Tensor:
-        """The indices of an epoch's samples, in their order."""
+    def _order(self, generator: torch.Generator) -> Any:
+        """The indices of an epoch's samples, in their order: a tensor, or of what slices are tensors.
+
+        A map-style data set may have a method `epoch_order(generator, numbers)` with an order of its own, where
+        `numbers` are those of the samples in a part of it, None for all.
+        """
         if self.weights is not None:
             return drawn(self.weights, generator)
         if isinstance(self.dataset, InMemoryDataset):
-            return self.dataset.epoch_order(generator)
+            return self.dataset.epoch_order(generator).to(self.index_device)
         if self.is_stream:
             return torch.arange(len(self))
+        whole = whole_of(self.dataset)
+        if hasattr(whole, "epoch_order"):
+            return whole.epoch_order(generator, numbers_of(self.dataset))
         return torch.randperm(len(self), generator=generator)
 
     def evaluation_draws(self) -> AbstractContextManager[None]:
@@ -310,7 +326,8 @@ class Converter:
 
     uint8 samples are scaled to 0..1. With `mean` or `std`, one number for each channel (the second dimension) or one
     for all, samples are normalised. Integer samples of another type stay as they are. Targets that are whole numbers
-    become int64, others take the model's type.
+    become int64, others take the model's type. Of bfloat16 that is the inputs' alone: they are normalised in float32,
+    and targets stay float32, as the loss does.
     """
 
     def __init__(
@@ -321,7 +338,8 @@ class Converter:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> None:
-        self.device, self.dtype, self.memory_format = device, dtype, memory_format
+        self.device, self.input_type, self.memory_format = device, dtype, memory_format
+        self.dtype = torch.float32 if dtype == torch.bfloat16 else dtype
         deviation = self._per_channel([1.0] if std is None else std)
         self.float_scale, self.image_scale = 1 / deviation, 1 / (255 * deviation)
         self.normalises = mean is not None or std is not None
@@ -331,13 +349,8 @@ class Converter:
         return torch.tensor(list(values), dtype=self.dtype, device=self.device)
 
     def to_device(self, value: Any) -> Any:
-        """The tensors in `value` on the device. A GPU copies from pinned memory while the host goes on."""
-        return map_tensors(self._to_device, value)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self.device:
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        """The tensors in `value` on the device."""
+        return map_tensors(lambda tensor: on_device(tensor, self.device), value)
 
     def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Raw inputs and targets, on the device, (N, ...) or tuples or dicts of such -> what model and task take."""
@@ -355,6 +368,8 @@ class Converter:
             samples = samples.to(self.dtype)
             if self.normalises and normalised:
                 samples = self._shifted(samples * _beside(self.float_scale, samples))
+        if samples.dtype == self.dtype:
+            samples = samples.to(self.input_type)
         if samples.dim() == 4:
             samples = samples.contiguous(memory_format=self.memory_format)
         return samples

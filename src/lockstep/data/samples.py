@@ -102,6 +102,7 @@ class Samples:
         self.named: set[int] = set()  # unreadable samples that the log has named
         self.numbers = numbers_of(dataset)
         self.set_epoch = getattr(whole_of(dataset), "set_epoch", None) if self.stream is None else None
+        self.fetch = getattr(whole_of(dataset), "fetch", None) if self.stream is None else None
         self.epoch: int | None = None  # that the data set was told
 
     def __len__(self) -> int:
@@ -117,6 +118,8 @@ class Samples:
     def read(self, keys: Sequence[Key]) -> Read:
         """The samples of a batch. Raises SampleError for one that cannot be read, ConfigError if none of many can."""
         with random_states_kept():
+            if self.fetch is not None:  # a data set that reads from far away asks for all of them at once
+                self.fetch([self._number(index) for _, index, *_ in keys])
             read = [found for epoch, index, *place in keys for found in self._read(epoch, index, *place[1:])]
             kept = len(read)
             if not read:  # a batch of no samples needs one, for its shape

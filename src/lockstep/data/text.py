@@ -177,6 +177,8 @@ class TextWindows(InMemoryDataset):
         return torch.randint(len(self), (self.drawn,), generator=generator)
 
     def to(self, device: torch.device) -> "TextWindows":
+        if not self.fits_on(device):
+            return self
         tokens = self.tokens.to(device)
         return TextWindows(
             *_windows(tokens, self.block), self.text, tokens, self.drawn, numbers=self.numbers_on(device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
-from lockstep.data.dataset import TARGET_KEYS, TOLERANCE, map_tensors, parts_of, values_in, with_parts
+from lockstep.data.dataset import TARGET_KEYS, TOLERANCE, map_tensors, on_device, parts_of, values_in, with_parts
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
@@ -376,7 +376,7 @@ class MixUp(BatchTransform):
                 f"MixUp mixes samples that are one tensor of floats, and these are {found}; "
                 f"type dataset.batch_transforms=[]"
             )
-        ratio = plan[1:, 0].to(inputs.device, inputs.dtype)
+        ratio = on_device(plan[1:, 0].to(inputs.dtype), inputs.device)
         mixed = inputs[:-1].lerp(inputs[1:], ratio.view(-1, *[1] * (inputs.dim() - 1)))
         return mixed, mix_targets(targets, ratio, self.classes)
 
@@ -441,7 +441,7 @@ class RandomErasing(BatchTransform):
 
     def __call__(self, inputs: Tensor, targets: Tensor, plan: Tensor) -> tuple[Tensor, Tensor]:
         require_images(inputs, "RandomErasing", "dataset.batch_transforms=[]")
-        erased, height, width, top, left = (column[:, None] for column in plan.to(inputs.device).unbind(1))
+        erased, height, width, top, left = (column[:, None] for column in on_device(plan, inputs.device).unbind(1))
         rows = (torch.arange(inputs.shape[2], device=inputs.device) + 0.5) / inputs.shape[2]
         columns = (torch.arange(inputs.shape[3], device=inputs.device) + 0.5) / inputs.shape[3]
         in_rows = (rows >= top) & (rows < top + height) & erased.bool()
@@ -579,7 +579,7 @@ def mix_targets(targets: Tensor, ratio: Tensor, classes: int) -> Tensor:
         )
     if targets.dim() == 1:
         try:
-            targets = F.one_hot(targets, classes)
+            targets = ratio.new_zeros(len(targets), classes).scatter_(1, targets[:, None], 1)
         except RuntimeError as error:
             raise ConfigError(
                 f"MixUp and CutMix mix the classes 0 to {classes - 1}, and the targets are {int(targets.min())} to "

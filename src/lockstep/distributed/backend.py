@@ -23,6 +23,8 @@ def choose_backend(name: str, local_size: int = 1) -> str:
     Raises ConfigError for nccl without a GPU, for more ranks than GPUs, and for mpi if this torch lacks it.
     """
     gpus = torch.cuda.device_count()  # asks NVML; is_available() would start CUDA, and a process with CUDA cannot fork
+    if has_gpus_of_its_own(local_size):
+        gpus = local_size
     if name == "auto":
         return "nccl" if gpus >= local_size and dist.is_nccl_available() else "gloo"
     if name == "mpi" and not dist.is_mpi_available():
@@ -39,6 +41,31 @@ def choose_backend(name: str, local_size: int = 1) -> str:
             f"or backend=gloo"
         )
     return name
+
+
+def has_gpus_of_its_own(local_size: int) -> bool:
+    """Whether Slurm shows this rank its own GPUs and no others, as `srun --gpus-per-task=1` does."""
+    return "SLURM_GPUS_PER_TASK" in os.environ and 0 < torch.cuda.device_count() < local_size
+
+
+def agreed_backend(backend: str, store: dist.Store, world_size: int) -> str:
+    """What `auto` stands for on all ranks: nccl if each of them has found a GPU. A collective.
+
+    backend: what this rank has found. Ranks of other backends would wait for each other.
+    """
+    if backend == "gloo":
+        store.set("backend/machine", socket.gethostname())
+    store.add("backend/without", int(backend == "gloo"))
+    if store.add("backend/known", 1) == world_size:  # the last one knows what all have found
+        store.set("backend/all_without", str(store.add("backend/without", 0)))
+    without_gpu = int(store.get("backend/all_without"))
+    if without_gpu and backend != "gloo":
+        log.warning(
+            "backend=auto trains on the CPU: %d of %d ranks have no GPU of their own, on %s among others; to hide this "
+            "warning type backend=gloo",
+            *(without_gpu, world_size, store.get("backend/machine").decode()),
+        )
+    return "gloo" if without_gpu else backend
 
 
 def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> str:
@@ -61,7 +88,7 @@ def validate_backend(name: str, local_size: int, socket_ifname: str | None) -> s
 
 def warn_of_unused_gpus(name: str, backend: str, local_size: int) -> None:
     gpus = torch.cuda.device_count()
-    if name == "auto" and backend == "gloo" and 0 < gpus < local_size:
+    if name == "auto" and backend == "gloo" and 0 < gpus < local_size and not has_gpus_of_its_own(local_size):
         log.warning(
             "backend=auto trains on the CPU: %d ranks on this machine but %d GPUs; to train on GPUs type "
             "--nproc_per_node=%d or launch.nproc_per_node=%d, to hide this warning type backend=gloo",
@@ -106,13 +133,25 @@ def backend_environment(
                 os.environ[name] = value
 
 
-def set_up_device(backend: str, info: RankInfo) -> torch.device:
-    """This rank's device. Also sets the number of threads: one per core of this rank's share of the machine."""
+def uses_mps(name: str, world_size: int) -> bool:
+    """Whether one process of backend=auto computes on Apple's GPU, which gloo ranks cannot share."""
+    return name == "auto" and world_size == 1 and torch.backends.mps.is_available()
+
+
+def set_up_device(backend: str, info: RankInfo, name: str = "gloo") -> torch.device:
+    """This rank's device. Also sets the number of threads: one per core of this rank's share of the machine.
+
+    name: what was typed, such as auto.
+    """
     # Twice as many threads as cores halve the speed, and no launcher sets the right number for every number of ranks.
     torch.set_num_threads(max(1, cpu_count() // info.local_world_size))
     keep_freed_memory()
+    if uses_mps(name, info.world_size):
+        return torch.device("mps", 0)  # as its tensors call it
     if backend != "nccl":
+        if uses_mps(name, 1) and info.rank == 0:
+            log.info("backend=auto trains on the CPU: Apple's GPU is for one process; to train on it type launch=env")
         return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank)
+    device = torch.device("cuda", 0 if has_gpus_of_its_own(info.local_world_size) else info.local_rank)
     torch.cuda.set_device(device)
     return device

@@ -1,13 +1,12 @@
 """Batch norm over the whole global batch, on any backend, CPU included, with unequal and even empty shares.
 
-torch.nn.SyncBatchNorm is for GPUs: it converts a model on the CPU, too, and then refuses CPU tensors. `SyncBatchNorm`
-here sums through shared memory, or by the process group's all-reduce. Method: Ioffe and Szegedy 2015, with moments
-summed over the ranks.
+torch.nn.SyncBatchNorm refuses CPU tensors; on GPUs the host waits for each of its layers three times a step, and a
+share without samples ends it. `SyncBatchNorm` here sums through shared memory, or by the process group's all-reduce.
+Method: Ioffe and Szegedy 2015, with moments summed over the ranks.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,6 +37,17 @@ def validate_batch_norms(module: nn.Module, kind: type[Any] = BatchNorm) -> None
             )
 
 
+def refuse_batch_norms(module: nn.Module, kind: type[Any] = BatchNorm) -> None:
+    """Raise ConfigError for a batch norm of `kind`, which waits for the other ranks in its forward pass."""
+    for name, norm in module.named_modules():
+        if isinstance(norm, kind):
+            raise ConfigError(
+                f"trainer.gradient_accumulation_steps=auto does a step again that ran out of memory on one rank, while "
+                f"{name or 'the model'}, a batch norm over all ranks, would wait for it; type sync_bn=off, or "
+                f"trainer.gradient_accumulation_steps=2"
+            )
+
+
 def is_activated(norm: nn.Module) -> bool:
     """Whether `norm` is timm's batch norm with an activation in it, which most of timm's convolutional nets have."""
     forward = type(norm).forward
@@ -57,11 +67,6 @@ def convert_sync_batch_norm(module: nn.Module, world: World, kind: type[Any] = B
     kind: of those that are replaced. Raises ConfigError as `validate_batch_norms` does.
     """
     validate_batch_norms(module, kind)
-    if world.device.type == "cuda":
-        has_activated = any(map(is_activated, module.modules()))
-        timm_or_torch: Any = import_module("timm.layers") if has_activated else nn.SyncBatchNorm
-        converted: nn.Module = timm_or_torch.convert_sync_batchnorm(module)
-        return converted
     channels = [norm.num_features for norm in module.modules() if isinstance(norm, kind)]
     if not channels:
         return module

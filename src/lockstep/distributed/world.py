@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.backend import (
+    agreed_backend,
     backend_environment,
     choose_backend,
     set_up_device,
@@ -83,15 +84,32 @@ class World:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, in place. Returns it. On a GPU the host does not wait."""
+        if self.device.type == "mps":  # of one rank; gloo takes no tensor of it
+            return tensor
         with self.waiting:
             dist.all_reduce(tensor)
         return tensor
 
-    def all_reduce_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of each over all ranks, in its shape. One collective, in the type that holds all of them."""
-        summed = self.all_reduce_sum(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        parts = summed.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+    def all_reduce_sums(
+        self, tensors: Sequence[Tensor], sum_in_place: Callable[[Tensor], object] | None = None
+    ) -> list[Tensor]:
+        """The sum of each over all ranks, in its shape and on its device. One collective for each of this rank's
+        devices, in the type that holds all tensors there; tensors of the CPU travel with those of `device`.
+
+        sum_in_place: which sums a vector; None: `all_reduce_sum`.
+        """
+        devices = [self.device if tensor.device.type == "cpu" else tensor.device for tensor in tensors]
+        sums: dict[int, Tensor] = {}
+        for device in dict.fromkeys(devices):
+            numbers = [number for number, one in enumerate(devices) if one == device]
+            real = {n: torch.view_as_real(tensors[n]) if tensors[n].is_complex() else tensors[n] for n in numbers}
+            summed = torch.cat([tensor.reshape(-1).to(device) for tensor in real.values()])
+            (sum_in_place or self.all_reduce_sum)(summed)
+            parts = summed.split([tensor.numel() for tensor in real.values()])
+            for n, part in zip(numbers, parts, strict=True):
+                shaped = part.view_as(real[n]).to(tensors[n].device)
+                sums[n] = torch.view_as_complex(shaped) if tensors[n].is_complex() else shaped
+        return [sums[number] for number in range(len(tensors))]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank."""
@@ -203,13 +221,17 @@ def init_distributed(
     warn_of_unused_gpus(name, backend, info.local_world_size)
     if info.world_size > 1:
         export_rank_info(info)
-    device = set_up_device(backend, info)
     wait = timedelta(seconds=timeout)
     interface = socket_ifname or usual_interface(on_one_machine(info))
     with backend_environment(interface, debug, p2p_disable, ib_disable), ExitStack() as resources:
         # A rank that still waits for this one gets an error at once.
         resources.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-        store, bound = form_group(info, wait), device if backend == "nccl" and bind_device else None
+        store = form_group(info, wait)
+        if name == "auto":
+            backend = agreed_backend(backend, store, info.world_size)
+        device = set_up_device(backend, info, name)
+        # NCCL that is bound to a device starts at once. A rank by itself may never call it.
+        bound = device if backend == "nccl" and bind_device and info.world_size > 1 else None
         dist.init_process_group(
             backend, store=store, rank=info.rank, world_size=info.world_size, timeout=wait, device_id=bound
         )

@@ -21,7 +21,8 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
     (
         r"can't allocate memory|out of memory|MemoryError|Cannot allocate memory",
         "this rank has no memory left",
-        "type trainer.batch_size=<half>, or trainer.gradient_accumulation_steps=2",
+        "type trainer.gradient_accumulation_steps=auto, trainer.checkpoint_activations=[<blocks>], or "
+        "trainer.batch_size=<half>",
     ),
     (
         r"</torch_\d+.*No space left on device",
@@ -97,6 +98,16 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "the code uses a GPU, and this rank has none, or is a copy of a process that used it before",
         "take the device of the inputs at the line above; if there are GPUs, type backend=nccl launch=spawn",
     ),
+    (
+        r"driver on your system is too old",
+        "this torch was built for a newer CUDA than the NVIDIA driver of this machine knows",
+        "install a newer driver (580 or newer for CUDA 13), or a torch built for an older CUDA, or type backend=gloo",
+    ),
+    (
+        r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError",
+        "NCCL could not pass data between GPUs, or another rank is lost",
+        "look at the other ranks' logs for an error, then type backend.debug=WARN to see NCCL's own words",
+    ),
     (r"CUDA error", "a GPU kernel failed, perhaps before this line", "put CUDA_LAUNCH_BLOCKING=1 before the command"),
     (
         r"FileNotFoundError|No such file",
@@ -114,9 +125,6 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "a module cannot be imported on this machine",
         "install it, or put PYTHONPATH=<its folder> before the command",
     ),
-)
-MISTAKES = (
-    r"AttributeError|NameError|TypeError|KeyError|IndexError|ZeroDivisionError|AssertionError|NotImplementedError"
 )
 PROJECTS_CODE = (
     "see whether the values at this line are what your config, data and classes should give it; if they are, the "
@@ -138,20 +146,14 @@ SIGNALS: dict[str, tuple[str, str]] = {
     "SIGFPE": ("native code crashed (arithmetic error)", "the Python stack above shows the call that crashed"),
     "SIGILL": ("native code crashed (illegal instruction)", "install a build of torch for this processor"),
     "SIGTERM": ("another program asked it to end (SIGTERM)", "resume when that program allows it"),
-    "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
-}
-HEAP = "its memory is damaged if glibc's words are on the screen (corrupted, double free, invalid pointer, tcache)"
-ABORTS = {  # by the thread that has called abort: one that runs Python, or one of native code
-    True: (
-        f"native code ended the process (abort) in the call of the stack above: {HEAP}",
-        "look at the native code that the line above calls; for damaged memory put MALLOC_CHECK_=3 before the command",
-    ),
-    False: (
-        f"native code ended the process (abort) in a thread of its own: {HEAP}; else as gloo does when ranks give "
-        "other shapes to one collective, and NCCL when a rank does not answer within backend.timeout",
+    "SIGABRT": (
+        "native code ended the process (abort): its memory is damaged if glibc's words are on the screen (corrupted, "
+        "double free, invalid pointer, tcache); else as gloo does when ranks give other shapes to one collective, and "
+        "NCCL when a rank does not answer within backend.timeout",
         "look at the words before this report: for gloo and NCCL look for a condition on the rank or its data before a "
         "collective; for damaged memory put MALLOC_CHECK_=3 before the command",
     ),
+    "SIGXCPU": ("it used up its limit of CPU time", "raise the limit (ulimit -t), then resume"),
 }
 
 
@@ -184,9 +186,7 @@ def explain_exception(failure: Mapping[str, Any]) -> tuple[str, str]:
         return LOST_RANK
     if is_project(failure.get("file", "")):
         return "the code of Lockstep raised this exception", PROJECTS_CODE
-    if re.match(MISTAKES, failure["type"]):
-        return "the code at this line has a mistake", "correct that line, then type the command that resumes"
-    return "the code raised this exception", "correct its cause, then type the command that resumes"
+    return "the code at this line raised this exception", "correct its cause, then type the command that resumes"
 
 
 def explain_exit(rank: MonitoredRank) -> tuple[str, str, str]:
@@ -202,8 +202,6 @@ def explain_exit(rank: MonitoredRank) -> tuple[str, str, str]:
         return f"exit code {code}", meaning, "remove the call of exit() in your code, or raise an exception there"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     meaning, advice = SIGNALS.get(name, (f"ended by {name}, cause not known", "resume"))
-    if name == "SIGABRT":
-        meaning, advice = ABORTS[rank.crashed_in_python]
     if name == "SIGKILL" and rank.out_of_memory:
         meaning = "the system killed it because the machine, its container or its Slurm job has no memory left"
         advice = "type trainer.batch_size=<half>, or give the job more memory (for Slurm: --mem)"

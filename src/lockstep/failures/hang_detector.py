@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lockstep.failures.channel import STEP, STEP_ENDED_AT, STEPS_ENDED, SUM_VALUES
 from lockstep.failures.monitored_rank import MonitoredRank, children, parent, process_state, request_stack
-from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, at, find_verdict, parse_stack
+from lockstep.failures.verdict import LOADERS, Diagnosis, Kind, RankFacts, find_verdict, parse_stack
 
 SHORTEST_SILENCE = 120.0  # seconds that watch.timeout=null waits at least
 MEDIAN_STEPS = 60  # and this many times the median step: a step that takes 50 times as long is only slow
@@ -28,7 +28,6 @@ REMEMBERED_STEPS = 101
 PATIENCE = {"train": 1.0, "evaluation": 1.0, "prepare": 30.0, "disk": 30.0, "meeting": math.inf, "end": math.inf}
 OTHER_PATIENCE = 10.0
 FIRST_STEP_PATIENCE = 10.0  # imports, compilation, the start of loader workers
-FIRST_STEP_SECONDS = 60.0  # or watch.timeout, if that is less; then a line says where the first step is
 OWN_PAUSE = 5.0  # seconds between two looks, after which the monitor itself was stopped
 PAUSE_SILENCE = 1.0  # seconds of silence after which it is checked whether all ranks are stopped
 
@@ -55,7 +54,6 @@ class HangDetector:
         self.last_look = 0.0
         self.ignored_until = 0.0  # silence before this moment does not count
         self.next_examination = 0.0
-        self.first_step_is_told = False
         self.reported: tuple[bool, Kind, tuple[int, ...]] | None = None  # whether it was slow, and the verdict
 
     def look(self, ranks: Sequence[MonitoredRank], run_dir: str | None) -> None:
@@ -64,8 +62,6 @@ class HangDetector:
         run_dir: for hang.txt.
         """
         living = [rank for rank in ranks if not rank.end_is_known]
-        if living:
-            self._say_where_the_first_step_is(living)
         if not living or self.silence(living, time.monotonic()) is None:
             return
         diagnosis = self.examine(living)
@@ -89,20 +85,8 @@ class HangDetector:
                     with suppress(OSError):
                         os.kill(child, signal.SIGKILL)
 
-    def _say_where_the_first_step_is(self, ranks: Sequence[MonitoredRank]) -> None:
-        """Print a line, once, if the first step of these processes takes long: nothing else is on the screen yet."""
-        seconds = time.monotonic() - max(rank.page.last_progress for rank in ranks)
-        is_first = all(rank.page.phase == "train" and not rank.page.get(STEPS_ENDED) for rank in ranks)
-        if self.first_step_is_told or not is_first or seconds < min(FIRST_STEP_SECONDS, self.timeout or math.inf):
-            return
-        self.first_step_is_told = True
-        rank = gather(ranks)[0]
-        self.last_look = time.monotonic()  # this was no pause
-        text = f"the first step has taken {seconds:.0f} s; rank {rank.rank} is {at(rank.stack.place)}"
-        print(text, file=sys.stderr, flush=True)
-
     def silence(self, ranks: Sequence[MonitoredRank], now: float) -> float | None:
-        """Seconds since the last progress of any rank, if they are too many. now: time.monotonic()."""
+        """Seconds since the last progress of any rank, if so many are to be explained. now: time.monotonic()."""
         for rank in ranks:
             steps, ended_at = rank.page.get(STEPS_ENDED), rank.page.get_time(STEP_ENDED_AT)
             before = self.seen.get(rank.pid)
@@ -120,17 +104,20 @@ class HangDetector:
         if is_paused:
             self.ignored_until = now
             return None
-        return silence if silence > self.limit(ranks, capped=True) and now > self.next_examination else None
+        return silence if silence > self.limit(ranks, True, 1.0) and now > self.next_examination else None
 
-    def limit(self, ranks: Sequence[MonitoredRank], capped: bool) -> float:
-        """Seconds of silence that are no hang. capped: while a rank waits for another one."""
+    def limit(self, ranks: Sequence[MonitoredRank], capped: bool, first_step: float = FIRST_STEP_PATIENCE) -> float:
+        """Seconds of silence that are no hang. capped: while a rank waits for another one.
+
+        first_step: how many times longer it may take; 1 for when a line says where it is, and the run goes on.
+        """
         timeout = self.timeout
         if timeout is None:
             median = statistics.median(self.steps) if self.steps else 0.0
             timeout = max(SHORTEST_SILENCE, MEDIAN_STEPS * median)
         patience = max(PATIENCE.get(rank.page.phase, OTHER_PATIENCE) for rank in ranks)
         if not any(rank.page.get(STEPS_ENDED) for rank in ranks):  # a rank may serve others and end none itself
-            patience = max(patience, FIRST_STEP_PATIENCE)
+            patience = max(patience, first_step)
         if capped and patience <= OTHER_PATIENCE:  # in the other phases no rank waits in a collective that ends then
             # Never less than the user has typed.
             return min(timeout * patience, max(BACKEND_SHARE * self.backend_timeout, self.timeout or 0.0))
@@ -141,16 +128,17 @@ class HangDetector:
         facts = tuple(gather(ranks))
         verdict = find_verdict(facts, int(ranks[0].hello["world_size"]))
         now, limit = time.monotonic(), self.limit(ranks, capped=True)
-        self.next_examination = now + limit
         progress = max(rank.page.last_progress for rank in ranks)
         silence = now - max(self.ignored_until, progress)
-        if silence < limit:  # a rank has made progress meanwhile
+        self.next_examination = now + (limit - silence if silence < limit else limit)
+        if silence < self.limit(ranks, True, 1.0):  # a rank has made progress meanwhile
             return None
         is_slow = verdict.kind is Kind.SLOW
         if is_slow:  # silence counts from the end of a compilation, or of a debugger
             self.ignored_until = now
         if not any(rank.is_waiting for rank in facts):  # no rank's patience with another one ends
-            is_slow = is_slow or silence < self.limit(ranks, capped=False)
+            limit = self.limit(ranks, capped=False)
+        is_slow = is_slow or silence < limit
         if self.reported == (is_slow, verdict.kind, verdict.ranks):
             return None
         self.reported = is_slow, verdict.kind, verdict.ranks
@@ -195,7 +183,6 @@ def gather(ranks: Sequence[MonitoredRank]) -> list[RankFacts]:
                 step=rank.page.get(STEP),
                 seconds=now - rank.page.last_progress,
                 children_run=rank.pid in with_busy_child,
-                answers=answers[rank.pid].endswith(b"\n"),
                 stacks=stacks,
                 main_thread=rank.main_thread,
                 records=answers[rank.pid].decode(errors="replace"),

@@ -69,14 +69,9 @@ class MonitoredRank:
         return self.hello.get("main_thread")
 
     @property
-    def end_is_told(self) -> bool:
-        """Whether it has reported how it ends."""
-        return self.failure is not None or self.ends_well
-
-    @property
     def takes_part(self) -> bool:
         """Whether the rank still takes part in this run. A rank of a sweep may live on for the next job."""
-        return self.died_at is None and (self.reader.is_open or not self.end_is_told)
+        return self.died_at is None and (self.reader.is_open or not self.end_is_known)
 
     @property
     def has_failed(self) -> bool:
@@ -97,7 +92,7 @@ class MonitoredRank:
     @property
     def end_is_known(self) -> bool:
         """Whether it has reported how it ends, or has ended without a word."""
-        return self.end_is_told or self.died_at is not None
+        return self.failure is not None or self.ends_well or self.died_at is not None
 
     def note(self, message: Message) -> None:
         """What the rank has sent, see `lockstep.failures.reporter`."""
@@ -136,11 +131,6 @@ class MonitoredRank:
         """What faulthandler has written of a crash, "" for none: its name and the stacks."""
         _, is_crash, text = self.read_stacks(0).rpartition(CRASH)
         return text if is_crash else ""
-
-    @property
-    def crashed_in_python(self) -> bool:
-        """Whether the thread that crashed runs Python, and is none of native code."""
-        return "Current thread" in self._crash
 
     def stack(self) -> list[str]:
         """The Python stack of a crash: of the thread that crashed if it has one, else of the main thread."""
@@ -196,12 +186,6 @@ class MonitoredRank:
                     os.kill(self.pid, signal.SIGKILL)
                 else:  # never another process that has got the same number
                     signal.pidfd_send_signal(self.pid_file, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.connection.close()
-        for file in (self.stacks, self.pid_file, self.probe_socket):
-            if file is not None:
-                os.close(file)
 
 
 def open_pid_file(pid: int) -> int | None:

@@ -14,6 +14,7 @@ from lockstep.source_code import PROJECT, is_library, is_project, is_users
 
 LONGEST_MESSAGE = 4000  # characters
 LOG_LINES = 20
+PASSES_ON = "__torch_function__"  # of a mode, which sees each operation of a forward pass
 COMPUTING = tuple(f"{PROJECT}/{package}/" for package in ("models", "tasks", "data"))  # no rank waits for others there
 _OF_WORKER = "Original Traceback"  # torch's words before the traceback of an exception in a DataLoader worker
 _FRAME_IN_TEXT = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
@@ -101,10 +102,11 @@ def _text(error: BaseException) -> str:
 
 
 def _entries(trace: TracebackType | None) -> list[TracebackType]:
-    """The frames from the outermost to the one that raised."""
+    """The frames from the outermost to the one that raised, but for those that pass on what another line has called."""
     entries = []
     while trace is not None:
-        entries.append(trace)
+        if trace.tb_frame.f_code.co_name != PASSES_ON or not is_project(_file(trace)):
+            entries.append(trace)
         trace = trace.tb_next
     return entries
 

@@ -39,7 +39,6 @@ class Reporter:
         self.page = ProgressPage(bytearray(channel.SIZE))
         self.batch: Any = None
         self.log_file: str | None = None
-        self.reported: BaseException | None = None
 
     @property
     def is_copy(self) -> bool:
@@ -186,12 +185,11 @@ def failures() -> Iterator[None]:
 
 
 def failed(error: BaseException) -> None:
-    """Tell the monitor that this rank fails. A second call for the same exception does nothing."""
-    if _reporter.connection is None or _reporter.reported is error:
+    """Tell the monitor that this rank fails. It heeds the first call."""
+    if _reporter.connection is None:
         return
     _end_copy(error)
-    now, _reporter.reported = time.monotonic(), error
-    record = exception_record(error) | {"time": now, "samples": []}
+    record: dict[str, Any] = {"time": time.monotonic(), "samples": []} | exception_record(error)
     with suppress(Exception):  # no batch yet; or a device that failed, from which nothing can be read
         indices = [int(index) for part in _reporter.batch.parts for index in part.indices.tolist()]
         record["samples"] = indices[:MOST_SAMPLES]

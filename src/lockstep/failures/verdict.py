@@ -292,7 +292,6 @@ class RankFacts:
     state: the letter in /proc/<pid>/stat, "" for no such process.
     children_run: whether a process that it has started computes, such as a loader worker.
     seconds: since its last progress.
-    answers: whether its Python threads run, None if they cannot be asked.
     stacks, main_thread: what faulthandler has written, and the thread to look at.
     records: torch's flight records, as JSON.
     sum_values: the size of a sum through shared memory that has not ended, or 0.
@@ -306,7 +305,6 @@ class RankFacts:
     step: int
     seconds: float
     children_run: bool = False
-    answers: bool | None = None
     stacks: str = ""
     main_thread: str | None = None
     records: str = "[]"
@@ -425,8 +423,7 @@ def find_verdict(facts: Sequence[RankFacts], world_size: int) -> Verdict:
             meaning = f"{where} is in user code, {at(rank.workers_frame)}"
             return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
     for rank in in_users_code:
-        holds = " and holds the GIL" if rank.answers is False else ""
-        meaning = f"rank {rank.rank} is in user code{_activity(rank)}{holds}, {at(rank.stack.users)}"
+        meaning = f"rank {rank.rank} is in user code{_activity(rank)}, {at(rank.stack.users)}"
         return Verdict(Kind.USER_CODE, (rank.rank,), meaning, YOUR_CODE)
 
     if free:  # neither in a collective nor in the user's code
@@ -545,8 +542,6 @@ def _row(rank: RankFacts) -> tuple[str, ...]:
     if len(call) > WIDEST_CALL:
         call = f"{call[: WIDEST_CALL - 3]}..."
     who = f"loader worker {rank.worker[0]}: " if rank.worker and rank.workers_frame else ""
-    if not who and rank.answers is False:
-        who = "GIL held: "
     where = "not known" if frame is None else f"{who}{frame.short} in {frame.function}"
     state = f"{rank.state} {STATES.get(rank.state, '')}".strip()
     return str(rank.rank), str(rank.pid), state, rank.phase, str(rank.step), f"{rank.seconds:.0f} s", calls, call, where

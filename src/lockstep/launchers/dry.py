@@ -157,11 +157,17 @@ class DryLauncher(Launcher):
         """Print the plan. `worker` would train, and is not called. args: its config and what is known of it."""
         from lockstep.build_data import datasets
         from lockstep.loggers.rank_logs import rank_logs
-        from lockstep.preflight import prepare_data
+        from lockstep.preflight import accumulates_more, prepare_data
 
         typed, record = args
         # Nothing is started here, and nothing is compiled.
-        changes = {"dataset": {"workers": 0}, "trainer": {"compile": False}, "profiler": {"enabled": False}}
+        changes: dict[str, dict[str, Any]] = {
+            "dataset": {"workers": 0},
+            "trainer": {"compile": False},
+            "profiler": {"enabled": False},
+        }
+        if accumulates_more(typed):  # as long as the memory suffices
+            changes["trainer"] |= {"gradient_accumulation_steps": 1}
         cfg: Any = OmegaConf.merge(typed, changes)
         numbers = sorted({0, self.ranks // 2, self.ranks - 1})
         with rank_logs() as logs:
@@ -198,7 +204,7 @@ def plan_rank(cfg: DictConfig, data: "DataSets", rank: int, ranks: int) -> tuple
     strategy = instantiate(cfg.strategy)
     try:
         with world.resources:
-            set_determinism(cfg.seed, cfg.trainer.deterministic)
+            set_determinism(cfg.seed, cfg.trainer.deterministic, cfg.trainer.tf32)
             cfg, loaders = build.model_and_data(cfg, world, strategy, data)
             loader = loaders.train
             plan = Plan(build.train_state(cfg, strategy, loader))

@@ -142,8 +142,9 @@ class Logger:
         train/lr at step N is the learning rate of the next step.
         """
 
-    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
-        """What the task found in an evaluation. sample, classes: for `report.figures`, which draws images of it.
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
+        """What the task found in an evaluation of `split`, "val" or "test". sample, classes: for `report.figures`,
+        which draws images of it.
 
         Called if the config of a logger has the key `images`: the number of samples to show.
         """
@@ -223,9 +224,9 @@ class LoggerList(Logger):
         if metrics and step > self._ended_step:
             self._call_each(lambda logger: logger.log_metrics(metrics, step))
 
-    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         if step > self._ended_step:
-            self._call_each(lambda logger: logger.log_report(report, sample, classes, step))
+            self._call_each(lambda logger: logger.log_report(report, sample, classes, step, split))
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if step > self._ended_step:

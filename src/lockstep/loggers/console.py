@@ -113,6 +113,8 @@ class ProgressBarLogger(Logger):
             desc=f"epoch {epoch}/{epochs}",
             unit=" samples",
             leave=False,
+            # The loss is to be seen on 50 columns, too.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}, {rate_fmt}]",
             ncols=None if columns is None else int(columns),
             disable=None if columns is None else False,  # None: on if stderr is a terminal
         )

@@ -66,7 +66,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run_dir: str | Path, images: Whole, histograms: bool, graph: bool) -> None:
         self.run_dir, self.images, self.histograms, self.graph = Path(run_dir), images, histograms, graph
-        self._draw: Callable[[], None] = lambda: None  # the newest report, if it is not drawn yet
+        self._drawings: dict[str, Callable[[], None]] = {}  # {split: draws its newest report}, if that is not done yet
         self._drawn_at, self._drawing_seconds = time.monotonic(), FIRST_DRAWING
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = self.run_dir / name  # not there before the first event
@@ -88,21 +88,25 @@ class TensorBoardLogger(Logger):
         values = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in metrics.items()]
         self._add_summary(Summary(value=values), step)
 
-    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
         """Draw it, now or at the end of the training: most evaluations of a very short epoch are not drawn."""
         if self.images == 0:
             return
 
         def draw() -> None:
-            self._draw, start = lambda: None, time.monotonic()
             for tag, image in report.figures(sample, classes).items():
                 self._append(step, summary=image_summary(tag, image, dataformats="CHW"))
-            self._drawn_at = time.monotonic()
-            self._drawing_seconds = self._drawn_at - start
 
-        self._draw = draw
+        self._drawings[split] = draw
         if time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE:
+            self._draw()
+
+    def _draw(self) -> None:
+        drawings, self._drawings, start = self._drawings, {}, time.monotonic()
+        for draw in drawings.values():
             draw()
+        self._drawn_at = time.monotonic()
+        self._drawing_seconds = self._drawn_at - start
 
     def log_histogram(self, tag: str, values: Tensor, step: int) -> None:
         if self.histograms:

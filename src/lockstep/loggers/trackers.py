@@ -1,4 +1,4 @@
-"""logger=wandb and logger=mlflow: config, curves and images of a run, on a tracking service.
+"""logger=wandb, mlflow and trackio: config, curves and images of a run, on a tracking service.
 
 A service may be slow, hang or be gone, and a training waits for none: a thread hands over what a run reports. What it
 cannot hand over is lost there, with one warning; TensorBoard's files have it.
@@ -7,6 +7,7 @@ cannot hand over is lost there, with one warning; TensorBoard's files have it.
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -73,8 +74,9 @@ class Tracker(Logger):
         if not is_logged:
             self.log_metrics({f"test/{name}": value for name, value in metrics.items()}, step)
 
-    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int) -> None:
-        for tag, image in report.figures(sample, classes).items() if self.images else ():
+    def log_report(self, report: Report, sample: ReadSample, classes: Sequence[str], step: int, split: str) -> None:
+        for tag, figure in report.figures(sample, classes).items() if self.images else ():
+            image = (figure * 255).round().byte() if figure.is_floating_point() else figure
             self._put(lambda tag=tag, image=image: self.send_image(tag, image.permute(1, 2, 0), step))  # type: ignore[misc]
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
@@ -218,3 +220,47 @@ class MLflowLogger(Tracker):
 
     def end(self, finished: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
+
+
+class TrackioLogger(Tracker):
+    """Trackio, of Hugging Face. It keeps runs in a database of this machine, which `trackio show` shows, or sends them
+    where the environment variable TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says.
+
+    run_dir: folder of this run.
+    project: the run's project there.
+    images: test images that an evaluation shows; 0: no images of it.
+    """
+
+    packages = ("trackio",)
+
+    def __init__(self, run_dir: str, project: str, images: Whole) -> None:
+        super().__init__(run_dir, images)
+        import trackio  # not in the thread: the import draws from `random`, which a model may draw from, too
+
+        self.trackio: Any = trackio
+        self.project = project
+        self.run: Any = None
+
+    def begin(self, run: RunInfo, known: str | None) -> str:
+        # It goes on with a run by its name.
+        name = known or f"{self.run_dir.absolute().name}-{uuid.uuid4().hex[:8]}"
+        self.run = self.trackio.init(
+            project=self.project,
+            name=name,
+            group=self.group,
+            config=dict(run.facts["config"]),
+            resume="never" if known is None else "must",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return name
+
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def send_image(self, tag: str, image: Tensor, step: int) -> None:
+        self.run.log({tag: self.trackio.Image(image.numpy())}, step=step)
+
+    def end(self, finished: bool) -> None:
+        self.run.finish()

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +43,8 @@ def weights_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> list[Tens
         weight = getattr(node, "variable", None)  # of the nodes that add to .grad
         if weight is not None:
             weights.append(weight)
-        nodes += [following for following, _ in node.next_functions]
+        with suppress(RuntimeError):  # before torch 2.14 a function of the user's may not tell
+            nodes += [following for following, _ in node.next_functions]
     return weights
 
 

@@ -161,7 +161,7 @@ def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
         reporter.failures(),
         init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
     ):
-        set_determinism(cfg.seed, cfg.trainer.deterministic)
+        set_determinism(cfg.seed, cfg.trainer.deterministic, cfg.trainer.tf32)
         yield world, strategy, logs
 
 
@@ -179,8 +179,7 @@ def begin(cfg: DictConfig, record: "ConfigRecord", world: "World", logs: "RankLo
 
 def _require_same_classes(trained: TrainedRun) -> None:
     """Raise ConfigError if a class number, or a token number of a text, has another name than in the training."""
-    from lockstep.data.dataset import class_names, require_same_classes
-    from lockstep.data.text import TextWindows
+    from lockstep.data.dataset import class_names, require_same_classes, whole_of
 
     dataset, symbols = trained.loaders.train.dataset, None
     for data in (dataset, trained.loaders.test.dataset):
@@ -188,7 +187,8 @@ def _require_same_classes(trained: TrainedRun) -> None:
         require_same_classes(trained.classes, class_names(data), "the training", "this data", advice)
     with suppress(ConfigError):
         symbols = read_run(trained.folder)["data"].get("symbols")
-    if isinstance(dataset, TextWindows) and symbols not in (None, dataset.text.symbols_hash):
+    text = getattr(whole_of(dataset), "text", None)
+    if text is not None and symbols not in (None, text.symbols_hash):
         raise ConfigError(
             "the text has other symbols than the one that the model was trained on, which would be shown in their "
             "place; type dataset.path=<the text that it was trained on>"

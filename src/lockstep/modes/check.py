@@ -41,7 +41,7 @@ OF_RANKS = {
     "loss": "cause not found; the loss is another one for the same outputs: perhaps the task compares the samples of a "
     "batch with each other, or draws",
     "gradients": "cause not found; the gradients of {names} are others for the same loss: perhaps a layer or the loss "
-    "compares the samples of a batch with each other",
+    "compares the samples of a batch with each other, or a hook changes a part of a gradient",
     "weights": "the same gradients change {names} otherwise: it depends on the share of the batch that a rank has",
 }
 REREAD = (
@@ -124,7 +124,14 @@ class Check(Mode):
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
         from multiprocessing.util import get_temp_dir
 
-        from lockstep.preflight import as_taken, check_batch_size, check_model, check_options, prepare_data
+        from lockstep.preflight import (
+            accumulates_more,
+            as_taken,
+            check_batch_size,
+            check_model,
+            check_options,
+            prepare_data,
+        )
 
         if cfg.resume is not None:
             raise ConfigError(
@@ -136,6 +143,8 @@ class Check(Mode):
         changes: dict[str, Any] = {"backend.name": "gloo", "profiler.enabled": False}
         batch_size = check_batch_size(cfg, strategy.data_parallel_size(ranks))
         changes |= {"trainer.batch_size": batch_size, "trainer.batch_size_per_rank": None}
+        if accumulates_more(cfg):  # as long as the memory suffices
+            changes["trainer.gradient_accumulation_steps"] = 1
         notes = []
         if cfg.strategy.get("replicas", 1) > 1:  # each has two ranks or more
             changes["strategy.replicas"] = 1
@@ -148,7 +157,7 @@ class Check(Mode):
             raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
         prepare_data(here)
         check_model(here, strategy, RANKS)
-        few = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS)) * cfg.trainer.gradient_accumulation_steps
+        few = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS)) * here.trainer.gradient_accumulation_steps
         # A folder that goes with this process, also at Ctrl-C.
         rows, found = checked(here, Path(get_temp_dir()), few, known_before(cfg, strategy))
         notes += found

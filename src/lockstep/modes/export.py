@@ -12,13 +12,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.config.schema import with_values
 from lockstep.errors import ConfigError, printable
 from lockstep.failures.record import exception_record
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import Tensor
 
+    from lockstep.config.record import ConfigRecord
     from lockstep.modes.trained_net import TrainedNet
     from lockstep.strategies.base import JobSpec
 
@@ -65,6 +68,10 @@ class Export(Mode):
             )
         if job.world_size > 1:
             raise ConfigError(f"mode=export is the work of one process, not of {job.world_size}; type launch=env")
+
+    def work(self, cfg: "DictConfig", record: "ConfigRecord") -> None:
+        # On the CPU: a program keeps the device that it was traced on.
+        super().work(with_values(cfg, {"backend.name": "gloo"}), record)
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the file cannot be written, or computes something else."""
@@ -189,7 +196,7 @@ def write_onnx(net: "TrainedNet", samples: "Tensor", path: Path) -> Outputs:
     """ONNX with the input "samples" and the output "outputs"."""
     import torch
 
-    if any(parameter.dtype == torch.float64 for parameter in net.parameters()):
+    if any(parameter.dtype in (torch.float64, torch.bfloat16) for parameter in net.parameters()):
         raise ConfigError("mode.format=onnx is for float32 weights; type trainer.precision=fp32 mode.format=onnx")
     for name in ("onnxscript", "onnx_ir"):  # they log each of their passes
         logging.getLogger(name).setLevel(logging.WARNING)

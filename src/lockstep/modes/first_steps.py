@@ -86,7 +86,7 @@ def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) 
             reporter.set_hang_rules(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
-            set_determinism(cfg.seed, cfg.trainer.deterministic)
+            set_determinism(cfg.seed, cfg.trainer.deterministic, cfg.trainer.tf32)
             try:
                 cfg, loaders = build.model_and_data(cfg, world, strategy)
                 loader = loaders.train
@@ -117,8 +117,7 @@ class FirstSteps(Watcher):
     def __init__(self, state: TrainState, loader: BatchLoader, variant: Variant, folder: Path, needs_all: bool) -> None:
         self.state, self.loader, self.variant, self.folder = state, loader, variant, folder
         self.needs_all, self.world, self.model = needs_all, state.strategy.world, state.strategy.model
-        self.unchecked, self.draws, self.coarsest, self.trained = NO_STEP, False, "fp64", 0  # as in `Facts`
-        self.likely, self.numbers, self.resume, self.fits, self.notes = (list[str]() for _ in range(5))
+        self.facts = Facts()
         self.scheduler_as_built = copy.deepcopy(state.scheduler.state_dict())
         weights = self._whole(dict(self.model.named_parameters()))
         self.trace: Trace = {"start": {name: digest(value).cpu() for name, value in weights.items()}}
@@ -136,7 +135,9 @@ class FirstSteps(Watcher):
         epochs = (0, 1) if self.world.size == 1 else (1, 0)  # what a data set keeps of one must not change the other
         read = {epoch: _read(loader, epoch) for epoch in epochs if reads_again}
         if loader.is_stream:
-            self.notes.append("iterable: samples come in the data set's own order, and every rank reads all of them")
+            self.facts.notes.append(
+                "iterable: samples come in the data set's own order, and every rank reads all of them"
+            )
         self.model.register_forward_pre_hook(self._before_forward)
         for name, module in self.model.named_modules():
             kind = type(module).__name__
@@ -150,59 +151,50 @@ class FirstSteps(Watcher):
         except _Enough:
             pass
         except TrainingDiverged as error:
-            self.fits.append(str(error))
+            self.facts.fits.append(str(error))
         except (BuffersDiffer, UnusedParameters) as error:
-            self.unchecked = str(error)
+            self.facts = replace(self.facts, unchecked=str(error))
         if reads_again and _read(loader, turn=-1) != read[0]:
-            self.resume.append(REREAD)
+            self.facts.resume.append(REREAD)
         self._tell_causes()
-        return Facts(
-            unchecked=self.unchecked,
-            likely=self.likely,
-            numbers=self.numbers,
-            resume=self.resume,
-            fits=self.fits,
-            notes=self.notes,
-            second_epoch=read.get(1, []),
-            draws=self.draws,
-            coarsest=self.coarsest,
-            trained=self.trained,
-        )
+        return replace(self.facts, second_epoch=read.get(1, []))
 
     def _tell_causes(self) -> None:
         state, strategy = self.state, self.state.strategy
         unsynced, norms_see = unsynced_batch_norms(self.model), strategy.batch_norm_sees()
         if unsynced and norms_see:
             advice = "sync_bn=auto" if strategy.supports_sync_bn else "strategy=ddp, or a model without batch norm"
-            self.likely.append(f"batch norm sees {norms_see}: {first_of(unsynced)}; type {advice}")
+            self.facts.likely.append(f"batch norm sees {norms_see}: {first_of(unsynced)}; type {advice}")
         buffers = [*state.buffers.averaged, *state.buffers.own]
         if buffers:
-            self.likely.append(
+            self.facts.likely.append(
                 f"a rank changes {first_of(buffers)} by its own share, and the ranks' mean is not what one rank has; "
                 f"gather the samples of all ranks in the module"
             )
-        if self.draws and state.noise is None:
-            self.likely.append(
+        if self.facts.draws and state.noise is None:
+            self.facts.likely.append(
                 "the ranks of this strategy draw dropout and noise for their own parts of the model; type "
                 "strategy=ddp, or model.dropout=0 if the model has it"
             )
         elif state.noise is not None and state.noise.has_drawn_by_rank:
-            self.likely.append(
+            self.facts.likely.append(
                 "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
                 "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
             )
         if state.early_steps.shared_draws:
-            self.likely.append(state.early_steps.shared_draws)
+            self.facts.likely.append(state.early_steps.shared_draws)
         if self.unused and self.needs_all:
-            self.numbers.append("parameters without a gradient, see below")
-            self.fits.append(
+            self.facts.numbers.append("parameters without a gradient, see below")
+            self.facts.fits.append(
                 f"parameters without a gradient: {first_of(self.unused)}; type strategy.find_unused_parameters=true, "
                 f"or freeze=[{','.join(self.unused[:4])}]"
             )
         for name in state.early_steps.no_sums:
-            self.numbers.append(f"the {name} of the task does not add up over the samples of a batch; return a sum")
+            self.facts.numbers.append(
+                f"the {name} of the task does not add up over the samples of a batch; return a sum"
+            )
         if state.early_steps.unowned:
-            self.fits.append(state.early_steps.unowned)
+            self.facts.fits.append(state.early_steps.unowned)
 
     def _use(self, name: str, parameter: Tensor) -> None:
         self.used.add(name)
@@ -233,14 +225,15 @@ class FirstSteps(Watcher):
         self.unused = list(dict.fromkeys(name for names in [self.unused, *everyones] for name in names))
         not_finite = [name for name, value in gradients.items() if not local_part(value).isfinite().all()]
         if not_finite and not self.state.scaler.is_enabled():  # it looks for the scale at which they are finite
-            self.unchecked = "not checked: the gradients of the first step are not finite"
-            self.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
+            self.facts = replace(self.facts, unchecked="not checked: the gradients of the first step are not finite")
+            self.facts.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
         noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
         has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
-        self.draws = any(self.world.all_gather_json(has_moved if noise is None else noise.has_drawn))
+        draws = any(self.world.all_gather_json(has_moved if noise is None else noise.has_drawn))
         sizes = [torch.finfo(p.dtype).bits for _, p in named if p.is_floating_point() or p.is_complex()]
-        self.coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
-        self.trained = sum(value.numel() for value in gradients.values())
+        coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
+        trained = sum(value.numel() for value in gradients.values())
+        self.facts = replace(self.facts, draws=draws, coarsest=coarsest, trained=trained)
 
     def after_step(self, samples: int) -> None:
         state, step = self.state, self.state.progress.step
@@ -267,8 +260,8 @@ class FirstSteps(Watcher):
             layers = {name: sums[order] for name, sums in by_sample.items() if len(sums) == len(order)}
             trace = self.trace | {"samples": {"samples": samples[order]}, "layers": layers}
             torch.save(trace, self.folder / f"{self.variant.name}-{step}.pt")
-        if self.unchecked == NO_STEP:
-            self.unchecked = ""
+        if self.facts.unchecked == NO_STEP:
+            self.facts = replace(self.facts, unchecked="")
 
     def _whole(self, named: dict[str, Any]) -> dict[str, Tensor]:
         """Tensors of the whole model, on rank 0."""

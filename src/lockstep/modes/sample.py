@@ -48,11 +48,11 @@ class Sample(Mode):
         """Raises ConfigError if the run was not trained on a text, or not on the symbols of the prompt."""
         import torch
 
-        from lockstep.data.text import TextWindows
+        from lockstep.data.dataset import whole_of
         from lockstep.training.setup import autocast
 
-        dataset = trained.loaders.train.dataset
-        if not isinstance(dataset, TextWindows):
+        dataset = whole_of(trained.loaders.train.dataset)
+        if not hasattr(dataset, "text"):
             raise ConfigError("mode=sample writes text, and this run was not trained on one; type mode=predict")
         state, device = trained.state, trained.world.device
         model = state.strategy.model.eval()

@@ -19,7 +19,7 @@ class Train(Mode):
     name, trains = "train", True
 
     def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
-        """Returns the last value of `cfg.objective`."""
+        """Returns `cfg.objective` of the weights that it chose."""
         from lockstep import build, build_loggers
         from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.snapshots.resume import write_hydra_files

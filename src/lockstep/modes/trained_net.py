@@ -56,10 +56,11 @@ class TrainedNet(nn.Module):
         """samples: also an array of NumPy, or a list of samples of one shape."""
         now = self._place_and_type()
         if now is not None and now != self.weights:  # after net.to(), net.double() or net.half()
+            dtype = self.converter.input_type
             if self.weights is None or now[1] != self.weights[1]:
-                self.precision = ""  # that type is what was asked for
+                self.precision, dtype = "", now[1]  # that type is what was asked for
             self.weights = now
-            self.converter = Converter(*now, self.converter.memory_format, self.mean, self.std)
+            self.converter = Converter(now[0], dtype, self.converter.memory_format, self.mean, self.std)
         if isinstance(samples, list):
             samples = torch.stack([_as_tensor(sample) for sample in samples])
         elif isinstance(samples, np.ndarray):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
-from lockstep.runs.record import FINISHED, Run, metric_on_test, state_of
+from lockstep.runs.record import FINISHED, Run, best_of, metric_on_test, state_of
 from lockstep.runs.repeats import (
     MOST,
     NO_NUMBER,
@@ -127,20 +127,19 @@ def _mode(run: Run, metric: str) -> str:
 
 def _number(run: Run, metric: str) -> float | None:
     """The number of a run that a sweep would sort it by, or one on the test set. Raises ConfigError for another."""
-    objective = run["objective"]
-    if metric == objective["name"]:
-        last: float | None = objective.get("last")
-        return objective["best"] if last is None else last
+    objective = run["objective"]["name"]
+    if metric == objective:
+        return best_of(run)[0]
     split, _, name = metric.partition("/")
     if split != "test":
         raise ConfigError(
-            f"--metric {metric}: {run['folder']} keeps {objective['name']} and the metrics of the test set; "
-            f"type --metric {objective['name']}, or --metric test/{metric.rpartition('/')[2]}"
+            f"--metric {metric}: {run['folder']} keeps {objective} and the metrics of the test set; "
+            f"type --metric {objective}, or --metric test/{metric.rpartition('/')[2]}"
         )
     value = metric_on_test(run, name)
     if value is None:
         raise ConfigError(
-            f"--metric {metric}: {run['folder']} has no such number of the test set; type --metric {objective['name']}"
+            f"--metric {metric}: {run['folder']} has no such number of the test set; type --metric {objective}"
         )
     return value
 

@@ -28,9 +28,9 @@ def data_fingerprint(dataset: Any) -> str:
     """A hash of a map-style data set, and what it covers: "0123456789abcdef of all samples and targets".
 
     In memory every bit counts, or of more than `LARGEST_TENSOR` bytes some rows. Of a folder of images the names of all
-    files count, and the sizes of up to `FILES` of them. Elsewhere the length and some numeric targets count, since
-    random transforms change the inputs; an item that cannot be loaded counts as one without a target. The hash of a
-    part is that of the whole data set.
+    files count, and the sizes of up to `FILES` of them. A data set may have it as its attribute `fingerprint`.
+    Elsewhere the length and some numeric targets count, since random transforms change the inputs; an item that cannot
+    be loaded counts as one without a target. The hash of a part is that of the whole data set.
     """
     try:
         known = _known.get(dataset)
@@ -58,6 +58,8 @@ def _of_samples(dataset: Any) -> str:
         return f"{_hash(names, sizes)} of the names of {len(files)} files and the sizes of {len(sizes)}"
     if isinstance(dataset, InMemoryDataset):
         return _of_tensors(dataset)
+    if isinstance(own := getattr(dataset, "fingerprint", None), str):
+        return own
     targets: list[float | None] = []
     with random_states_kept():  # the data set may draw random numbers; the run's must not change
         for index in _evenly_spaced(len(dataset), ITEMS):

@@ -120,7 +120,12 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
     try:
-        contents = load_plain(path)
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            contents: Any = load_file(path)
+        else:
+            contents = load_plain(path)
         if isinstance(contents, dict):
             contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types

@@ -43,6 +43,7 @@ from lockstep.snapshots.files import (
     step_of,
     write_part,
 )
+from lockstep.snapshots.mirror import Mirror, fetch, is_url
 from lockstep.snapshots.resume import (
     Found,
     find_snapshots,
@@ -92,6 +93,7 @@ class SnapshotManager(Watcher):
         every: str,
         keep_last: int,
         form: str,
+        mirror: str | None = None,
         before_save: Callable[[], None] = lambda: None,
         compare_weights: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,6 +102,7 @@ class SnapshotManager(Watcher):
         config: flat dict of plain values, stored in the snapshot; a resumed run logs what differs.
         every: see SaveInterval.
         keep_last, form: see Saver.
+        mirror: as snapshot.mirror.
         before_save: called on rank 0 before each save. It writes what must not be older than the snapshot.
         compare_weights: called on all ranks before each save. It raises RanksDiffer if their weights differ.
         """
@@ -111,7 +114,8 @@ class SnapshotManager(Watcher):
         self.before_save, self.compare_weights = before_save, compare_weights
         self.vote = StopVote(self.world, flags=3)
         self.writer = BackgroundWriter(MAX_PENDING)
-        self.saver = Saver(state, self.folder, self.writer, keep_last, form)
+        self.mirror = Mirror(mirror, self.folder) if mirror is not None and self.world.is_rank_zero else None
+        self.saver = Saver(state, self.folder, self.writer, keep_last, form, self.mirror)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
         self.fresh_groups = copy.deepcopy([without_parameters(group) for group in state.optimizer.param_groups])
         self.scheduler_as_built = plain_copy(self.fresh_schedule)
@@ -130,9 +134,11 @@ class SnapshotManager(Watcher):
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.writer.pending:
+        if self.writer.pending or self.mirror is not None:
             reporter.enter("disk")  # the monitor gives it more time
         self.writer.close()
+        if self.mirror is not None:
+            self.mirror.close()
         if error is None:
             self.vote.close()
 
@@ -147,6 +153,8 @@ class SnapshotManager(Watcher):
 
         def find() -> Found | None:
             self.writer.drain()  # at a rollback the newest one may not be written yet
+            if is_url(where) and not list_snapshots(self.folder):
+                fetch(str(where), self.folder)
             paths = find_snapshots(where, self.run_dir)
             found = load_first_good(paths)
             if found is not None:
@@ -496,9 +504,19 @@ class Saver:
 
     keep_last: how many numbered snapshots stay.
     form: `snapshot.format`.
+    mirror: gets what is written.
     """
 
-    def __init__(self, state: TrainState, folder: Path, writer: BackgroundWriter, keep_last: int, form: str) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        folder: Path,
+        writer: BackgroundWriter,
+        keep_last: int,
+        form: str,
+        mirror: Mirror | None,
+    ) -> None:
+        self.mirror = mirror
         self.state, self.folder, self.writer, self.keep_last, self.form = state, folder, writer, keep_last, form
         self.world = state.strategy.world
         self.damaged: set[Path] = set()  # on rank 0: passed over when the run was resumed, they push out no good ones
@@ -540,6 +558,8 @@ class Saver:
         try:
             path = save_snapshot(self.folder, name, contents, self.keep_last, self.damaged)
             self.damaged.discard(path)
+            if self.mirror is not None:
+                self.mirror.put(path)
         except OSError as error:
             if "parts" in contents:  # the largest files, on a disk that may be full
                 shutil.rmtree(self.folder / contents["parts"]["folder"], ignore_errors=True)

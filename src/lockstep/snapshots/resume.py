@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
 from lockstep.failures import reporter
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
+from lockstep.snapshots.mirror import is_url, require_listed
 from lockstep.snapshots.state import restore_weights
 from lockstep.text import differing
 from lockstep.training.state import TrainState
@@ -54,14 +55,18 @@ PYTHON = Keys("run", "which")  # the arguments of `lockstep.load`
 
 
 def find_snapshots(resume: str | Path | None, run_dir: Path) -> list[Path]:
-    """Those of a training, best first: its own, else those that `resume` names. Empty: a fresh start.
+    """Those of a training, best first: its own, else those that `resume` names. Empty: a fresh start, or a mirror whose
+    snapshots become the run's own when it begins.
 
-    resume: a run folder, a folder of snapshots, a snapshot file, or None.
+    resume: a run folder, a folder of snapshots, a snapshot file, the URL of a mirror, or None.
     Raises ConfigError if there is nothing in it to resume from.
     """
     own = list_snapshots(run_dir / "snapshots")
     if own or resume is None:
         return own
+    if is_url(resume):
+        require_listed(str(resume))
+        return []
     return _named_snapshots(resume, TRAINING, TRAINING.run)
 
 

@@ -48,7 +48,7 @@ class JobSpec:
 
     world_size: int
     ranks_here: int  # ranks on this machine
-    device_type: str  # "cpu" or "cuda"
+    device_type: str  # "cpu", "cuda" or "mps"
     precision: str
     sync_bn: str  # "auto", "on" or "off"
     gradient_accumulation_steps: int
@@ -109,10 +109,15 @@ class Strategy:
         """Inside the block the model of a run of `world_size` ranks is built, which `setup` takes over later."""
         return nullcontext()
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: "GradientSync") -> None:
-        """Take over `model`, which is on `world.device`, and spread it over the ranks.
+    def device_before_setup(self, world: World) -> torch.device:
+        """Where the model is that `setup` takes over: the CPU, if only a part of it goes to `world.device`."""
+        return world.device
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: "GradientSync", precision: str = "fp32") -> None:
+        """Take over `model`, which is on `device_before_setup`, and spread it over the ranks.
 
         gradient_sync: how DistributedDataParallel averages gradients. Other strategies do not use it.
+        precision: as trainer.precision.
         """
         self.world = world
         self.module = self.model = model
@@ -334,10 +339,8 @@ def forward_empty_batch(module: nn.Module, inputs: Any) -> Any:
     Many models cannot compute those: `view(len(x), -1)` has no answer for a tensor without elements. So two samples of
     ones stand in for them, and their outputs are cut off: two, because batch norm refuses one, and ones, because these
     are token numbers, masks and pixels that any model takes. Their gradient is zero, and synchronised batch norm does
-    not count them. torch's own, on GPUs, would, and can compute inputs without samples.
+    not count them.
     """
-    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        return module(inputs)
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, SyncBatchNorm):

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.schema import Positive
+from lockstep.data.dataset import count_samples, map_tensors
+from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import JobSpec, Strategy
@@ -46,8 +49,8 @@ class DataParallel(Strategy):
                 "type trainer.compile=false"
             )
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         if world.device.type == "cuda":
             self.module = UnevenDataParallel(model, self.first_share)
         else:
@@ -62,13 +65,29 @@ class UnevenDataParallel(nn.DataParallel[nn.Module]):
         self.first_share = first_share
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        batch: Tensor = inputs[0]
-        sizes = part_sizes(len(batch), len(device_ids), self.first_share)
-        sent = []
-        for number, (part, device) in enumerate(zip(batch.split(sizes), device_ids, strict=True)):
-            if number == 0 or len(part):
-                sent.append((part.to(device, non_blocking=True),))
+        batch, start = inputs[0], 0
+        sent: list[tuple[Any]] = []
+        for size, device in zip(
+            part_sizes(count_samples(batch), len(device_ids), self.first_share), device_ids, strict=True
+        ):
+            if size or not sent:
+                part = slice(start, start + size)
+                sent.append((map_tensors(lambda t, p=part, d=device: t[p].to(d, non_blocking=True), batch),))  # type: ignore[misc]
+            start += size
         return sent, [kwargs or {}] * len(sent)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        """Each GPU computes in a thread. A new thread's autocast would be fp16, and GPUs with one seed would draw the
+        same dropout mask."""
+        dtype, enabled, seed = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.initial_seed()
+
+        def computed(replica: Any, number: int, *inputs: Any, **options: Any) -> Any:
+            torch.cuda.default_generators[self.device_ids[number]].manual_seed(fold_in(seed, number))
+            with torch.autocast("cuda", dtype, enabled):
+                return replica(*inputs, **options)
+
+        calls: Any = [partial(computed, replica, number) for number, replica in enumerate(replicas)]
+        return super().parallel_apply(calls, inputs, kwargs)
 
 
 def part_sizes(samples: int, devices: int, first_share: float) -> list[int]:

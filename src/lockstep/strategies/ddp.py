@@ -1,5 +1,6 @@
 """One replica per rank, gradients averaged while the backward pass runs (torch.nn.parallel.DistributedDataParallel)."""
 
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,12 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import versions
 from lockstep.config.schema import Positive
+from lockstep.distributed.shared_memory import SumInPlace, sum_of_vectors
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.models.base import sparse_parameters
 from lockstep.strategies.base import JobSpec, LossFunction, Strategy, UnusedParameters, forward
 from lockstep.strategies.gradient_sync import GradientSync
 from lockstep.strategies.tensor_bytes import TYPES_SENT, broadcast
+
+# The second name is that of torch before 2.13.
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+BUFFERS_IN_FORWARD = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
 
 
 class DDP(Strategy):
@@ -55,13 +61,22 @@ class DDP(Strategy):
     def validate_gradient_sync(self, gradient_sync: GradientSync, job: JobSpec) -> None:
         gradient_sync.validate(job)
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         self.gradient_sync = gradient_sync
         self.ranks_agree = gradient_sync.ranks_agree
         self.waited_for = dict[str, nn.Parameter]()  # those without whose gradient no rank gets on
-        # torch's reducer divides the dense gradients twice that come after a sparse one (2.14.1).
         self.sparse = sparse_parameters(model)
+        self.sum_apart: SumInPlace = world.all_reduce_sum
+        if world.size > 1 and not gradient_sync.in_backward:
+            dense = [p for p in model.parameters() if p.requires_grad and all(p is not other for other in self.sparse)]
+            self.apart = [*self.sparse, *dense]
+            types = {parameter.dtype.to_real() for parameter in self.apart}
+            if len(types) == 1:
+                self.sum_apart = sum_of_vectors(world, sum(p.numel() for p in self.apart), types.pop())
+            broadcast([*model.parameters(), *model.buffers()])
+            return
+        # torch's reducer divides the dense gradients twice that come after a sparse one (2.14.1).
         for parameter in self.sparse:
             parameter.requires_grad_(False)
         if world.size > 1 and any(parameter.requires_grad for parameter in model.parameters()):
@@ -81,8 +96,7 @@ class DDP(Strategy):
             model,
             device_ids=[world.device.index] if on_one_gpu else None,
             init_sync=can_send,
-            forward_sync_buffers=False,
-            **self.options,
+            **self.options | {BUFFERS_IN_FORWARD: False},
         )
         gradient_sync.attach(self.module, world)
         if not (self.options["find_unused_parameters"] or self.options["static_graph"]):
@@ -141,8 +155,9 @@ class DDP(Strategy):
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in self.apart]
         are_used = self.world.any_of([p.grad is not None for p in self.apart])
-        for number, total in enumerate(self.world.all_reduce_sums(gradients)):
-            mean = total / self.gradient_divide_factor()
+        for number, total in enumerate(self.world.all_reduce_sums(gradients, self.sum_apart)):
+            # In the layout of the weight: torch's fused optimizers take another one for the same.
+            mean = gradients[number].copy_(total / self.gradient_divide_factor())
             self.apart[number].grad = mean.to_sparse(1) if number < len(self.sparse) else mean
             if not are_used[number]:  # a gradient of zeros would let momentum and weight decay move it
                 self.apart[number].grad = None

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.schema import Count, Limits
 from lockstep.distributed.host import return_large_blocks
+from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
 from lockstep.strategies.base import (
@@ -222,8 +223,11 @@ class FSDP(Strategy):
         return_large_blocks()
         return parameters_on_disk()
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def device_before_setup(self, world: World) -> torch.device:
+        return world.device if world.size == 1 else torch.device("cpu")
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         if world.size == 1:
             self.ranks_agree = True
             return
@@ -236,6 +240,11 @@ class FSDP(Strategy):
             ranks, shares_model, holds_same = replica_groups(self.replicas, world)
             groups, axes = [holds_same, shares_model], ("replicate", "shard")
             mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=axes)
+        # With autocast alone each weight would be gathered in float32, and its copy in bf16 kept for the backward pass.
+        # A batch norm needs its weights in the type of its running statistics.
+        precisions = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if precision == "bf16" and not any(isinstance(module, BatchNorm) for module in model.modules()):
+            precisions = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         names = {module: name for name, module in model.named_modules()}
         blocks = [*blocks_to_wrap(model, self.wrap_classes, self.wrap_min_parameters), model]
         self.first_passes = list[FirstPasses]()
@@ -244,7 +253,7 @@ class FSDP(Strategy):
             frozen = {name for name, weight in gathered(block, names[block]).items() if not weight.requires_grad}
             if frozen:
                 block.register_forward_hook(partial(self._refuse_unfrozen, names[block], frozen))
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=precisions)
             first_passes.begin()
             self.first_passes.append(first_passes)
         self.used = UsedWeights(model, {names[block]: block for block in blocks}, world, self.find_unused_parameters)

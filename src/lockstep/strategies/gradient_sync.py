@@ -31,6 +31,7 @@ class GradientSync:
     replicas_bitwise_equal: whether it has the same bits, too, so that the ranks' weights can be compared.
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
+    in_backward: whether DistributedDataParallel averages while the backward pass runs.
     sends_as_much_each_step: whether the first step tells what a later one sends.
     """
 
@@ -39,6 +40,7 @@ class GradientSync:
     replicas_bitwise_equal = True
     is_exact = True
     needs_hooks = False
+    in_backward = True
     sends_as_much_each_step = True
 
     def validate(self, job: JobSpec) -> None:
@@ -60,6 +62,12 @@ class Auto(GradientSync):
     def attach(self, module: DistributedDataParallel, world: World) -> None:
         with suppress(ConfigError):  # raised on all ranks alike, so all of them stay with DDP's all-reduce
             SharedMemory().attach(module, world)
+
+
+class AfterBackward(GradientSync):
+    """One all-reduce of all gradients after the last backward pass, which may fail on one rank alone."""
+
+    in_backward = False
 
 
 class SharedMemory(GradientSync):
@@ -158,6 +166,11 @@ class PowerSGD(GradientSync):
             raise ConfigError(
                 "gradient_sync=powersgd adds the error of each step to the next, a NaN too; "
                 "type watch.nan=rollback, or gradient_sync=auto"
+            )
+        if job.device_type == "cpu" and torch.cuda.device_count():
+            raise ConfigError(
+                "gradient_sync=powersgd over gloo fails on a machine with a GPU: torch's hook waits for the GPU, and "
+                "the gradients are on the CPU; type backend=nccl, or gradient_sync=auto"
             )
 
     def attach(self, module: DistributedDataParallel, world: World) -> None:

@@ -38,14 +38,14 @@ class ModelParallel(DDP):
         refuse_scripted(model, "model_parallel")
         layer_groups(model, self.devices)
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
         mine = rank_devices(world, self.devices)
         for group, device in zip(layer_groups(model, self.devices), mine, strict=True):
             for child in group.values():
                 child.to(device)
                 child.register_forward_pre_hook(_MoveInputs(device), with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, outputs: map_tensors(lambda t: t.to(mine[0]), outputs))
-        super().setup(model, world, gradient_sync)
+        super().setup(model, world, gradient_sync, precision)
 
 
 class _MoveInputs:

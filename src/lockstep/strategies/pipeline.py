@@ -96,13 +96,16 @@ class Pipeline(Strategy):
         refuse_scripted(model, "pipeline")
         _refuse_shared_parameters(layer_groups(model, world_size))
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def device_before_setup(self, world: World) -> torch.device:
+        return world.device if world.size == 1 else torch.device("cpu")
+
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         if world.size == 1:
             self.ranks_agree = True
             return
         stages = [Stage(OrderedDict(layers)) for layers in layer_groups(model, world.size)]
-        self.stage = stages[world.rank]
+        self.stage = stages[world.rank].to(world.device)
         # This rank needs the shapes that enter its stage, so it keeps the stages before it without their weights.
         self.shapes = [_without_values(stage) for stage in stages[: world.rank + 1]]
         self.module = self.model = self.stage

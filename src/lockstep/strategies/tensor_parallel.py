@@ -79,8 +79,8 @@ class TensorParallel(Strategy):
             refuse_gradient_hooks(model, "tensor_parallel")
             refuse_sparse_gradients(model, "tensor_parallel")
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         if world.size == 1:
             self.ranks_agree = True
             return

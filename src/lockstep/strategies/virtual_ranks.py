@@ -82,8 +82,8 @@ class VirtualRanks(Strategy):
                 f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in types))}; type strategy=ddp"
             )
 
-    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync) -> None:
-        super().setup(model, world, gradient_sync)
+    def setup(self, model: nn.Module, world: World, gradient_sync: GradientSync, precision: str = "fp32") -> None:
+        super().setup(model, world, gradient_sync, precision)
         torch.set_num_threads(1)  # with more, the sums in a convolution depend on how many there are
         per_rank = self.count // world.size
         self.share = range(world.rank * per_rank, (world.rank + 1) * per_rank)  # of the virtual ranks

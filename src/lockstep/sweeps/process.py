@@ -244,8 +244,8 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name.strip() not in ("", "-1")]
-    devices = Path("/dev").glob("nvidia[0-9]*")
-    return sorted((path.name.removeprefix("nvidia") for path in devices), key=int)
+    # CUDA counts those that it sees from 0, also in a container that has nvidia3 alone.
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def _share(items: Sequence[Item], parts: int, number: int) -> Sequence[Item]:

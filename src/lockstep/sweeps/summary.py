@@ -177,13 +177,13 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
 def _print_rows(rows: Sequence[Row], objective: str, named: Mapping[int, Run]) -> None:
     """The table of jobs. named: the run.json of jobs whose objectives have other names."""
     test = _test_column(objective, rows)
-    header = ["job", "state", "objective" if named else objective, *test, "best", "at step", "seconds", "overrides"]
+    header = ["job", "state", "objective" if named else objective, *test, "at step", "seconds", "overrides"]
     cells = [header]
     for row in rows[:SHOWN]:
-        value = _number(row.objective)
+        value = _number(row.best if row.objective is None else row.objective)
         if row.number in named:
             value = f"{named[row.number]['objective']['name']} {value}"
-        numbers = [value, *(_number(row.test) for _ in test), _number(row.best)]
+        numbers = [value, *(_number(row.test) for _ in test)]
         best_step = "" if row.best_step is None else str(row.best_step)
         words = f"{row.overrides}{_cause(row)}"
         cells.append([str(row.number), row.state, *numbers, best_step, f"{row.seconds:.1f}", words])
@@ -336,11 +336,11 @@ def plot_sweep(
     drawn = sorted(zip(points, scale(objectives), strict=True), key=lambda point: _layer(point[0][0], best))
     for index, (key, places) in enumerate(panels.items()):
         left, top = WIDTH * (index % columns) + LEFT, above + HEIGHT * (index // columns) + TOP
-        _frame(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
+        draw_axes(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
         taken: list[tuple[float, float]] = []
         for (row, values), height in drawn:
             if key in values:
-                across, up = _free_place(*_place(left, top, places[values[key]], height), taken)
+                across, up = _free_place(*pixel_of(left, top, places[values[key]], height), taken)
                 box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
                 canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
         legend = f"red: job {best[0].number}, the best" if len(best) == 1 else "red: jobs of the best setting"
@@ -413,7 +413,7 @@ def scale(numbers: Sequence[float]) -> list[float]:
     return [(number - low) / span if abs(number) < float("inf") else 0.0 for number in numbers]
 
 
-def _place(left: int, top: int, place: float, height: float) -> tuple[float, float]:
+def pixel_of(left: int, top: int, place: float, height: float) -> tuple[float, float]:
     """The pixel of a point in the panel whose axes begin at `left` and `top`. Its coordinates are from 0 to 1."""
     wide, tall = WIDTH - LEFT - RIGHT - 2 * INSET, HEIGHT - BOTTOM - TOP - 2 * INSET
     return left + INSET + place * wide, top + INSET + (1 - height) * tall
@@ -428,7 +428,7 @@ def _free_place(across: float, up: float, taken: list[tuple[float, float]]) -> t
     return taken[-1]
 
 
-def _frame(
+def draw_axes(
     canvas: "ImageDraw.ImageDraw",
     left: int,
     top: int,
@@ -442,7 +442,7 @@ def _frame(
     low, high = min(finite, default=0.0), max(finite, default=1.0)  # as in `scale`
     canvas.text((left, top - INSET), title, fill=INK, anchor="ld")
     for share in (0.0, 0.5, 1.0):
-        _, height = _place(left, top, 0.0, share)
+        _, height = pixel_of(left, top, 0.0, share)
         canvas.line((left, height, right, height), fill=GRID, width=FINER)
         value = low + share * (high - low)
         canvas.text((left - INSET, height), f"{value:.4g}", fill=INK, anchor="rm")
@@ -452,7 +452,7 @@ def _frame(
         while canvas.textlength(label) > room and len(label) > 4:
             label = f"{label[:-2]}…"
         half = canvas.textlength(label) / 2
-        across = min(_place(left, top, place, 0.0)[0], right + RIGHT - half)
+        across = min(pixel_of(left, top, place, 0.0)[0], right + RIGHT - half)
         if across - half > taken:  # else it would lie over the label before it
             canvas.text((across, floor + INSET / 2), label, fill=INK, anchor="ma")
             taken = across + half + INSET / 2

@@ -46,7 +46,7 @@ class Row:
 
     overrides: what it changes, as words of a shell.
     folder: its run folder, inside the sweep's.
-    objective: of the last evaluation, as a run returns it.
+    objective: of the weights that a run has chosen, as it returns it.
     best, best_step: the best evaluation, and the step of it.
     seconds: of all its lives together.
     cause: why it is in this state, in one line.
@@ -282,7 +282,7 @@ def state_after_kill(row: Row, folder: Path) -> dict[str, Any]:
     if state == FAILED:
         reported = "" if run is None else reported_cause(folder, run["lives"][-1]["started"])
         cause = reported or f"Slurm job {job} has ended, see slurm-{job}.out"
-    objective = run["objective"].get("last") if run is not None and state == FINISHED else None
+    objective = best_of(run)[0] if run is not None and state == FINISHED else None
     return {"state": state, "objective": objective, "seconds": seconds, "cause": cause}
 
 

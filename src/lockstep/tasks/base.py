@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.config.schema import show
-from lockstep.data.dataset import count_samples, tensors_in
+from lockstep.data.dataset import count_samples, float64_device, tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 
@@ -133,7 +133,14 @@ def counted(task: Task, targets: Any) -> int | Tensor:
     count = task.count(targets)
     if task.counts_samples:
         return int(count)
-    return torch.as_tensor(count, dtype=torch.float64, device=next(tensors_in(targets)).device)
+    count = as_float64(count) if isinstance(count, Tensor) else count
+    device = float64_device(next(tensors_in(targets)).device)
+    return torch.as_tensor(count, dtype=torch.float64, device=device)
+
+
+def as_float64(tensor: Tensor) -> Tensor:
+    """In float64, on the CPU if its device has none."""
+    return tensor.to(float64_device(tensor.device)).double()
 
 
 def at_least_float32(outputs: Tensor) -> Tensor:
@@ -248,7 +255,7 @@ def _sum(key: str, values: Any, count: int) -> Tensor:
             f"return the shape {[count]} there"
         )
     if not values.is_floating_point():
-        values = values.double()
+        values = as_float64(values)
     if values.dim() == 0 or len(values) != count:
         raise ConfigError(
             f"{key} gives the shape {list(values.shape)} for {count} samples, and a value for each sample is wanted, "

@@ -17,6 +17,7 @@ from lockstep.tasks.base import (
     Report,
     Share,
     Task,
+    as_float64,
     at_least_float32,
     class_counts,
     class_scores,
@@ -94,7 +95,7 @@ class Classification(Task):
         weight = self.cross_entropy.weight
         if weight is None or targets.is_floating_point():
             return count_samples(targets)
-        return weight[targets].sum(dtype=torch.float64)
+        return as_float64(weight[targets]).sum()
 
     def finish(self, totals: dict[str, Tensor], count: float) -> dict[str, float]:
         means, samples = super().finish(totals, count), totals.get(SAMPLE_COUNT)

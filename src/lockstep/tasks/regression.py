@@ -38,7 +38,7 @@ class Regression(Task):
                 f"{list(outputs.shape)} and {list(targets.shape)}; type {advice}"
             )
         values = at_least_float32(outputs)
-        loss = F.mse_loss(values, targets, reduction="none").flatten(1).mean(1).sum()
+        loss = F.mse_loss(values, targets.to(values.dtype), reduction="none").flatten(1).mean(1).sum()
         return self.own.replace(values, targets, loss, {"loss": loss})
 
     def predictions(self, outputs: Tensor) -> dict[str, Tensor]:

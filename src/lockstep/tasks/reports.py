@@ -12,8 +12,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from lockstep.data.dataset import float64_device
 from lockstep.distributed.world import World
-from lockstep.tasks.base import ReadSample, Report, Share, at_least_float32
+from lockstep.tasks.base import ReadSample, Report, Share, as_float64, at_least_float32
 
 MOST_CLASSES = 200  # for a confusion matrix
 ROW = 5  # numbers of a row of the table of shown samples: score, number, prediction, truth, confidence
@@ -73,7 +74,7 @@ class ClassReport(Report):
         score = torch.where(prediction == targets, 1 - confidence, 1 + confidence)
         is_class = targets >= 0  # others, such as -100, become empty rows: to drop them would wait for a GPU
         score, confidence = score * is_class, confidence * is_class
-        rows = torch.stack([column.double() for column in (score, numbers, prediction, targets, confidence)], dim=1)
+        rows = torch.stack([as_float64(column) for column in (score, numbers, prediction, targets, confidence)], dim=1)
         if self.worst is not None:
             rows = torch.cat([self.worst, rows])
         self.worst = rows[rows[:, 0].topk(min(self.images, len(rows))).indices]
@@ -81,10 +82,10 @@ class ClassReport(Report):
     def reduce(self, world: World) -> None:
         """One all-reduce: each rank's worst samples in a row of their own, and the sum of the counts."""
         classes = max(world.all_gather_json(0 if self.confusion is None else len(self.confusion)))
-        table = torch.zeros(world.size, self.images, ROW, dtype=torch.float64, device=world.device)
+        table = torch.zeros(world.size, self.images, ROW, dtype=torch.float64, device=float64_device(world.device))
         if self.worst is not None:
             table[world.rank, : len(self.worst)] = self.worst
-        counts = torch.zeros(classes, classes, dtype=torch.float64, device=world.device)
+        counts = torch.zeros(classes, classes, dtype=torch.float64, device=float64_device(world.device))
         if self.confusion is not None:
             counts += self.confusion
         both = world.all_reduce_sum(torch.cat([table.flatten(), counts.flatten()])).cpu()
@@ -120,7 +121,7 @@ def _confusion(predictions: Tensor, targets: Tensor, classes: int) -> Tensor:
     """
     numbers = torch.arange(classes, device=targets.device)
     truths, guesses = (targets[:, None] == numbers).float(), (predictions[:, None] == numbers).float()
-    return (truths.T @ guesses).double()
+    return as_float64(truths.T @ guesses)
 
 
 def _name(classes: Sequence[str], number: int) -> str:
@@ -139,17 +140,17 @@ class ValueReport(Report):
         self.points = torch.zeros(-(-share.samples // self.every), 2, dtype=torch.float64)
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
-        self.points = self.points.to(outputs.device)
         first = self.share.rank + self.share.size * self.seen
         numbers = range(first, first + self.share.size * len(targets), self.share.size)
         rows = [row for row, number in enumerate(numbers) if number % self.every == 0]
         slots = [numbers[row] // self.every for row in rows]
         values = torch.stack([_first_values(outputs[rows]), _first_values(targets[rows])], dim=1)
-        self.points[slots] = values.double()
+        self.points = self.points.to(as_float64(values).device)
+        self.points[slots] = as_float64(values)
         self.seen += len(targets)
 
     def reduce(self, world: World) -> None:
-        self.points = world.all_reduce_sum(self.points.to(world.device)).cpu()
+        self.points = world.all_reduce_sum(self.points.to(float64_device(world.device))).cpu()
 
     def figures(self, sample: ReadSample, classes: Sequence[str]) -> dict[str, Tensor]:
         points = [(predicted, true) for predicted, true in self.points[self.points.isfinite().all(1)].tolist()]

@@ -1,5 +1,6 @@
 """Semantic segmentation: a class for each pixel."""
 
+import torch
 from torch import Tensor
 
 from lockstep.config.schema import ClassWeights, Count
@@ -49,8 +50,12 @@ class Segmentation(Task):
                 f"are {list(outputs.shape)} and {list(targets.shape)}, {targets.dtype}; "
                 f"type model._target_=<a net with an output for each class and pixel>, or task=classification"
             )
-        numbers = targets.long()
-        losses = self.cross_entropy(at_least_float32(outputs), numbers).flatten(1).sum(1)
+        numbers, logits = targets.long(), at_least_float32(outputs)
+        if logits.is_cuda and torch.are_deterministic_algorithms_enabled():  # CUDA has such a kernel for rows only
+            losses = self.cross_entropy(logits.movedim(1, -1).flatten(0, -2), numbers.flatten()).view_as(numbers)
+        else:
+            losses = self.cross_entropy(logits, numbers)
+        losses = losses.flatten(1).sum(1)
         is_ignored, weight = numbers == self.ignored_label, self.cross_entropy.weight
         counted = (~is_ignored).to(losses.dtype)
         if weight is not None:

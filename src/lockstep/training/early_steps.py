@@ -4,11 +4,12 @@ returns sums, that an optimizer has all weights, and that each is trained.
 With means the numbers would change with the number of ranks.
 """
 
+import copy
 import inspect
 import logging
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 
 from lockstep.compat import versions
 from lockstep.data.dataset import count_samples, map_tensors, tensors_in
-from lockstep.data.partition import random_states_kept
+from lockstep.data.partition import random_states_kept, seed_numpy_and_random
+from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
 from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import weights_behind
 from lockstep.strategies.base import WATCHED_STEPS, Strategy
-from lockstep.tasks.base import OwnParts, Task, modules_of
+from lockstep.tasks.base import OwnParts, Task, as_float64, modules_of
+from lockstep.training.sample_noise import SampleNoise
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ STEPS_THAT_COUNT = 5  # a number that rises in each of so many is a count
 NAMED = 4  # parameters that a sentence names
 EXPECTED = 20  # targets of a class that never comes
 ROUNDING = 1e-9
+PROBED = 2  # samples that are passed forward alone, and beside as many others
 SHARES = ("accuracy", "precision", "recall", "f1", "iou")  # metrics from 0 to 1
 
 
@@ -57,6 +61,8 @@ class EarlySteps:
         self.impossible = set[str]()
         self.targets: Tensor | None = None  # how often each class came, (classes,)
         self.has_counted = False  # all targets of the watched steps, and the counts are not read yet
+        self.twins = self._twins()  # until they are needed
+        self.mixes: Tensor | None = None  # whether a sample's outputs depend on others, not read yet
         self.task_state = self._state_of_task()
         self.plain = _plain_state(dict(self.model.named_modules()))
 
@@ -70,10 +76,32 @@ class EarlySteps:
         }
         return buffers | _plain_state({type(part).__name__: part for part in [self.task, *modules]})
 
-    def check_inputs(self, inputs: Any) -> None:
-        """Raises ConfigError as `require_plain_inputs` does."""
+    def _twins(self) -> list[nn.Module]:
+        """Two copies of the model. None where a batch is not cut into parts, or into the same ones by any number of
+        ranks; for a model that cannot be copied; and for a batch norm without running statistics."""
+        strategy, model = self.strategy, self.model
+        norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+        has_parts_of_model = (
+            strategy.shards_state or strategy.communicates_in_forward or not strategy.binds_one_device()
+        )
+        depends_on_ranks = self.parts > 1 and strategy.batch_norm_sees()
+        if has_parts_of_model or not depends_on_ranks or not all(norm.track_running_stats for norm in norms):
+            return []
+        shared = [norm.sum_in_place for norm in norms if isinstance(norm, SyncBatchNorm)]
+        with suppress(Exception):  # of a tensor that was computed, a generator, a process group
+            return [copy.deepcopy(model, {id(value): value for value in shared}) for _ in range(2)]
+        return []
+
+    def check_inputs(self, inputs: Any, samples: int = 0) -> None:
+        """Raises ConfigError as `require_plain_inputs` does.
+
+        samples: that each part of this batch has on all ranks, at least.
+        """
         if not self.is_checked:
             require_plain_inputs(self.model, inputs)
+        if self.twins and samples > 1:
+            twins, self.twins = self.twins, []
+            self.mixes = outputs_mix_samples(twins, inputs, min(samples // 2, PROBED))
 
     def check_outputs(self, outputs: Any, targets: Any) -> None:
         """Raises ConfigError as `require_one_tensor` and `find_no_sums` do."""
@@ -160,6 +188,14 @@ class EarlySteps:
 
         Called by all ranks together, where they read values of the device anyway.
         """
+        mixes, self.mixes = self.mixes, None
+        if mixes is not None and mixes.item():
+            log.warning(
+                "%s gives a sample other outputs when other samples are beside it, so its numbers depend on how many "
+                "parts a batch is cut into, unless it gathers the samples of all ranks itself; type mode=check for the "
+                "layer, or strategy=virtual_ranks for the same numbers on any number of ranks",
+                _class_name(self.model),
+            )
         if self.has_counted:
             self.has_counted = False
             self._look_for_absent_classes()
@@ -246,6 +282,36 @@ def weights_beside(model: nn.Module, loss: Tensor) -> str:
         f"never trained, saved or moved to a device; put layers into torch.nn.ModuleList, and tensors into "
         f"torch.nn.ParameterList"
     )
+
+
+def outputs_mix_samples(twins: Sequence[nn.Module], inputs: Any, samples: int) -> Tensor | None:
+    """0-d: whether the outputs of the first `samples` of `inputs` are others when as many more are passed forward, too.
+
+    twins: two copies of a model, which are changed. They train, but their batch norms use the running statistics. What
+    is drawn is the same for a sample; None where a draw belongs to no sample, or a copy fails.
+    """
+    rows, found = count_samples(inputs), []
+    for twin, count in zip(twins, (samples, 2 * samples), strict=True):
+        twin.train()
+        for module in twin.modules():
+            if isinstance(module, BatchNorm):
+                module.eval()
+        noise = SampleNoise().of(0, count, 2 * samples)
+        with random_states_kept(), torch.no_grad(), suppress(Exception):  # the step will raise it, with its place
+            seed_numpy_and_random(0)
+            torch.manual_seed(0)
+            with noise:
+                found.append(list(tensors_in(twin(_rows(inputs, slice(count), rows)))))
+        if noise.has_drawn_by_rank:
+            return None
+    if len(found) < len(twins):
+        return None
+    apart = [
+        (alone - beside[:samples]).abs().max() > torch.finfo(alone.dtype).eps ** 0.5 * beside.abs().max()
+        for alone, beside in zip(*found, strict=False)
+        if alone.dim() and alone.is_floating_point() and alone.shape == beside[:samples].shape and alone.numel()
+    ]
+    return torch.stack(apart).any() if apart else None
 
 
 def require_plain_inputs(model: nn.Module, inputs: Any) -> None:
@@ -374,7 +440,7 @@ def _values(task: Task, outputs: Any, targets: Any) -> dict[str, Tensor]:
         found = task(outputs, targets)
     _require_form(task, found)
     loss, sums = found
-    return {"loss": loss.double()} | {name: value.double() for name, value in sums.items() if name != "loss"}
+    return {"loss": as_float64(loss)} | {name: as_float64(value) for name, value in sums.items() if name != "loss"}
 
 
 def _is_close(whole: Tensor, first: Tensor, second: Tensor, tolerance: float) -> bool:

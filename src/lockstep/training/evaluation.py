@@ -181,7 +181,8 @@ class Evaluator:
         means = self.means(on_stop, report)
         if report is not None:
             report.reduce(self.state.strategy.world)
-            self.logger.log_report(report, loader.shown_sample, class_names(loader.dataset), self.state.progress.step)
+            classes, step = class_names(loader.dataset), self.state.progress.step
+            self.logger.log_report(report, loader.shown_sample, classes, step, self.name)
         if self.wanted.histograms:
             self._log_histograms()
         if self.graph_is_due:

@@ -38,8 +38,8 @@ def fit(
     run_dir: Path,
     tested: Mapping[str, Any] | None = None,
 ) -> float:
-    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the last value of the
-    objective.
+    """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the objective of
+    these weights.
 
     loader: of the training data.
     tested: {"step": of the weights, "metrics"} of the test, if an earlier start of this run has read the test set.
@@ -106,7 +106,7 @@ def fit(
                 test = evaluations.test(snapshots.stop_before_test)
             loggers.on_test(test, chosen, known is not None or "test" in evaluated)
     loggers.on_fit_end(run_dir, evaluated[decides])
-    return evaluated[decides][objective]
+    return evaluated[decides][objective] if progress.best is None else progress.best
 
 
 def train_epoch(
@@ -125,16 +125,23 @@ def train_epoch(
             step = progress.step + 1
             reporter.current_batch(batch)
             if step not in state.nan.left_out:
+                state.micro_batches.begin()
                 state.nan.begin(step, progress.epoch, batch)
                 loss = StepLoss(state, batch, step, timer)
                 for number, part in enumerate(batch.parts, start=1):
                     timer.phase("forward")
-                    state.early_steps.check_inputs(part.inputs)
-                    with draws_of(state, loader.seed, step, batch, part), state.early_steps.watching_draws():
-                        is_last = number == len(batch.parts)
+                    state.early_steps.check_inputs(part.inputs, batch.count // state.early_steps.parts)
+                    is_last = number == len(batch.parts)
+                    draws = draws_of(state, loader.seed, step, batch, part)
+                    with state.micro_batches.watched(), draws, state.early_steps.watching_draws():
                         strategy.forward_backward(part.inputs, part.targets, loss, precision, is_last)
-                    if is_last or state.settings.gradient_accumulation_steps > 1:  # virtual ranks agree after the last
+                    if state.micro_batches.ran_out(step):
+                        break
+                    if is_last or state.micro_batches.count > 1:  # virtual ranks agree after the last
                         state.buffers.after_pass(step, len(part.indices))
+                if state.micro_batches.redoes:
+                    state.meter.discard(step)
+                    continue
                 timer.phase("optimizer")
                 state.after_backward(step)
             for watcher in watchers:
@@ -176,13 +183,20 @@ def batches(state: TrainState, loader: BatchLoader, turns: slice = slice(None)) 
 
     turns: which of these batches, for ranks that take turns.
     """
-    settings, progress = state.settings, state.progress
+    settings, progress, micro_batches = state.settings, state.progress, state.micro_batches
 
     def parts(batch: Tensor) -> list[Part]:
-        return state.strategy.parts(batch, settings.gradient_accumulation_steps)
+        return state.strategy.parts(batch, micro_batches.count)
 
-    epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
-    return islice(epoch, len(range(state.steps_left)[turns]))
+    while True:
+        count, steps = micro_batches.count, len(range(state.steps_left)[turns])
+        epoch = loader.epoch(progress.epoch, settings.batch_size, parts, progress.samples, turns, settings.last_epoch)
+        for batch in islice(epoch, steps):
+            yield batch
+            if micro_batches.count != count:
+                break  # this one comes again, in smaller parts
+        else:
+            return
 
 
 class StepLoss:
@@ -262,6 +276,8 @@ def set_seed(seed: int) -> None:
     """Seed what dropout draws from. torch.manual_seed does this too, and takes 0.5 ms where torch could use a GPU."""
     for generator in (torch.default_generator, *torch.cuda.default_generators):
         generator.manual_seed(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
 
 
 class Speed(Watcher):

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lockstep.data.dataset import float64_device
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import Task
@@ -26,7 +27,7 @@ class Meter:
         sizes = list(task.sums.values())
         ends = list(accumulate(sizes))
         self.places = {name: slice(end - size, end) for name, size, end in zip(self.names, sizes, ends, strict=True)}
-        self.sums = torch.zeros(ends[-1] + 1, dtype=torch.float64, device=world.device)
+        self.sums = torch.zeros(ends[-1] + 1, dtype=torch.float64, device=float64_device(world.device))
         self.reported = torch.zeros_like(self.sums)
         self.buffered: list[tuple[int, int | Tensor, list[Tensor]]] = []  # (step, count, sums)
         self.recent_losses: deque[tuple[int, Tensor]] = deque(maxlen=LOSSES_KEPT)  # (step, loss) since the last report
@@ -66,7 +67,8 @@ class Meter:
     def _add_buffered(self) -> None:
         if self.buffered:
             values = [values for _, _, values in self.buffered]
-            columns = [torch.stack(column).sum(0, dtype=torch.float64) for column in zip(*values, strict=True)]
+            stacked = [torch.stack(column).to(self.sums.device) for column in zip(*values, strict=True)]
+            columns = [column.sum(0, dtype=torch.float64) for column in stacked]
             known = [count for _, count, _ in self.buffered if isinstance(count, int)]
             counted = [count for _, count, _ in self.buffered if isinstance(count, Tensor)]
             self.sums += torch.hstack([*columns, sum(counted, self.sums.new_full((), sum(known)))])

@@ -86,7 +86,8 @@ class SampleNoise(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.is_needed = self.has_drawn
+        if error[0] is None:  # else the pass has not come to its end
+            self.is_needed = self.has_drawn
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def look_again(self) -> None:

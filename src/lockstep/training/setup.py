@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.host import has_native_bf16
@@ -19,9 +19,15 @@ log = logging.getLogger(__name__)
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def set_determinism(seed: int, deterministic: bool) -> None:
-    """Seed torch. With `deterministic`, use only algorithms that give the same bits every time; else the fastest."""
+def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) -> None:
+    """Seed torch. With `deterministic`, use only algorithms that give the same bits every time; else the fastest.
+
+    tf32: whether GPUs round float32 to 10 bits in products of matrices and in convolutions; None: as torch does without
+    being asked, in convolutions alone.
+    """
     torch.manual_seed(seed)
+    torch.backends.cuda.matmul.allow_tf32 = tf32 is True
+    torch.backends.cudnn.allow_tf32 = tf32 is not False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
@@ -31,22 +37,31 @@ def set_determinism(seed: int, deterministic: bool) -> None:
 
 def model_dtype(precision: str) -> torch.dtype:
     """The type of inputs and ordinary parameters. fp16 and bf16 are autocast over float32 parameters."""
-    return torch.float64 if precision == "fp64" else torch.float32
+    return {"fp64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
 
 
-DOUBLED = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+CAST = {
+    "fp64": {torch.float32: torch.float64, torch.complex64: torch.complex128},
+    "bf16-true": {torch.float32: torch.bfloat16},
+}
 
 
 def cast(module: nn.Module, precision: str) -> None:
     """Give the parameters and buffers of `module` the types of `precision`, in place.
 
-    float32 and complex64 become float64 and complex128 for fp64, and stay for the others. Any other type was chosen by
-    the module's author, and stays: `Module.to` would take the imaginary part of complex weights away. A tensor whose
-    elements share memory, as `expand` makes it, becomes an ordinary one: no value could be loaded into it.
+    float32 and complex64 become float64 and complex128 for fp64, float32 becomes bfloat16 for bf16-true, and they stay
+    for the others. Any other type was chosen by the module's author, and stays: `Module.to` would take the imaginary
+    part of complex weights away. In bfloat16 running statistics would not move: a norm that has them stays as a whole,
+    since torch wants its weights in their type. A tensor whose elements share memory, as `expand` makes it, becomes an
+    ordinary one: no value could be loaded into it.
     """
+    types, kept = CAST.get(precision, {}), set[Tensor]()
+    if precision == "bf16-true":
+        norms = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]
+        kept = {tensor for norm in norms for tensor in [*norm.parameters(False), *norm.buffers(False)]}
     for tensor in [*module.parameters(), *module.buffers()]:
-        if precision == "fp64" and tensor.dtype in DOUBLED:
-            tensor.data = tensor.data.to(DOUBLED[tensor.dtype])
+        if tensor.dtype in types and tensor not in kept:
+            tensor.data = tensor.data.to(types[tensor.dtype])
         if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
@@ -66,7 +81,7 @@ def model_memory_format(model: nn.Module, channels_last: bool | str, device: tor
         )
     if channels_last == "auto":
         has_convolutions = any(isinstance(module, nn.Conv2d) for module in model.modules())
-        channels_last = has_convolutions and damaging is None
+        channels_last = has_convolutions and damaging is None and device.type != "mps"  # has few kernels for it
     return torch.channels_last if channels_last else torch.contiguous_format
 
 
@@ -86,16 +101,28 @@ def damaging_layer(model: nn.Module) -> str | None:
 
 
 def prepare_model(
-    model: nn.Module, world: World, precision: str, memory_format: torch.memory_format, compile: bool | str
+    model: nn.Module,
+    world: World,
+    device: torch.device,
+    precision: str,
+    memory_format: torch.memory_format,
+    compile: bool | str,
 ) -> nn.Module:
-    """The model on its device, in the layout and type that it computes in.
+    """The model on `device`, in the layout and type that it computes in.
 
     compile: True, or a mode of torch.compile: "reduce-overhead" records CUDA graphs, "max-autotune" tries kernels.
     """
-    if precision == "bf16" and world.device.type == "cpu" and world.is_rank_zero and not has_native_bf16():
-        log.warning("this CPU has no bfloat16: bf16 is about 8 times slower than fp32; type trainer.precision=fp32")
+    if (
+        precision in ("bf16", "bf16-true")
+        and world.device.type == "cpu"
+        and world.is_rank_zero
+        and not has_native_bf16()
+    ):
+        log.warning(
+            "this CPU has no bfloat16: %s is up to 8 times slower than fp32; type trainer.precision=fp32", precision
+        )
     cast(model, precision)
-    model = model.to(world.device)
+    model = model.to(device)
     if memory_format == torch.channels_last and not has_lazy_layers(model):  # without shapes there is no layout yet
         model = model.to(memory_format=torch.channels_last)
     if compile:

@@ -22,6 +22,7 @@ from lockstep.training.buffers import Buffers
 from lockstep.training.early_steps import EarlySteps
 from lockstep.training.ema import average_of
 from lockstep.training.meter import Meter
+from lockstep.training.micro_batches import MicroBatches
 from lockstep.training.nan import NanPolicy, ReadSamples
 from lockstep.training.sample_noise import SampleNoise
 from lockstep.training.schedulers import FollowsObjective, constant, require_schedule
@@ -51,6 +52,7 @@ class TrainSettings:
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
     max_seconds, time_steps: as trainer.max_time, which is one or the other.
     schedule_over: as scheduler.over.
+    accumulates_more: more micro-batches than `gradient_accumulation_steps` where memory runs out.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
 
@@ -63,6 +65,7 @@ class TrainSettings:
     pause_after: int | None = None  # epochs
     batch_size: int = 64
     gradient_accumulation_steps: int = 1
+    accumulates_more: bool = False
     max_grad_norm: float | None = None
     precision: str = "fp32"
     eval_batch_size: int = 128
@@ -173,7 +176,9 @@ class TrainState:
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         shares = strategy.data_parallel_size(strategy.world.size)
-        self.early_steps = EarlySteps(task, strategy, shares * settings.gradient_accumulation_steps)
+        steps = settings.gradient_accumulation_steps
+        self.micro_batches = MicroBatches(strategy, steps, settings.batch_size // shares, settings.accumulates_more)
+        self.early_steps = EarlySteps(task, strategy, shares * steps)
         # Ranks that compute the same samples draw for their own parts of the model.
         shares_samples = shares < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None

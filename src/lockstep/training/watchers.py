@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from lockstep.data.dataset import float64_device
 from lockstep.loggers.base import Logger
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StragglerWatch, used_memory
@@ -55,7 +56,7 @@ class RunningMetrics(Watcher):
         if not is_logged:
             return
         world, stragglers = self.state.strategy.world, self.stragglers
-        memory = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+        memory = torch.zeros(world.size, dtype=torch.float64, device=float64_device(world.device))
         memory[world.rank] = used_memory(world.device)
         beside = memory if stragglers is None else torch.cat([memory, stragglers.own_times()])
         means = self.state.nan.require_finite(self.state.meter.means_since_last(beside), step)

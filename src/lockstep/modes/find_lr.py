@@ -1,0 +1,168 @@
+"""mode=find_lr: a learning rate for a run, from a short training in which it rises (Smith 2017)."""
+
+import logging
+import math
+import shlex
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from lockstep.config.schema import Count, Positive, as_dict, show, with_values
+from lockstep.config.targets import instantiate
+from lockstep.errors import ConfigError, TrainingDiverged
+from lockstep.failures import reporter
+from lockstep.files import write_whole
+from lockstep.modes.base import Mode, begin, join
+
+if TYPE_CHECKING:
+    from lockstep.config.record import ConfigRecord
+    from lockstep.strategies.base import JobSpec
+
+log = logging.getLogger(__name__)
+
+PICTURE = "find_lr.png"
+LEAST_STEPS = 40
+RISING = "lockstep.training.rate_finder.rising"
+
+
+class FindLr(Mode):
+    """Trains with a rate that rises exponentially, until the loss diverges, and suggests one.
+
+    Model, data, batches and optimizer are the run's own. All rates of an optimizer rise by the same factor. Nothing is
+    evaluated, and no snapshot is written.
+
+    min_lr: optimizer.lr of the first step.
+    max_lr: optimizer.lr of the last step.
+    steps: training steps from the first to the last.
+    """
+
+    name, needs_run = "find_lr", False
+
+    def __init__(self, min_lr: Positive, max_lr: Positive, steps: Count) -> None:
+        self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
+
+    def validate(self, job: "JobSpec") -> None:
+        if self.min_lr >= self.max_lr:
+            raise ConfigError(
+                f"mode.max_lr={show(self.max_lr)} must be above mode.min_lr={show(self.min_lr)}; type "
+                f"mode.max_lr={show(1000 * self.min_lr)}"
+            )
+        if self.steps < LEAST_STEPS:
+            raise ConfigError(f"mode.steps={self.steps} are too few for a curve; type mode.steps={LEAST_STEPS} or more")
+
+    def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
+        """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
+        from lockstep import build
+        from lockstep.distributed.run_folder import hold_run_folder
+        from lockstep.training.loop import train_epoch
+        from lockstep.training.rate_finder import RateFinder, suggested
+
+        with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world):
+            begin(cfg, record, world, logs)
+            if strategy.own_epoch() is not None:
+                raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
+            typed = cfg.optimizer.get("lr")
+            if not typed:
+                raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
+            cfg, loaders = build.model_and_data(cfg, world, strategy)
+            changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
+            changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
+            rising = {"first": self.min_lr / typed, "last": self.max_lr / typed, "over": "steps"}
+            changes["scheduler"] = {"_target_": RISING, "_partial_": True} | rising
+            state = build.train_state(with_values(cfg, changes), strategy, loaders.train)
+            finder, divergence = RateFinder(state), None
+            try:
+                while not state.finished:
+                    reporter.epoch_starts(state.progress.epoch + 1)
+                    train_epoch(state, loaders.train, watchers=[finder])
+            except TrainingDiverged as error:
+                divergence = error
+            losses = finder.losses
+            ratio = self.max_lr / self.min_lr
+            rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
+            found = suggested(rates, losses)
+            if world.is_rank_zero:
+                write_curves(cfg, rates, losses, found)
+            if found is None and divergence is not None:
+                raise divergence
+            if found is None:
+                raise ConfigError(
+                    f"the loss does not fall by more than batches differ from optimizer.lr={rates[0]:.2g} to "
+                    f"{rates[-1]:.2g}, see {Path(cfg.run_dir) / PICTURE}; type mode=check to see whether the model "
+                    f"learns at all, or mode.max_lr={show(100 * self.max_lr)} mode.steps={2 * self.steps}"
+                )
+            log.info("picture: %s", Path(cfg.run_dir) / PICTURE)
+            log.info("type %s", words_of(cfg.optimizer, found / typed))
+            return found
+
+
+def words_of(optimizer: DictConfig, factor: float) -> str:
+    """What to type for rates that are `factor` times those of the config."""
+
+    def scaled(node: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: float(f"{value * factor:.2g}") if key == "lr" or key.endswith("_lr") else value
+            for key, value in node.items()
+        }
+
+    config = as_dict(optimizer)
+    words = [f"optimizer.{key}={show(value)}" for key, value in scaled(config).items() if value != config[key]]
+    groups = config.get("groups") or []
+    if any("lr" in group for group in groups):
+        words.append(f"optimizer.groups={show([scaled(group) for group in groups])}")
+    return shlex.join(words)
+
+
+def write_curves(cfg: DictConfig, rates: Sequence[float], losses: Sequence[float], found: float | None) -> None:
+    """The picture in the run folder, and the curves for TensorBoard if that is a logger."""
+    try:
+        draw(Path(cfg.run_dir) / PICTURE, rates, losses, found)
+        for node in cfg.get("logger", {}).values():
+            if get_object(node._target_).__name__ == "TensorBoardLogger":
+                logger = instantiate(node)
+                for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
+                    logger.log_metrics({"find_lr/loss": loss, "find_lr/lr": rate}, step)
+    except OSError as error:
+        log.warning("the curve cannot be written (%s); free some space in %s", error, cfg.run_dir)
+
+
+def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: float | None) -> None:
+    """Losses over rates on a logarithmic axis: dots, their average as a line, and the rate `found` as a red dot.
+
+    A loss far above the first ones is drawn at the upper edge. Raises OSError if it cannot be written.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    from lockstep.sweeps import summary as panel
+    from lockstep.training.rate_finder import START, smoothed
+
+    curve, begin = smoothed(losses), max(losses[:START])
+    low, high = (
+        min(losses),
+        min(max(losses), 2 * begin - min(curve)),
+    )  # as far above the first losses as the curve falls
+    first, last = math.log10(rates[0]), math.log10(rates[-1])
+
+    def pixel(rate: float, loss: float) -> tuple[float, float]:
+        height = (min(loss, high) - low) / (high - low or 1.0)
+        return panel.pixel_of(panel.LEFT, panel.TOP, (math.log10(rate) - first) / (last - first), height)
+
+    image = Image.new("RGB", (panel.WIDTH, panel.HEIGHT), "white")
+    canvas = ImageDraw.Draw(image)
+    canvas.font = ImageFont.load_default(panel.LETTERS)
+    decades = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
+    labels = {f"{10.0**power:g}": (power - first) / (last - first) for power in decades}
+    title = "loss by optimizer.lr" + ("" if found is None else f"; red: {found:.2g}, the suggestion")
+    panel.draw_axes(canvas, panel.LEFT, panel.TOP, title, labels, [low, high])
+    radius = panel.RADIUS / 2
+    for x, y in map(pixel, rates, losses):
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=panel.PALE)
+    canvas.line(list(map(pixel, rates, curve)), fill=panel.DOT, width=panel.FINER)
+    if found is not None:
+        (x, y), radius = pixel(found, curve[bisect_right(rates, found) - 1]), panel.RADIUS
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=panel.BEST)
+    write_whole(path, lambda file: image.reduce(panel.FINER).save(file, format="png"), sync=False)

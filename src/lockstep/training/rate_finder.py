@@ -1,0 +1,56 @@
+"""The learning-rate range test (Smith 2017): the loss of each step while the rate rises, and what it suggests."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.training.state import WHOLE_TIME, TrainState
+from lockstep.training.watchers import Watcher
+
+START = 10  # steps whose losses tell where the loss begins, and how much batches differ
+PART = 1 / 3
+WINDOW = 5  # losses on each side of one that it is averaged with; an average of earlier losses alone would lag
+
+
+def rising(optimizer: Optimizer, total_steps: int, first: float, last: float) -> LambdaLR:
+    """All rates times a factor that rises exponentially, from `first` to `last` in the last step."""
+    return LambdaLR(optimizer, lambda step: first * (last / first) ** (step / (total_steps - 1)))
+
+
+class RateFinder(Watcher):
+    """Keeps the loss of each step over all ranks, and ends the training when it diverges.
+
+    losses: an attribute, of each step before its update, so that the rate of a step shows in the loss of the next.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.losses, self.lowest = state, list[float](), float("inf")
+
+    def after_step(self, samples: int) -> None:
+        """Raises TrainingDiverged, on all ranks, if the loss is not finite."""
+        state, step = self.state, self.state.progress.step
+        self.losses.append(state.nan.require_finite(state.meter.means_since_last(), step)["loss"])
+        begin, newest = fmean(self.losses[:START]), fmean(self.losses[-START:])
+        self.lowest = min(self.lowest, newest)
+        if newest > begin + max(abs(begin), begin - self.lowest):
+            state.agree_on_time(WHOLE_TIME)
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Each loss as the mean of those around it, of equally many on both sides."""
+    sides = [min(WINDOW, step, len(losses) - 1 - step) for step in range(len(losses))]
+    return [fmean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]
+
+
+def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
+    """A part of the rate at which the loss is lowest, None if the loss never falls by more than batches differ.
+
+    The usual rule, the rate at which it falls fastest, is too low where it falls slowly: see docs/modes.md.
+    """
+    curve = smoothed(losses)
+    lowest = curve.index(min(curve))
+    if lowest < START or fmean(losses[:START]) - curve[lowest] <= 2 * stdev(losses[:START]):
+        return None
+    return max(rates[0], PART * rates[lowest])

@@ -1,0 +1,38 @@
+"""Runs that are killed while their snapshots are copied to an S3 server: what is listed there loads."""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+
+from support.commands import TRAIN
+from support.object_store import URL, ObjectStore, listed
+
+KILLS = 20
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_what_a_killed_run_has_listed_loads(start, tmp_path):
+    store, draw, seen = ObjectStore(), random.Random(0), []
+    words = ["model=mlp", "model.width=1500", "trainer.epochs=2000", "snapshot.every=3steps", "logger=[console]"]
+    try:
+        for number in range(KILLS):
+            resume = [f"resume={URL}"] if seen and seen[-1] else []
+            folder = f"hydra.run.dir=run{number}"
+            typed = [*words, f"snapshot.mirror={URL}", *resume, folder]
+            run = start(sys.executable, TRAIN, *typed, **store.variables)
+            deadline = time.monotonic() + 60
+            while not list((tmp_path / f"run{number}").glob("snapshots/step_*.pt")) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(draw.uniform(0, 2))
+            os.killpg(run.process.pid, signal.SIGKILL)
+            run.finish(code=None)
+            seen.append(max((name for name in listed(store) if name != "best"), default=""))
+        assert seen == sorted(seen)
+        assert len(set(seen)) > 2
+    finally:
+        store.stop()

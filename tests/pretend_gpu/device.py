@@ -1,0 +1,552 @@
+"""GPUs that do not exist: CPU tensors with a device noted beside their storage, so that the CUDA paths run without one.
+
+The kernels are the CPU's, so the numbers are real. `Tensor.device`, `.to()` and the like answer as on a GPU. `Kernels`
+sees each kernel, also of backward passes and of DDP's C++: it refuses tensors of two devices, counts where the host
+would wait for the device, notes nccl's collectives, and has CPU versions of kernels that only CUDA has. nccl is gloo,
+which must get CUDA tensors.
+
+It does not see: CUDA's numerics, torch.compile and CUDA graphs, races of streams, NCCL itself, memory, drivers, and
+what C++ thinks a tensor's device is.
+
+Apple's GPU is pretended in the same way, as `mps:0`: it refuses float64 and pinned memory, and gloo takes none of its
+tensors.
+
+This is the one place where torch is replaced, in processes of their own: see `pretend`.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
+import torch.nn.parallel as parallel
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CPU = torch.device("cpu")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Kernels that take no number from the CPU beside tensors of a GPU.
+STRICT = ("cat", "stack", "mm", "addmm", "bmm", "convolution", "index_select", "embedding", "_fused")
+WITHOUT_DETERMINISTIC = ("nll_loss2d_forward",)  # kernels that CUDA refuses with deterministic=true
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")  # their results decide about shapes
+MATRIX_PRODUCTS = ("mm", "addmm", "convolution")
+FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "linspace")
+FACTORIES += ("rand", "randn", "randint", "randperm")
+PURGED_AFTER = 50  # kernels: the notes of tensors that are gone are dropped
+
+real_to, real_numpy = torch.Tensor.to, torch.Tensor.numpy
+notes: dict[int, tuple[StorageWeakRef, torch.device | None]] = {}  # {address of a storage: it, where it is said to be}
+of_gloo = set[str]()  # names of groups whose tensors are on the CPU
+local = threading.local()
+kind = ["cuda"]  # or mps
+
+
+class Seen:
+    """What this process has seen.
+
+    waits: {"file.py:line": how often the host would have waited there}, while `counting`.
+    collectives: of nccl, each as (name, (type, number of values), ...).
+    products: {type: matrix products in it}.
+    weights_moved: bytes of parameters that came from the host to a GPU.
+    """
+
+    def __init__(self) -> None:
+        self.waits, self.products = Counter[str](), Counter[str]()
+        self.collectives: list[tuple[Any, ...]] = []
+        self.weights_moved = 0
+        self.counting = False
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        if self.counting:
+            of_this_project = (
+                f"{file.rpartition('/')[2]}:{function}"
+                for file, function in callers()
+                if "/src/lockstep/" in file or file.endswith(("modules/_functions.py", "amp/grad_scaler.py"))
+            )
+            self.waits[next(of_this_project, "a thread of gloo")] += 1
+
+
+seen = Seen()
+
+
+def callers() -> Iterator[tuple[str, str]]:
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        yield frame.f_code.co_filename, frame.f_code.co_name
+
+
+def called_by_c10d() -> bool:
+    """Its C++ sorts tensors by what it takes for their devices, and copies between them."""
+    others = (
+        file for file, _ in callers() if "torch/_" not in file and "torch/utils/" not in file and file != __file__
+    )
+    return next(others).endswith(("nn/parallel/distributed.py", "distributed/utils.py", "distributed_c10d.py"))
+
+
+# Where a tensor is.
+
+
+def real_device(tensor: Any) -> torch.device:
+    with torch._C.DisableTorchFunction():  # a mode would call what stands in its place
+        return torch._C.TensorBase.device.__get__(tensor)
+
+
+def plain(tensor: Any) -> Any:
+    return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
+
+
+def is_noted(tensor: Any) -> bool:
+    return bool(real_device(tensor).type == "cpu" and tensor.layout is torch.strided)
+
+
+def device_of(tensor: Any, unknown: Any = CPU) -> Any:
+    """unknown: for a tensor that C++ has made, and that no kernel has used yet."""
+    tensor = plain(tensor)
+    note = notes.get(tensor.untyped_storage()._cdata) if is_noted(tensor) else None
+    return real_device(tensor) if note is None else note[1] or unknown
+
+
+def tag(tensor: Any, device: torch.device | None) -> Any:
+    if is_noted(plain(tensor)):
+        storage = plain(tensor).untyped_storage()
+        notes[storage._cdata] = StorageWeakRef(storage), device
+    return tensor
+
+
+def full_device(device: Any) -> torch.device:
+    """With its number."""
+    found = torch.device(kind[0], device) if isinstance(device, int) else torch.device(device)
+    if found.type == "mps":
+        return torch.device("mps", 0)
+    numberless = found.type == "cuda" and found.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if numberless else found
+
+
+def require_known_type(tensor: Any, device: torch.device | None) -> Any:
+    if device is not None and device.type == "mps" and tensor.dtype in (torch.float64, torch.complex128):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+    return tensor
+
+
+class Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, device: Any) -> Any:
+        ctx.back = device_of(tensor)
+        return tag(tensor.clone(), device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return tag(gradient.clone(), ctx.back), None
+
+
+def to(tensor: Any, *args: Any, non_blocking: bool | None = None, device: Any = None, **options: Any) -> Any:
+    """Tensor.to. A copy between a GPU and the host waits, but with non_blocking."""
+    target, dtypes = None, [options.pop("dtype")] if options.get("dtype") else []
+    for word in (*args, device):
+        if isinstance(word, torch.Tensor):
+            target, word = device_of(word), word.dtype
+        elif isinstance(word, torch.device | str) or type(word) is int:
+            target = full_device(word)
+        dtypes += [word] if isinstance(word, torch.dtype) else []
+    if target is not None and (target.type == "meta" or type(tensor) not in PLAIN):
+        return real_to(tensor, CPU if target.type == kind[0] else target, *dtypes, **options)
+    out, source = real_to(tensor, *dtypes, **options) if dtypes or options else tensor, device_of(tensor)
+    if target is None or target == source:
+        return out
+    is_async = any(word is True for word in args) if non_blocking is None else non_blocking
+    if "cpu" in (source.type, target.type) and not is_async:
+        seen.wait()
+    if isinstance(tensor, torch.nn.Parameter) and source.type == "cpu":
+        seen.weights_moved += out.nbytes
+    require_known_type(out, target)
+    if out.requires_grad and torch.is_grad_enabled():
+        return Move.apply(out, target)
+    return tag(out.detach().clone(), target)
+
+
+def to_list(tensor: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        on_cpu = to(tensor, CPU).detach()
+        return real_numpy(on_cpu.float() if on_cpu.dtype == torch.bfloat16 else on_cpu).tolist()
+
+
+def to_numpy(tensor: Any, *args: Any, **options: Any) -> Any:
+    if device_of(tensor).type == "cuda":
+        raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first")
+    with torch._C.DisableTorchFunction():
+        return real_numpy(tensor, *args, **options)
+
+
+def factory(make: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, device: Any = None, **options: Any) -> Any:
+        where = CPU if device is None else full_device(device)
+        out = make(*args, device=CPU if where.type == kind[0] else where, **options)
+        return out if "out" in options else tag(require_known_type(out, where), where)
+
+    return call
+
+
+METHODS = {
+    "device": property(device_of),
+    "is_cuda": property(lambda tensor: device_of(tensor).type == "cuda"),
+    "is_cpu": property(lambda tensor: device_of(tensor).type == "cpu"),
+    "to": to,
+    "cpu": lambda tensor, *_: to(tensor, CPU),
+    "cuda": lambda tensor, *_, **__: to(tensor, "cuda"),
+    "numpy": to_numpy,
+    "tolist": to_list,
+    "pin_memory": lambda tensor, *_: tensor.clone(),
+    "record_stream": lambda tensor, stream: None,
+    "get_device": lambda tensor: device_of(tensor).index,
+}
+
+
+# What a kernel does.
+
+
+class Kernels(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented  # the local tensors come next
+        kwargs, (space, _, name) = dict(kwargs or {}), func._schema.name.partition("::")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        devices = [device_of(tensor, None) for tensor in tensors]
+        whole = (device for tensor, device in zip(tensors, devices, strict=True) if tensor.dim() and device)
+        home = next(whole, next(filter(None, devices), None))
+        if space == "c10d":
+            home = self.collective(name, args, tensors, devices) or home
+        for tensor, device in zip(tensors, devices, strict=True):
+            if device is None:
+                tag(tensor, home)
+        devices = [device or home for device in devices]
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if is_deterministic and name in WITHOUT_DETERMINISTIC and home is not None and home.type == "cuda":
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
+        if home is not None:
+            self.require_one_device(name, args, kwargs, tensors, devices, home)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == kind[0]:
+            home, kwargs["device"] = full_device(kwargs["device"]), CPU
+        before = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+        out = ONLY_ON_CUDA.get(name, func)(*args, **kwargs)
+        for leaf in tree_leaves(out) if name != "set_" else ():  # which looks at a storage that was there before
+            is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            if is_tensor and leaf.untyped_storage()._cdata not in before:
+                tag(require_known_type(leaf, home), home)
+        if name in MATRIX_PRODUCTS:
+            seen.products[str(tensors[0].dtype)[6:]] += 1
+        Kernels.calls += 1
+        if Kernels.calls % PURGED_AFTER == 0:
+            for key in [key for key, (storage, _) in notes.copy().items() if storage.expired()]:
+                notes.pop(key, None)
+        return out
+
+    @staticmethod
+    def collective(name: str, args: Any, tensors: Any, devices: Any) -> torch.device:
+        """Where its tensors are. RuntimeError if some are not where its backend takes them from."""
+        groups = (
+            value for value in args if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+        )
+        group = next((dist.ProcessGroup.unbox(value) for value in groups), None)
+        where = "cpu" if group is not None and group.group_name in of_gloo else "cuda"
+        if name != "barrier" and {device.type for device in devices if device} - {where}:
+            raise RuntimeError(f"{name}: No backend type associated with the device type of {devices}, but {where}")
+        if where == "cuda":
+            seen.collectives.append((name, *((str(tensor.dtype)[6:], tensor.numel()) for tensor in tensors)))
+        return full_device(where)
+
+    @staticmethod
+    def require_one_device(name: str, args: Any, kwargs: Any, tensors: Any, devices: Any, home: torch.device) -> None:
+        """Count a wait of the host. Raises RuntimeError for tensors of two devices."""
+        if name == "copy_":
+            is_async = kwargs.get("non_blocking") or args[2:3] == (True,)
+            between = {devices[0].type, devices[1].type}
+            if between == {"cpu", "cuda"} and not is_async and not called_by_c10d():
+                seen.wait()
+        elif name in ("index", "index_put_", "_index_put_impl_") and home.type != "cpu":
+            indices = list(zip(tensors, devices, strict=True))[1:]
+            if any(tensor.dtype in (torch.bool, torch.uint8) or device != home for tensor, device in indices):
+                seen.wait()
+        elif len(set(devices)) > 1 and not name.startswith("_foreach"):
+            odd = [
+                device
+                for tensor, device in zip(tensors, devices, strict=True)
+                if device != home and (tensor.dim() or device.type == "cuda" or name.startswith(STRICT))
+            ]
+            if odd and not called_by_c10d():
+                raise RuntimeError(
+                    f"{name}: Expected all tensors to be on the same device, but found {home} and {odd[0]}!"
+                )
+        if name in WAITING and home.type == "cuda":
+            seen.wait()
+
+
+# Batch norm over several GPUs, as torch's kernels compute it.
+
+
+def by_channel(vector: Any, x: Any) -> Any:
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def without_channel(x: Any) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def batch_norm_stats(x: Any, eps: float) -> Any:
+    var, mean = torch.var_mean(x.float() if x.dtype.itemsize < 4 else x, without_channel(x), unbiased=False)
+    return mean, (var + eps).rsqrt()
+
+
+def batch_norm_gather_stats(
+    x: Any, mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
+) -> Any:
+    count, counts = counts.sum(), counts.view(-1, 1)
+    total = (mean * counts).sum(0) / count
+    var = ((invstd**-2 - eps + (mean - total) ** 2) * counts).sum(0) / count
+    if running_mean is not None:
+        running_mean.lerp_(total, momentum)
+        running_var.lerp_(var * count / (count - 1), momentum)
+    return total, (var + eps).rsqrt()
+
+
+def batch_norm_elemt(x: Any, weight: Any, bias: Any, mean: Any, invstd: Any, eps: float) -> Any:
+    out = (x - by_channel(mean, x)) * by_channel(invstd, x)
+    return (out if weight is None else out * by_channel(weight, x) + by_channel(bias, x)).type(x.dtype)
+
+
+def batch_norm_backward_reduce(dy: Any, x: Any, mean: Any, invstd: Any, weight: Any, *_: Any) -> Any:
+    terms = dy, dy * (x - by_channel(mean, x))
+    sum_dy, sum_dy_xmu = (term.sum(without_channel(x)).type(mean.dtype) for term in terms)
+    return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy.clone()
+
+
+def batch_norm_backward_elemt(
+    dy: Any, x: Any, mean: Any, invstd: Any, weight: Any, sum_dy: Any, sum_dy_xmu: Any, count: Any
+) -> Any:
+    count, scale = count.sum(), invstd if weight is None else invstd * weight
+    slope = (x - by_channel(mean, x)) * by_channel(invstd**2 * sum_dy_xmu / count, x)
+    return ((dy - by_channel(sum_dy / count, x) - slope) * by_channel(scale, x)).type(dy.dtype)
+
+
+ONLY_ON_CUDA = {
+    "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": batch_norm_gather_stats,
+    "batch_norm_elemt": batch_norm_elemt,
+    "batch_norm_backward_reduce": batch_norm_backward_reduce,
+    "batch_norm_backward_elemt": batch_norm_backward_elemt,
+}
+
+
+# torch.cuda.
+
+
+class Event:
+    at = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> "Event":
+        self.at = time.perf_counter()
+        return self
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1000 * (other.at - self.at)
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        seen.wait()
+
+
+class Stream(contextlib.nullcontext[None]):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        seen.wait()
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self, event: Any = None) -> Event:
+        return (event or Event()).record()
+
+
+class Device(contextlib.nullcontext[None]):
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+        self.idx = index
+
+
+def synchronize(device: Any = None) -> None:
+    if device is not None and torch.device(device).type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    seen.wait()
+
+
+def grouped(lists: Any, with_indices: bool = False) -> Any:
+    """Of optimizers, which ask C++, and that sees the CPU."""
+    found: dict[Any, Any] = {}
+    for number, tensor in enumerate(lists[0]):
+        of_kind, numbers = found.setdefault((device_of(tensor), tensor.dtype), ([[] for _ in lists], []))
+        numbers.append(number)
+        for one, some in zip(of_kind, lists, strict=True):
+            if some:
+                one.append(some[number])
+    return found
+
+
+def with_kernels(run: Callable[..., Any]) -> Callable[..., Any]:
+    """For other threads: gloo's callbacks, which nccl runs at once, and those of data_parallel."""
+
+    def call(*args: Any) -> Any:
+        with Kernels():
+            return run(*args)
+
+    return call
+
+
+def gather(tensors: Any, dim: Any, index: Any) -> Any:
+    """Of data_parallel."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.cat([to(tensor, full_device(index or 0), non_blocking=True) for tensor in tensors], dim or 0)
+
+
+def broadcast_to(tensors: Any, numbers: Any, _: Any) -> Any:
+    return [[tag(tensor.detach().clone(), full_device(number)) for tensor in tensors] for number in numbers]
+
+
+def sums_on(rows: Any, number: Any, *_: Any) -> Any:
+    columns = zip(*rows, strict=True)
+    return tuple(sum(to(tensor, full_device(number), non_blocking=True) for tensor in column) for column in columns)
+
+
+def no_pinned_memory(*_: Any) -> None:
+    raise RuntimeError("Cannot pin memory: there is no CUDA")
+
+
+def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
+    """From here on this process has `gpus` GPUs. backend_name: of its world. of: cuda, or mps for Apple's one."""
+    current, kind[0] = [0], of
+    begin_autocast, start, new_group = torch.autocast.__init__, dist.init_process_group, dist.new_group
+    wrap, then, future = torch.Tensor._make_wrapper_subclass, torch._C.Future.then, torch.futures.Future.__init__
+    as_tensor, is_autocast_enabled, backward = torch.as_tensor, torch.is_autocast_enabled, torch.autograd.backward
+    autocast_dtype, make_generator = torch.get_autocast_dtype, torch.Generator
+
+    def autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        if device_type == kind[0]:  # its type is float16 at the beginning of each thread
+            device_type, dtype = "cpu", dtype or getattr(local, "dtype", torch.float16)
+            local.dtype = dtype
+        begin_autocast(self, device_type, dtype, enabled, cache_enabled)
+
+    def init_process_group(name: str, device_id: Any = None, **options: Any) -> None:
+        start("gloo", **options)
+        if name == "gloo":
+            of_gloo.add(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+    def pretended_group(*args: Any, backend: Any = None, **options: Any) -> Any:
+        group = new_group(*args, backend="gloo", **options)
+        if backend == "gloo":
+            of_gloo.add(group.group_name)
+        return group
+
+    def backward_from(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
+        """The gradient of an edge is made where C++ takes the tensor for: it is that of a loss."""
+        if isinstance(tensors, torch.autograd.graph.GradientEdge) and grad_tensors is None:
+            dtype = tensors.node._input_metadata[tensors.output_nr].dtype  # type: ignore[attr-defined]
+            where = CPU if backend_name == "gloo" and of == "cuda" else torch.device(of, current[0])
+            grad_tensors = torch.ones((), dtype=dtype, device=where)
+        backward(tensors, grad_tensors, *args, **options)
+
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "is_initialized": lambda: True,
+        "current_device": lambda: current[0],
+        "set_device": lambda device: current.__setitem__(0, full_device(device).index),
+        "Event": Event,
+        "Stream": Stream,
+        "device": Device,
+        "stream": contextlib.nullcontext,
+        "current_stream": lambda device=None: Stream(),
+        "default_stream": lambda device=None: Stream(),
+        "synchronize": synchronize,
+        "get_device_name": lambda device=None: "none",
+        "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
+        "max_memory_allocated": lambda device=None: 0,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *_: True,
+        "get_device_capability": lambda device=None: (9, 0),
+        "default_generators": tuple(torch.Generator() for _ in range(gpus)),
+    }
+    accelerator = {
+        "is_available": lambda: True,
+        "current_device_index": lambda: current[0],
+        "current_stream": lambda device=None: Stream(),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "device_count": lambda: gpus,
+        "device_index": Device,
+    }
+    of_torch = {name: factory(getattr(torch, name)) for name in FACTORIES}
+    of_torch["as_tensor"] = lambda *args, device=None, **options: to(as_tensor(*args, **options), device or CPU)
+    of_torch["get_autocast_dtype"] = lambda *_: autocast_dtype("cpu")
+    of_torch["is_autocast_enabled"] = lambda *_: is_autocast_enabled("cpu")
+    of_tensor = METHODS | {
+        "_make_wrapper_subclass": lambda *args, device=None, **options: wrap(*args, device=CPU, **options)
+    }
+    of_c = {
+        "_group_tensors_by_device_and_dtype": grouped,
+        "_accelerator_getDeviceIndex": lambda: current[0],
+        "_gather": gather,
+        "_broadcast_coalesced": broadcast_to,
+    }
+    changes: list[tuple[Any, dict[str, Any]]] = [
+        (torch.cuda, cuda),
+        (torch.accelerator, accelerator),
+        (torch, of_torch),
+        (torch.Tensor, of_tensor),
+        (torch._C, of_c),
+        (torch.autocast, {"__init__": autocast}),
+        (torch.autograd, {"backward": backward_from}),
+        (dist, {"init_process_group": init_process_group, "new_group": pretended_group}),
+        (dist.distributed_c10d, {"new_group": pretended_group}),
+        (device_mesh, {"get_backend": lambda *_: "nccl"}),
+        (torch.futures.Future, {"__init__": lambda self, *, devices=None: future(self)}),
+        (torch._C.Future, {"then": lambda self, callback: then(self, with_kernels(callback))}),
+        (threading.Thread, {"run": with_kernels(threading.Thread.run)}),
+        (parallel._functions.comm, {"reduce_add_coalesced": sums_on}),
+        (sys.modules["torch.nn.parallel.data_parallel"], {"_check_balance": lambda ids: None}),
+    ]
+    if of == "mps":
+        of_torch["Generator"] = lambda device=None: make_generator()
+        of_tensor["pin_memory"] = no_pinned_memory
+        changes = [change for change in changes if change[0] not in (torch.cuda, torch.accelerator)]
+        changes += [
+            (torch.backends.mps, {"is_available": lambda: True}),
+            (torch.mps, {"manual_seed": lambda seed: None}),
+        ]
+    for place, values in changes:
+        for name, value in values.items():
+            setattr(place, name, value)
+    Kernels().__enter__()

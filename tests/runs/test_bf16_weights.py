@@ -1,0 +1,119 @@
+"""trainer.precision=bf16-true: weights and optimizer state in bfloat16, losses in float32."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.data.builtin import digits
+from lockstep.data.loader import Converter
+from lockstep.models.linear import linear
+from lockstep.training.setup import cast
+from support.commands import PYTHON_TRAIN
+from support.configs import composed
+from support.reference import saved_parameters, train_reference
+from support.run_folders import newest_snapshot
+from support.worlds import distance, in_world, same_bits, train_all
+
+BASE = ["trainer.precision=bf16-true", "trainer.epochs=1", "logger=[]", "optimizer=adamw", "snapshot.every=10steps"]
+
+
+def runs(folder: Path, *overrides: str) -> Any:
+    return composed(f"run_dir={folder}", *BASE, *overrides)
+
+
+def types_in(values: Any) -> set[torch.dtype]:
+    return {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+
+
+def test_the_weights_are_those_of_plain_torch_in_bfloat16(tmp_path: Path) -> None:
+    """Two ranks end near them: each rounds the gradient of its own samples."""
+    images, targets = digits(True).samples, digits(True).targets
+    scaled = ((images.double() / 255 - 0.287) / 0.353).bfloat16()
+    torch.manual_seed(0)
+    make = partial(torch.optim.AdamW, lr=0.01, foreach=False)
+    plain = train_reference(
+        linear([1, 8, 8], 10).bfloat16(),
+        (scaled, targets),
+        lambda outputs, classes: F.cross_entropy(outputs.float(), classes),
+        make,
+        epochs=1,
+        batch_size=64,
+    )
+    words = ["model=linear", "scheduler=constant", "optimizer.lr=0.01", "optimizer.fused=false"]
+    for size in (1, 2):
+        in_world(size, train_all, [runs(tmp_path / str(size), *words)])
+    alone, shared = (saved_parameters(tmp_path / size, plain.model) for size in ("1", "2"))
+    assert alone.dtype == torch.bfloat16
+    assert distance(alone.double(), plain.weights.double()) < 1e-2  # bfloat16 has 8 bits
+    assert distance(shared.double(), plain.weights.double()) < 3e-2
+
+
+@pytest.mark.parametrize(("size", "words"), [(1, []), (2, []), (2, ["strategy=fsdp", "model=mlp"])])
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one_and_all_is_bfloat16(
+    tmp_path: Path, size: int, words: list[str]
+) -> None:
+    words = ["model=convnet", "trainer.ema=0.9", *words]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    start = whole / "snapshots" / "step_00000010.pt"
+    in_world(size, train_all, [runs(whole, *words), runs(resumed, *words, f"resume={start}")])
+    assert same_bits(whole, resumed)
+    saved = newest_snapshot(whole)
+    norms = {name.rpartition(".")[0] for name in saved["model"] if name.endswith("running_mean")}
+    assert bool(norms) == ("model=mlp" not in words)
+    for name, tensor in saved["model"].items():
+        if tensor.is_floating_point():
+            assert (tensor.dtype == torch.float32) == (name.rpartition(".")[0] in norms), name
+    for name, values in saved["optimizer"]["state"].items():
+        in_norm = name.rpartition(".")[0] in norms
+        found = types_in(value for key, value in values.items() if key != "step")
+        assert found == {torch.float32 if in_norm else torch.bfloat16}
+    assert types_in(saved["ema"].values()) == {torch.float32}
+
+
+def test_running_statistics_move_as_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 a momentum of 0.1 would round half of its changes away."""
+    in_world(1, train_all, [runs(tmp_path / "run", "model=convnet")])
+    in_world(1, train_all, [runs(tmp_path / "fp32", "model=convnet", "trainer.precision=fp32")])
+    half, single = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("run", "fp32"))
+    means = [name for name in half if name.endswith(("running_mean", "running_var"))]
+    assert len(means) == 4
+    for name in means:
+        assert distance(half[name].double(), single[name].double()) < 0.1
+
+
+def test_a_trained_net_is_loaded_and_exported(start: Any, tmp_path: Path) -> None:
+    words = [*BASE, "model=convnet", "hydra.run.dir=run"]
+    start(*PYTHON_TRAIN, *words).finish()
+    images = digits(False).samples[:8]
+    net = lockstep.load(str(tmp_path / "run"))
+    outputs = net(images)
+    assert (outputs.dtype, next(net.parameters()).dtype) == (torch.bfloat16, torch.bfloat16)
+    start(*PYTHON_TRAIN, "mode=export", "resume=run", "mode.file=net.pt2").finish()
+    exported = torch.export.load(tmp_path / "net.pt2").module()(images)
+    assert torch.allclose(exported.float(), outputs.float(), atol=0.05)
+    refused = start(*PYTHON_TRAIN, *BASE, "model=convnet", "strategy=fsdp", "launch=fork").finish(2)
+    assert "strategy=fsdp adds up the gradients of a block in one type, and" in refused.sentence
+
+
+def test_samples_are_normalised_in_float32_and_targets_stay() -> None:
+    images = torch.arange(256, dtype=torch.uint8).view(-1, 1, 1, 1)
+    inputs, targets = Converter(torch.device("cpu"), torch.bfloat16, mean=[0.9], std=[0.01])(images, torch.rand(256))
+    right = (images.double() / 255 - 0.9) / 0.01
+    assert torch.equal(inputs, right.float().bfloat16())
+    assert targets.dtype == torch.float32
+
+
+def test_what_is_cast_and_what_stays() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LayerNorm(3), nn.Linear(3, 3).double())
+    net.register_buffer("scale", torch.ones(3))
+    cast(net, "bf16-true")
+    found = {name: tensor.dtype for name, tensor in net.state_dict().items() if tensor.is_floating_point()}
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    kinds = {"0": half, "1": single, "2": half, "3": double, "scale": half}
+    assert found == {name: kinds[name.partition(".")[0]] for name in found}

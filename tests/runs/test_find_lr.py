@@ -1,0 +1,152 @@
+"""mode=find_lr: the rate rises, the loss falls and diverges, and one rate is suggested."""
+
+import re
+import shlex
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from lockstep.data.builtin import digits
+from lockstep.data.partition import seeded
+from lockstep.models.mlp import mlp
+from lockstep.training.rate_finder import smoothed, suggested
+from support.commands import PYTHON_TRAIN, Command
+from support.event_files import scalars
+from support.reference import train_reference
+
+pytestmark = pytest.mark.whole
+
+Start = Callable[..., Command]
+Train = Callable[..., Command]
+FIND = ["mode=find_lr", "model=mlp", "trainer.precision=fp64", "logger=[tensorboard]"]
+
+
+def suggestion(command: Command) -> list[str]:
+    """The words that it says to type."""
+    (line,) = re.findall("^type (.*)$", command.output, re.MULTILINE)
+    return shlex.split(line)
+
+
+def rate_of(command: Command) -> float:
+    (word,) = suggestion(command)
+    return float(word.removeprefix("optimizer.lr="))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Command:
+    words = [*PYTHON_TRAIN, "dataset.validation=null", *FIND, "hydra.run.dir=found"]
+    return Command(words, tmp_path_factory.mktemp("one")).finish()
+
+
+def test_the_curve_is_that_of_plain_torch(found: Command) -> None:
+    data = digits(train=True)
+    images = ((data.samples.double() / 255) - 0.287) / 0.353
+    with seeded(0):
+        model = mlp(shape=[1, 8, 8], classes=10, width=128, depth=2, dropout=0.0).double()
+    curves = scalars(found.cwd / "found")
+    losses = [loss for _, loss in curves["find_lr/loss"]]
+    reference = train_reference(
+        model,
+        (images, data.targets),
+        F.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        epochs=10,
+        batch_size=64,
+        max_steps=len(losses),
+        lr_factor=lambda step: 1e-6 / 0.05 * 1e7 ** (step / 199),
+    )
+    assert losses == pytest.approx(reference.losses, rel=1e-6)
+    assert [rate for _, rate in curves["find_lr/lr"]] == pytest.approx(
+        [1e-6 * 1e7 ** (n / 199) for n in range(len(losses))]
+    )
+    assert len(losses) < 200  # it ends where the loss diverges
+    assert sum(losses[-10:]) / 10 > 2 * sum(losses[:10]) / 10 >= sum(losses[-11:-1]) / 10
+    curve = smoothed(reference.losses)
+    lowest = curve.index(min(curve))
+    assert rate_of(found) == float(f"{1e-6 * 1e7 ** (lowest / 199) / 3:.2g}")
+
+
+def test_the_suggestion_trains_better_than_a_tenth_of_it(found: Command, train: Train) -> None:
+    def loss_with(rate: float) -> float:
+        words = [
+            "model=mlp",
+            "trainer.precision=fp64",
+            "trainer.epochs=3",
+            f"optimizer.lr={rate}",
+            "logger=[tensorboard]",
+        ]
+        folder = train(*words, f"hydra.run.dir=with_{rate}").cwd / f"with_{rate}"
+        return scalars(folder)["test/loss"][-1][1]
+
+    rate = rate_of(found)
+    assert loss_with(rate) < 0.7 * loss_with(rate / 10)
+
+
+def test_ranks_find_the_same(found: Command, train: Train) -> None:
+    two = train(*FIND, "launch=fork", "launch.nproc_per_node=2", "hydra.run.dir=found")
+    assert suggestion(two) == suggestion(found)
+    ours, theirs = (scalars(command.cwd / "found")["find_lr/loss"] for command in (two, found))
+    assert [step for step, _ in ours] == [step for step, _ in theirs]
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-6)
+
+
+def test_it_leaves_a_picture_and_no_run(found: Command, train: Train) -> None:
+    folder = found.cwd / "found"
+    names = {path.relative_to(folder).parts[0] for path in folder.rglob("*")}
+    assert {name for name in names if not name.startswith("events.")} == {".lock", "find_lr.png", "logs", "train.log"}
+    colours = {colour for _, colour in Image.open(folder / "find_lr.png").convert("RGB").getcolors(10**6)}
+    assert (0xD1, 0x49, 0x5B) in colours  # the red dot
+    refused = train(f"resume={folder}", code=2)
+    assert "type resume=" in refused.sentence
+
+
+def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -> None:
+    words = [
+        "optimizer=muon",
+        "optimizer.lr=0.02",
+        "optimizer.adamw_lr=0.002",
+        "optimizer.groups=[{match:1,lr:0.04}]",
+    ]
+    lr, adamw_lr, groups = suggestion(train(*FIND, "logger=[]", *words))
+    rates = [float(word.rpartition("=")[2]) for word in (lr, adamw_lr)]
+    (of_group,) = re.findall(r"^optimizer\.groups=\[\{match:1,lr:([\d.e-]+)\}\]$", groups)
+    assert [rate / rates[0] for rate in (rates[1], float(of_group))] == pytest.approx([0.1, 2], rel=0.05)
+
+
+def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
+    refused = train(*FIND, "mode.max_lr=1e-5", "hydra.run.dir=flat", code=2)
+    assert "the loss does not fall by more than batches differ from optimizer.lr=1e-06 to 1e-05" in refused.sentence
+    assert refused.sentence.endswith("or mode.max_lr=0.001 mode.steps=400")
+    assert Image.open(refused.cwd / "flat" / "find_lr.png").size == (420, 300)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mode.max_lr=1e-7"], "mode.max_lr=1e-07 must be above mode.min_lr=1e-06; type mode.max_lr=0.001"),
+        (["mode.steps=5"], "mode.steps=5 are too few for a curve; type mode.steps=40 or more"),
+        (
+            ["resume=outputs/a"],
+            "mode=find_lr reads no run; leave resume=outputs/a out, or type init=<a run> for its weig",
+        ),
+        (["launch=dry"], "launch=dry plans a training, and mode=find_lr is none; type mode=train"),
+        (["~optimizer.lr"], "mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(train: Train, words: list[str], said: str) -> None:
+    assert said in train("mode=find_lr", *words, code=2).sentence
+
+
+def test_the_suggestion_is_a_third_of_the_rate_of_the_lowest_loss_and_noise_is_no_fall() -> None:
+    rates = [1e-5 * 1e6 ** (step / 199) for step in range(200)]
+    noise = (0.01 * torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).tolist()
+    fall = [2 + ((step - 150) / 100) ** 2 for step in range(200)]
+    assert suggested(rates, fall) == rates[150] / 3
+    found = suggested(rates, [a + b for a, b in zip(fall, noise, strict=True)])
+    assert found is not None
+    assert rates[140] / 3 < found < rates[160] / 3
+    assert suggested(rates, noise) is None
+    assert suggested(rates, [1.0] * 200) is None

@@ -1,0 +1,70 @@
+"""A local HTTP server of files that is slow, fails some requests, and is gone for a while."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class FarStore:
+    """Serves the files of `folder` by ranges. delay: seconds of a request. Every `fails`-th one gets a 503."""
+
+    def __init__(self, folder: Path, delay: float, fails: int) -> None:
+        self.requests, self.sent, self.gone_until, self.lock = 0, 0, 0.0, threading.Lock()
+        store = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                with store.lock:
+                    store.requests += 1
+                    number = store.requests
+                time.sleep(delay)
+                path = folder / self.path.strip("/")
+                if time.monotonic() < store.gone_until:
+                    self.close_connection = True
+                    return
+                if number % fails == 0 or not path.is_file():
+                    self.send_error(503 if path.is_file() else 404)
+                    return
+                content = path.read_bytes()
+                asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                part = content[int(asked[1]) : int(asked[2]) + 1] if asked else content
+                self.send_response(206 if asked else 200)
+                self.send_header("Content-Length", str(len(part)))
+                self.send_header("Accept-Ranges", "bytes")
+                self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(part)
+                    with store.lock:
+                        store.sent += len(part)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def vanish(self, seconds: float) -> None:
+        self.gone_until = time.monotonic() + seconds
+
+
+@contextmanager
+def far_store(folder: Path, delay: float = 0.01, fails: int = 20) -> Iterator[FarStore]:
+    store = FarStore(folder, delay, fails)
+    thread = threading.Thread(target=store.server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        store.server.shutdown()
+        store.server.server_close()
