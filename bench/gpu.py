@@ -94,7 +94,8 @@ def growing(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[s
 
 def tests(out: Path) -> Iterator[str]:
     """How the tests that need a GPU ended. One that wants two GPUs is skipped where there is one."""
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "--tb=short", "-m", "gpu", "tests"]
+    files = [f"tests/runs/{name}.py" for name in ("test_gpu", "test_host_never_waits")]
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "--tb=short", "-m", "gpu", "-n", "8", *files]
     code = harness.run_on_terminal(command, out, ENDS[0] - time.time(), cwd=harness.ROOT)
     last = (out / "console.log").read_text(errors="replace").strip().rpartition("\n")[2].strip("= ")
     words = "no time left" if code == 124 else last

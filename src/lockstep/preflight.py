@@ -261,7 +261,8 @@ def check_model(cfg: DictConfig, strategy: Strategy, world_size: int) -> None:
         raise
     except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
         return
-    on_gpus = cfg.backend.name != "gloo" and torch.cuda.is_available()
+    # is_available() would start CUDA, and launch=fork could not fork
+    on_gpus = cfg.backend.name != "gloo" and torch.cuda.device_count() > 0
     model_memory_format(model, cfg.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
     refuse_changing_weights(model, world_size)
     if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then

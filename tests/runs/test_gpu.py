@@ -1,12 +1,15 @@
 """On a GPU: a rank over nccl, and a run that goes on, there and on the CPU. See test_host_never_waits.py, too."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pretend_gpu.test_pretended_gpus import SCENARIOS
+from pretend_gpu.test_pretended_gpus import command as small_training
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
-from support.configs import composed
 from support.run_folders import read_log
 from support.worlds import distance, in_world, same_bits, train, weights
 
@@ -15,8 +18,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SMALL = ["model=mlp", "logger=[]", "dataset.train.train=false", "scheduler=constant", "optimizer=adamw"]
 
 
-def test_one_rank_of_torchrun_trains_over_nccl(start):
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN, *SMALL, "trainer.epochs=1").finish()
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN],
+        [*PYTHON_TRAIN, "backend=nccl", "launch=fork", "launch.nproc_per_node=1"],
+        [*PYTHON_TRAIN, "backend=nccl", "launch=spawn", "launch.nproc_per_node=1"],
+    ],
+    ids=["torchrun", "fork", "spawn"],
+)
+def test_one_rank_trains_over_nccl(start, command):
+    run = start(*command, *SMALL, "trainer.epochs=1").finish()
     assert "rank 0 of 1: nccl on cuda" in run.output
 
 
@@ -41,17 +53,27 @@ def train_on_first_gpu(cfg: Any) -> float:
     """A training whose ranks are all on one GPU, over gloo: NCCL refuses that."""
     from lockstep.distributed import world
 
+    os.environ["LOCAL_RANK"] = "0"  # from which torch's meshes choose a GPU
     world.set_up_device = lambda *_: torch.device("cuda", 0)
     return train(cfg)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["model=mlp"], ["model=convnet", "sync_bn=on"], ["model=mlp", "strategy=fsdp"]],
-    ids=["ddp", "sync_bn", "fsdp"],
-)
-def test_two_ranks_on_one_gpu_train_to_the_numbers_of_the_cpu(tmp_path, overrides):
-    exact = ["backend=gloo", "trainer.precision=fp64", "trainer.epochs=2", "dataset.train.train=false", "logger=[]"]
-    for name, function in {"gpu": train_on_first_gpu, "cpu": train}.items():
-        in_world(2, function, composed(f"run_dir={tmp_path}/{name}", *exact, *overrides))
-    assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < 1e-9
+# Those of one process want two GPUs, and the ranks of the parameter server take steps in any order.
+TRAININGS = [name for name in SCENARIOS if not name.startswith(("model_parallel", "data_parallel", "async_"))]
+NOT_ALONE = ("pipeline", "tensor_parallel", "fsdp with replicas")
+# gloo of torch 2.11 cannot send, scatter or gather tensors of a GPU: the process aborts, or gets SIGSEGV.
+NOT_OVER_GLOO = ("gradient_sync=ring", "gradient_sync=powersgd", "pipeline", "tensor_parallel", "fsdp")
+CASES = [(name, 1) for name in TRAININGS if name not in NOT_ALONE]
+CASES += [(name, 2) for name in TRAININGS if not name.startswith(NOT_OVER_GLOO)]
+ROUNDED = ("fp16", "bf16", "muon")  # each device rounds in its own order
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_a_training_on_a_gpu_is_that_of_the_cpu(name: str, ranks: int, tmp_path: Path) -> None:
+    """One rank over nccl; two over gloo, on one GPU."""
+    rounds = any(kind in name for kind in ROUNDED)
+    words = [*SCENARIOS[name][1], *([] if rounds else ["trainer.precision=fp64"])]
+    on_gpu, backend = (train, "nccl") if ranks == 1 else (train_on_first_gpu, "gloo")
+    in_world(ranks, on_gpu, small_training(tmp_path / "gpu", *words, backend=backend))
+    in_world(ranks, train, small_training(tmp_path / "cpu", *words, backend="gloo"))
+    assert distance(weights(tmp_path / "cpu"), weights(tmp_path / "gpu")) < (5e-2 if rounds else 1e-9)

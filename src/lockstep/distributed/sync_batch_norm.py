@@ -202,8 +202,9 @@ class _Normalise(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_x, wide_grad = x.to(mean.dtype), grad.to(mean.dtype)
         if x.numel():
+            unsaved = mean.new_empty(0)  # CUDA's kernels for channels_last refuse None
             grad_x, sum_grad_x, sum_grad = torch.ops.aten.native_batch_norm_backward(
-                wide_grad, wide_x, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
+                wide_grad, wide_x, scale, mean, var, unsaved, unsaved, False, ctx.eps, [True, True, True]
             )
         else:
             grad_x, sum_grad_x, sum_grad = wide_grad, torch.zeros_like(mean), torch.zeros_like(mean)

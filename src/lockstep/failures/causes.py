@@ -54,7 +54,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "call flatten(1) or reshape at the line above, or type trainer.channels_last=false",
     ),
     (
-        r"Target \d+ is out of bounds|index out of range|device-side assert",
+        r"Target \d+ is out of bounds|index out of range|device-side assert triggered",
         "an index is larger than the table that it looks up, such as a target beyond the number of classes",
         "check the targets of the samples above, and dataset.classes",
     ),

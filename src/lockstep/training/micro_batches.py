@@ -1,5 +1,6 @@
 """In how many micro-batches a rank computes a global batch, and what becomes of a step that runs out of memory."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class MicroBatches:
                 raise error
             world.barrier()  # it ends when the launcher has seen the other rank fail
         del error  # its frames hold tensors
+        gc.collect()
         self.strategy.model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, before in self.buffers:

@@ -280,10 +280,14 @@ class TrainState:
 
     def keep_gradients(self, step: int, is_last: bool) -> None:
         """Keep what is reported of the averaged gradients of `step`, the last one of an epoch if `is_last`."""
-        scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
-        if self.settings.is_logged(step):
+        is_logged, is_shown = self.settings.is_logged(step), self.gradients is not None and is_last
+        if not (is_logged or is_shown):
+            return
+        # The loss scale of fp16, or 1, as a tensor: get_scale() would wait for the device.
+        scale = self.scaler.scale(torch.ones((), device=self.strategy.world.device))
+        if is_logged:
             self.grad_norm = step, self.strategy.grad_norm() / scale
-        if self.gradients is not None and is_last:
+        if is_shown:
             named = self.strategy.model.named_parameters()
             self.gradients = {name: p.grad / scale for name, p in named if p.grad is not None}
 
