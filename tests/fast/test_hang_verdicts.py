@@ -21,6 +21,7 @@ TORCH = "/x/site-packages/torch"
 USER = (Frame("/home/me/net.py", 7, "forward"),)
 IN_TORCH = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 3913, "all_reduce"), *USER)
 IN_BACKWARD = (Frame(f"{TORCH}/autograd/graph.py", 850, "_engine_run_backward"),)
+IN_FSDP = (Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 300, "post_backward"),)
 IN_PROJECT = (Frame(f"{PROJECT}/snapshots/files.py", 30, "write"),)
 COMPILES = (Frame(f"{TORCH}/_inductor/codecache.py", 3, "compile"),)
 MAKES_GROUP = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 669, "_create_gloo_process_group"), *USER)
@@ -85,6 +86,7 @@ def verdict(*ranks, world_size=None):
         (facts(1, IN_PROJECT, state="R"), Kind.SLOW),
         (facts(1, IN_PROJECT, children_run=True), Kind.SLOW),
         (facts(1, IN_BACKWARD, state="R", records=record(*STEP)), Kind.SLOW),
+        (facts(1, IN_FSDP, state="R", records=record(*STEP[:1])), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
         (facts(1, COMPILES, state="D"), Kind.SLOW),
         (facts(1, (Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER)), Kind.SLOW),

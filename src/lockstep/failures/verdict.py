@@ -178,6 +178,11 @@ class FlightRecord:
         """The newest collective that has not ended."""
         return next((entry for entry in reversed(self.entries) if not entry.finished), None)
 
+    @property
+    def waits_asleep(self) -> bool:
+        """Whether what has not ended is gloo's, whose waiting threads sleep."""
+        return all(entry.group.startswith("0/") for entry in self.entries if not entry.finished)
+
 
 def parse_records(text: str) -> FlightRecord:
     """torch's records (a JSON list: gloo's, NCCL's) -> one FlightRecord, in order of time.
@@ -342,6 +347,8 @@ class RankFacts:
         if top is None or top.function == BACKWARD:
             return has_unfinished and self.state != "R"
         if any(part in top.file for part in COLLECTIVES):
+            if self.record.unfinished is not None and self.record.waits_asleep and self.state == "R":
+                return False  # fsdp computes in torch's files, while it gathers the next layer
             return has_unfinished or self.stack.makes_group or not self.stack.waits_at_store
         return has_unfinished and any(call in top.source for call in WAITING_CALLS)
 
