@@ -1,4 +1,4 @@
-"""A training of the project's own worker on pretended GPUs, and the same one on the CPU."""
+"""Small trainings, and how they run with the project's own worker on pretended GPUs, and on the CPU."""
 
 import os
 import sys
@@ -8,10 +8,103 @@ from pathlib import Path
 from typing import Any
 
 from pretend_gpu import device
-from support.configs import record_of
+from support.configs import composed, record_of
 from support.worlds import train
 
 GPUS = 8
+BASE = ["trainer.max_steps=14", "trainer.epochs=9", "dataset.train.train=false", "logging.every=1000", "logger=[]"]
+BASE += ["watch.every=5", "backend.timeout=100"]
+MIX = "dataset.batch_transforms=[{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:10},"
+MIX += "{_target_:lockstep.data.transforms.RandomErasing,p:0.5}]"
+EMPTY = ["trainer.batch_size=359", "trainer.max_steps=4"]  # of 360 samples: an epoch's last batch is one sample
+FP16 = ["trainer.precision=fp16", "sync_bn=off"]
+
+# Once in 5 steps, as watch.every says, the ranks' weights are compared.
+COMPARED = {"weight_check.py:check_now": 0.2}
+# torch's GradScaler reads whether a gradient was infinite where the optimizer is not fused.
+UNFUSED = {"grad_scaler.py:<genexpr>": 1.0} | COMPARED
+# A share of one value or none is compared with the count of all ranks.
+ALONE = {"sync_batch_norm.py:_normalised": 2.0} | COMPARED
+# torch's hook waits for the device.
+POWERSGD = {"gradient_sync.py:one_bucket_at_a_time": 0.4, "a thread of gloo": 0.2} | COMPARED
+# In its first passes fsdp looks for weights that a forward pass changes.
+FIRST_PASSES = {"fsdp.py:_sums": 6.0} | COMPARED
+
+SCENARIOS: dict[str, tuple[int, list[str], dict[str, float]]] = {
+    "one GPU": (1, [], {}),
+    "ddp": (2, ["sync_bn=off"], COMPARED),
+    "accumulation, clipping, averages": (
+        2,
+        [
+            "trainer.gradient_accumulation_steps=2",
+            "trainer.max_grad_norm=1",
+            "trainer.ema=0.9",
+            "optimizer=adamw",
+            "sync_bn=off",
+        ],
+        COMPARED,
+    ),
+    "accumulation that may grow": (2, ["trainer.gradient_accumulation_steps=auto", "sync_bn=off"], COMPARED),
+    "checkpointed blocks": (2, ["trainer.checkpoint_activations=['layer*']", "sync_bn=on"], COMPARED),
+    "sync_bn": (2, ["sync_bn=on"], COMPARED),
+    "sync_bn, bf16, a share without samples": (2, [*EMPTY, "trainer.precision=bf16"], ALONE),
+    "sync_bn, a view of a share without samples": (
+        2,
+        [*EMPTY, "model._target_=pretend_gpu.models.Viewing", "~model.shape", "trainer.channels_last=false"],
+        ALONE,
+    ),
+    "bf16": (2, ["trainer.precision=bf16", "sync_bn=off"], COMPARED),
+    "fp16, fused": (2, FP16, COMPARED),
+    "fp16, unfused": (2, [*FP16, "optimizer.fused=false"], UNFUSED),
+    "fp16, muon": (2, [*FP16, "optimizer=muon_sgd"], UNFUSED),
+    "mixup and erasing": (2, ["sync_bn=off", MIX], COMPARED),
+    "gradient_sync=bf16": (2, ["gradient_sync=bf16", "sync_bn=off"], COMPARED),
+    "gradient_sync=ring": (2, ["gradient_sync=ring", "sync_bn=off"], COMPARED),
+    "gradient_sync=powersgd": (
+        2,
+        ["gradient_sync=powersgd", "sync_bn=off"],
+        POWERSGD,
+    ),
+    "gradient_sync=local_sgd, adamw": (
+        2,
+        ["gradient_sync=local_sgd", "optimizer=adamw", "optimizer.fused=false", "sync_bn=off"],
+        COMPARED,
+    ),
+    "gradient_sync=local_sgd, muon": (2, ["gradient_sync=local_sgd", "optimizer=muon", "model=mlp"], COMPARED),
+    "fsdp": (2, ["strategy=fsdp", "sync_bn=off"], FIRST_PASSES),
+    "fsdp, bf16": (2, ["strategy=fsdp", "model=mlp", "trainer.precision=bf16"], FIRST_PASSES),
+    "fsdp with replicas": (4, ["strategy=fsdp", "strategy.replicas=2", "sync_bn=off"], FIRST_PASSES),
+    "tensor_parallel": (
+        2,
+        ["strategy=tensor_parallel", "model=mlp", "strategy.plan=[{1:colwise},{4:rowwise}]"],
+        COMPARED,
+    ),
+    "pipeline": (2, ["strategy=pipeline", "model=mlp"], COMPARED),
+    "virtual_ranks": (2, ["strategy=virtual_ranks", "trainer.deterministic=true"], COMPARED),
+    "model_parallel": (
+        1,
+        ["strategy=model_parallel", "model=toy_parallel", "trainer.max_grad_norm=1", "trainer.ema=0.9"],
+        COMPARED,
+    ),
+    "model_parallel, local_sgd": (
+        2,
+        [
+            "strategy=model_parallel",
+            "model=toy_parallel",
+            "gradient_sync=local_sgd",
+            "strategy.gradient_as_bucket_view=false",
+        ],
+        COMPARED,
+    ),
+    "data_parallel": (1, ["strategy=data_parallel", "model=mlp"], {}),
+    "data_parallel, bf16": (1, ["strategy=data_parallel", "trainer.precision=bf16", "model=mlp"], {}),
+    "async_parameter_server": (2, ["strategy=async_parameter_server"], COMPARED),
+    "gloo beside GPUs": (2, ["backend.name=gloo", "sync_bn=off"], {}),
+}
+
+
+def small_training(folder: Path, *words: str, backend: str = "nccl") -> Any:
+    return composed(f"run_dir={folder}", *BASE, f"backend.name={backend}", *words)
 
 
 def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretend_gpu.test_pretended_gpus import SCENARIOS
-from pretend_gpu.test_pretended_gpus import command as small_training
+from pretend_gpu.scenarios import SCENARIOS, small_training
 from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 from support.run_folders import read_log
 from support.worlds import distance, in_world, same_bits, train, weights
