@@ -10,6 +10,11 @@ Contents = str | bytes | memoryview | Callable[[BinaryIO], object]
 """What a file shall hold, or a function that writes it to the open file."""
 
 
+def is_url(name: object) -> bool:
+    """Whether it is an address such as s3://bucket/train-000.tar, which fsspec opens."""
+    return "://" in str(name)
+
+
 def write_whole(path: Path, contents: Contents, sync: bool = True, shared: bool = False) -> None:
     """Replace the file `path` at once: a kill at any moment leaves the old one or the new one.
 

@@ -17,6 +17,11 @@ def plain(value: Any) -> str:
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's words; its type's name if it has none."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def differing(a: Mapping[str, Any], b: Mapping[str, Any], missing: Any = None) -> dict[str, tuple[Any, Any]]:
     """{key: (value in a, value in b)}, sorted, of the keys that only one has, or that have other values.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.config.schema import Count, Seed
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.errors import ConfigError
+from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def download(data_dir: str, name: str) -> None:
             raise problem from None
         if created:
             _remove_empty(Path(data_dir))
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ConfigError(
             f"{name} is not in data_dir={data_dir} (searched {folder.absolute()}) and cannot be downloaded "
             f"({reason}); type data_dir=<folder that holds {name}>, or dataset=digits, which needs no download"

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.data.shard_formats import CHUNK, Read, require_package
 from lockstep.errors import ConfigError
 from lockstep.failures.reporter import heartbeat
+from lockstep.files import is_url
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,6 @@ told_at = 0.0  # when this process has last told that a store is gone
 
 Shard = tuple[str, int, int | str]
 """(name, bytes, what says that it has changed: ns of the last change, or a tag)."""
-
-
-def is_remote(name: str) -> bool:
-    """Whether a shard, or a pattern, is an address such as s3://bucket/train-000.tar."""
-    return "://" in name
 
 
 def _opened(name: str) -> tuple[Any, str]:
@@ -58,10 +54,10 @@ def expanded(urls: str | Sequence[str]) -> list[str]:
             if first.isdecimal() and last.isdecimal():
                 words = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
             found += expanded([name[: braces.start()] + word + name[braces.end() :] for word in words])
-        elif is_remote(name) and any(sign in name for sign in "*[?"):
+        elif is_url(name) and any(sign in name for sign in "*[?"):
             system, path = _opened(name)
             found += [system.unstrip_protocol(one) for one in asked(lambda: sorted(system.glob(path)), name)]  # noqa: B023
-        elif not is_remote(name) and glob.has_magic(name):
+        elif not is_url(name) and glob.has_magic(name):
             found += sorted(glob.glob(name, recursive=True))
         else:
             found.append(name)
@@ -76,7 +72,7 @@ def states(names: Sequence[str], key: str) -> list[Shard]:
 
     def state(name: str) -> Shard | Exception:
         try:
-            if not is_remote(name):
+            if not is_url(name):
                 status = os.stat(name)
                 return name, status.st_size, status.st_mtime_ns
             system, path = _opened(name)
@@ -85,7 +81,7 @@ def states(names: Sequence[str], key: str) -> list[Shard]:
         except (OSError, TypeError) as error:  # without a size, no range can be asked for
             return error
 
-    are_far = any(map(is_remote, names))
+    are_far = any(map(is_url, names))
     with ThreadPoolExecutor(AT_ONCE if are_far else 1) as pool:
         found = list(pool.map(state, names)) if are_far else list(map(state, names))
     for name, one in zip(names, found, strict=True):
@@ -145,7 +141,7 @@ class ShardReader:
     def read(self, shard: int, begin: int, length: int) -> bytes:
         """Raises OSError for a shard that is missing, has changed, or ends before these bytes do."""
         name = self.shards[shard][0]
-        if is_remote(name):
+        if is_url(name):
             system, path = _opened(name)
             stored = asked(lambda: _range(system, path, begin, length), name)
         else:

@@ -28,10 +28,11 @@ from lockstep.data.builtin import one_at_a_time, say
 from lockstep.data.partition import generator as seeded_generator
 from lockstep.data.samples import EVALUATION, Key
 from lockstep.data.shard_formats import FORMATS, NO_TARGET, CutShard, Fields, Format, Read, format_of
-from lockstep.data.shard_store import Shard, ShardReader, expanded, is_remote, reading_ahead, states
+from lockstep.data.shard_store import Shard, ShardReader, expanded, reading_ahead, states
 from lockstep.data.workers import DatasetReader
 from lockstep.distributed.host import cpu_count
 from lockstep.errors import ConfigError, first_of
+from lockstep.files import is_url
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class IndexedFiles:
         self.key, self.urls = ("urls", urls) if train else ("test_urls", test_urls)
         self.name, self.kind = "train" if train else "test", format
         asked = [self.urls] if isinstance(self.urls, str) else list(self.urls)
-        places = [url if is_remote(url) else os.path.abspath(url) for url in asked]
+        places = [url if is_url(url) else os.path.abspath(url) for url in asked]
         state = repr((VERSION, places, format, *settings))
         self.folder = Path(index_dir) / f"{self.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
@@ -233,7 +234,7 @@ class _Scanner:
         name, size, _ = self.shards[number]
         reader, positions, problem = ShardReader(self.shards), list[tuple[int, int, int]](), None
         read: Read = lambda begin, length: reader.read(number, begin, length)  # noqa: E731
-        if is_remote(name):
+        if is_url(name):
             read = reading_ahead(read, size)
         try:
             for position in self.format.scan(read, size, number):
@@ -345,7 +346,7 @@ class Shards(torch.utils.data.Dataset[tuple[Any, Any]]):
         self.names = files.inputs, files.targets
         self.fields = Fields(size, *self.names)
         self.reader = ShardReader(self.index.about["shards"])
-        self.is_far = self.format.reads_shards and any(is_remote(name) for name, _, _ in self.index.about["shards"])
+        self.is_far = self.format.reads_shards and any(is_url(name) for name, _, _ in self.index.about["shards"])
         self.fetched: dict[int, bytes | Exception] = {}
 
     def __len__(self) -> int:

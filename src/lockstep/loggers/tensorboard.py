@@ -34,6 +34,7 @@ from lockstep.config.schema import Whole
 from lockstep.loggers.base import EpochSummary, Hyperparameter, Logger, RunInfo
 from lockstep.runs.repeats import is_repeat, setting_of
 from lockstep.tasks.base import ReadSample, Report
+from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class TensorBoardLogger(Logger):
                 warnings.simplefilter("ignore", FutureWarning)  # torch.jit is deprecated; there is no other way
                 graph = tensorboard_graph(model, inputs)
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            log.warning("no graph is written: torch cannot trace this model (%s)", str(error).splitlines()[0])
+            log.warning("no graph is written: torch cannot trace this model (%s)", first_line(error))
         else:
             self._append(0, graph_def=graph)
 

@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import all_names, matching_parameters, require_matches
 from lockstep.snapshots.files import list_snapshots, load_plain, open_parts
 from lockstep.strategies.tensor_bytes import StoredTensor, whole
+from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
         if isinstance(contents, dict):
             contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ConfigError(f"init={where}: {path} cannot be read ({reason}); type init=<another file>") from None
     if isinstance(contents, dict) and isinstance(contents.get("model"), dict):  # a snapshot, or many people's files
         contents = contents["model"] | (contents.get("ema") or {})

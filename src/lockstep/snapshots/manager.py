@@ -32,7 +32,7 @@ from lockstep.errors import (
     path_word,
 )
 from lockstep.failures import reporter
-from lockstep.files import explain_disk_error, write_whole
+from lockstep.files import explain_disk_error, is_url, write_whole
 from lockstep.snapshots.files import (
     INFIX,
     bytes_in_parts,
@@ -43,7 +43,7 @@ from lockstep.snapshots.files import (
     step_of,
     write_part,
 )
-from lockstep.snapshots.mirror import Mirror, fetch, is_url
+from lockstep.snapshots.mirror import Mirror, fetch
 from lockstep.snapshots.resume import (
     Found,
     find_snapshots,
@@ -65,6 +65,7 @@ from lockstep.snapshots.state import (
 )
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.tensor_bytes import as_saved, map_only
+from lockstep.text import first_line
 from lockstep.training.nan import SMALLER_STEPS
 from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
@@ -578,7 +579,7 @@ class Saver:
             reports = self.thread_world.gather_state(report)
         except RuntimeError as error:  # a rank has died, which ends the training, too
             step = contents["progress"]["step"]
-            log.warning("no snapshot at step %d: a rank was lost (%s)", step, str(error).splitlines()[0])
+            log.warning("no snapshot at step %d: a rank was lost (%s)", step, first_line(error))
             return
         if not self.world.is_rank_zero:
             return

@@ -14,16 +14,13 @@ from lockstep.errors import CannotStartNow, ConfigError
 from lockstep.files import write_whole
 from lockstep.snapshots.files import list_snapshots
 from lockstep.strategies.base import Strategy
+from lockstep.text import first_line
 
 log = logging.getLogger(__name__)
 
 PAUSE = 5.0  # seconds before a copy is tried again
 LAST_WAIT = 120.0  # seconds that the end of a run waits for the last copy
 PIECE = 2**22  # bytes that are read at once
-
-
-def is_url(where: object) -> bool:
-    return "://" in str(where)
 
 
 def validate_mirror(url: str | None, form: str, strategy: Strategy, resume: str | None, run_dir: Path) -> None:
@@ -74,7 +71,7 @@ class _Place:
             return []
         except Exception as error:  # of any library
             raise CannotStartNow(
-                f"{self.key}={self.url} cannot be read ({_first_line(error)}); type the command again when it can"
+                f"{self.key}={self.url} cannot be read ({first_line(error)}); type the command again when it can"
             ) from None
 
     def listed(self) -> list[str]:
@@ -145,7 +142,7 @@ class Mirror:
                 if not self.has_failed:
                     log.warning(
                         "snapshot.mirror: %s is not copied to %s (%s); it is tried again, and the training goes on",
-                        *(path.name, self.place.url, _first_line(error)),
+                        *(path.name, self.place.url, first_line(error)),
                     )
                 self.has_failed = True
                 with self.changed:
@@ -196,10 +193,6 @@ def fetch(url: str, folder: Path) -> None:
             write_whole(folder / f"{name}.pt", lambda file, entry=entry: place.copy_to(file, entry))  # type: ignore[misc]
             has_newest |= name != "best"
         except Exception as error:  # of any library
-            log.warning("resume=%s: %s cannot be taken (%s)", url, name, _first_line(error))
+            log.warning("resume=%s: %s cannot be taken (%s)", url, name, first_line(error))
     if not has_newest:
         raise ConfigError(f"resume={url} lists no snapshot that can be read; type resume=<a run folder>")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -14,10 +14,11 @@ import torch
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, path_value, path_word
 from lockstep.failures import reporter
+from lockstep.files import is_url
 from lockstep.snapshots.files import FORMAT, FORMAT_IN_PARTS, list_snapshots, load_verified
-from lockstep.snapshots.mirror import is_url, require_listed
+from lockstep.snapshots.mirror import require_listed
 from lockstep.snapshots.state import restore_weights
-from lockstep.text import differing
+from lockstep.text import differing, first_line
 from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def load_first_good(paths: list[Path], keys: Keys = TRAINING) -> Found | None:
         try:
             contents = load_verified(path)
         except Exception as error:  # torch.load raises many types for a damaged file
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             log.warning("snapshot %s is damaged (%s) and passed over", path, reason)
             continue
         form = contents.get("format", 1) if isinstance(contents, dict) else "unknown"
