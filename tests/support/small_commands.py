@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.data import builtin
-from lockstep.errors import EXIT_JOBS_FAILED
+from lockstep.errors import EXIT_JOBS_FAILED, EXIT_PROMISES
 from support.commands import ROOT, TRAIN, without_ranks
 from support.forked import ForkedProcess
 
@@ -56,6 +56,8 @@ class Answer:
             return "a traceback"
         if self.code == 0:
             return None
+        if self.code == EXIT_PROMISES:  # mode=check ran, and its table says which promise does not hold
+            return None if re.search(r"^promise .*^.+ no  +\S", self.output, re.DOTALL | re.MULTILINE) else "no table"
         if self.code == EXIT_JOBS_FAILED:  # a sweep: each of its jobs that failed has a sentence
             told = [line for line in self.sentences if re.search(r"\btype \S", line)]
             return None if self.sentences and told == self.sentences else "a job without a sentence"
