@@ -29,10 +29,11 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             while not list((tmp_path / f"run{number}").glob("snapshots/step_*.pt")) and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(draw.uniform(0, 2))
+            assert run.process.poll() is None, run.finish(code=None).output
             os.killpg(run.process.pid, signal.SIGKILL)
             run.finish(code=None)
             seen.append(max((name for name in listed(store) if name != "best"), default=""))
         assert seen == sorted(seen)
-        assert len(set(seen)) > 2
+        assert len(set(seen)) > 1
     finally:
         store.stop()

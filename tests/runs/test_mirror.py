@@ -6,7 +6,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from lockstep.snapshots.mirror import Mirror
 from support.commands import TRAIN
 from support.object_store import URL, ObjectStore, listed
 from support.worlds import same_bits
@@ -47,6 +49,18 @@ def test_a_lost_machine_costs_nothing_that_was_mirrored(train, store, tmp_path):
     assert max(listed(store)) == "step_00000024"
     refused = train(*SMALL, MIRROR, "hydra.run.dir=third", code=2, **store.variables).output
     assert "has the snapshots of another run" in refused
+
+
+def test_a_numbered_snapshot_stays_there_until_a_newer_one_is_whole(tmp_path):
+    here, there = tmp_path / "snapshots", tmp_path / "there"
+    here.mkdir()
+    for copied, left in (("step_1", {"step_1"}), ("best", {"step_1", "best"}), ("step_2", {"step_2", "best"})):
+        torch.save({}, here / f"{copied}.pt")
+        mirror = Mirror(there.as_uri(), here)
+        mirror.put(here / f"{copied}.pt")
+        mirror.close()
+        (here / f"{copied}.pt").unlink()  # as one that a newer one has replaced here
+        assert {path.stem for path in there.glob("*.json")} == left
 
 
 def test_a_damaged_copy_is_passed_over(train, store, tmp_path):

@@ -36,7 +36,7 @@ def validate_mirror(url: str | None, form: str, strategy: Strategy, resume: str 
         )
     if list_snapshots(run_dir / "snapshots") or str(resume).rstrip("/") == url.rstrip("/"):
         return
-    if _Place("snapshot.mirror", url).listed():
+    if _Place("snapshot.mirror", url).newest() is not None:
         raise ConfigError(
             f"snapshot.mirror={url} has the snapshots of another run, which this one would replace; type "
             f"snapshot.mirror=<another place>, or resume={url} to go on with that run"
@@ -77,6 +77,10 @@ class _Place:
     def listed(self) -> list[str]:
         """The names of the whole snapshots, such as step_00000012 and best; the newest first, best at the end."""
         return sorted((name[:-5] for name in self.names() if name.endswith(".json")), reverse=True)
+
+    def newest(self) -> str | None:
+        """The name of the newest whole snapshot that a run can go on from."""
+        return next((name for name in self.listed() if name != "best"), None)
 
     def entry(self, name: str) -> dict[str, Any]:
         """{"file": its name, "sha256", "bytes"} of a whole snapshot."""
@@ -164,9 +168,10 @@ class Mirror:
                 shutil.copyfileobj(file, copy, PIECE)
         entry = json.dumps({"file": name, "sha256": digest, "bytes": size})
         place.files.pipe_file(f"{place.folder}/{path.stem}.json", entry.encode())
-        here = {kept.stem for kept in list_snapshots(self.folder)} | {"best", path.stem}
-        for old in set(place.listed()) - here:
-            place.files.rm_file(f"{place.folder}/{old}.json")
+        if path.stem != "best":  # before a newer one is there, the old one is all that a run can go on from
+            here = {kept.stem for kept in list_snapshots(self.folder)} | {"best", path.stem}
+            for old in set(place.listed()) - here:
+                place.files.rm_file(f"{place.folder}/{old}.json")
         used = {place.entry(name)["file"] for name in place.listed()}
         for old in place.names():
             if old.endswith(".pt") and old not in used:
@@ -175,7 +180,7 @@ class Mirror:
 
 def require_listed(url: str) -> None:
     """Raise ConfigError if `resume=<url>` has nothing to resume from."""
-    if not _Place("resume", url).listed():
+    if _Place("resume", url).newest() is None:
         raise ConfigError(
             f"resume={url} lists no snapshot; to start afresh leave resume= out, else type resume=<a run folder>"
         )
