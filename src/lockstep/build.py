@@ -20,6 +20,7 @@ from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_norm, refuse_batch_norms
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
+from lockstep.errors import ConfigError
 from lockstep.failures import reporter
 from lockstep.loggers.base import LoggerList
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
@@ -30,6 +31,7 @@ from lockstep.snapshots.manager import SnapshotManager
 from lockstep.strategies.base import Strategy, refuse_changing_weights
 from lockstep.strategies.gradient_sync import AfterBackward
 from lockstep.tasks.base import Task, modules_of
+from lockstep.text import first_line
 from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
@@ -79,6 +81,7 @@ def model_and_data(
         split = data_fingerprint(found.val) if found.held_out is None else str(found.held_out)
         require_same_data(world, "validation data", len(found.val), split)
     cfg = completed(cfg, found.train)
+    check_sizes(cfg)
     trainer, data = cfg.trainer, cfg.dataset
     train_samples, test_samples = samples(cfg, found.train, "training data"), samples(cfg, found.test, "test data")
     val_samples = None if found.val is None else samples(cfg, found.val, "validation data")
@@ -109,7 +112,7 @@ def model_and_data(
 
     converter = Converter(world.device, dtype, memory_format, data.mean, data.std)
     share = strategy.evaluation_share(world)
-    augment, transforms = Augment(**data.augment), batch_transforms(cfg)
+    augment, transforms = Augment(**data.augment, epochs=trainer.epochs), batch_transforms(cfg)
     weights = None
     if data.sampling is not None and instantiate(cfg.mode).reads_training_data:
         weights = weight_of_each_sample(found.train, data.sampling)
@@ -122,6 +125,28 @@ def model_and_data(
     for loader in filter(None, (train, val, test)):
         world.resources.callback(loader.close)
     return cfg, Loaders(train, val, test, split, None if found.held_out is None else found.held_out.numbers.tolist())
+
+
+def check_sizes(cfg: DictConfig) -> None:
+    """Raise ConfigError for a size of training images that the model cannot take, though it takes that of the data."""
+    sizes, shape = cfg.dataset.augment.sizes, cfg.dataset.shape
+    if sizes is None:
+        return
+    with random_states_kept(), torch.no_grad(), torch.device("meta"):  # without weights
+        try:
+            model = instantiate_as(nn.Module, cfg.model, "model")
+            model(torch.empty(2, *shape))
+        except Exception:  # a model of the user's may need its weights; the first step shows what it takes
+            return
+        for size in sizes:
+            try:
+                model(torch.empty(2, shape[0], size, size))
+            except Exception as error:
+                raise ConfigError(
+                    f"dataset.augment.sizes has {size}, and the model takes no images of {size}x{size} pixels "
+                    f"({first_line(error)}); type model=resnet18, whose last layer sees the mean over an image of any "
+                    f"size, or dataset.augment.sizes=null"
+                ) from None
 
 
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:

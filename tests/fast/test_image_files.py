@@ -143,6 +143,28 @@ def test_jpegs_have_the_bytes_that_pillow_and_torchvision_give(
     assert torch.equal(reader(tmp_path / "a.jpg"), expected)
 
 
+def test_a_photo_is_decoded_at_a_part_of_its_size(tmp_path: Path) -> None:
+    """As Pillow's draft mode does it: less than a level of 255 away from the whole, scaled. PNGs are read whole."""
+    from torchvision.transforms import v2
+
+    coarse = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    photo = Image.fromarray(coarse).resize((640, 480), Image.Resampling.BICUBIC)
+    fit = v2.Compose([v2.Resize(32), v2.CenterCrop(32), v2.PILToTensor()])
+    photo.save(tmp_path / "a.png")
+    photo.save(tmp_path / "a.jpg", quality=95)
+    with Image.open(tmp_path / "a.jpg") as file:
+        whole = fit(file.copy())
+    with Image.open(tmp_path / "a.jpg") as file:
+        file.draft(None, (64, 64))
+        assert file.size == (107, 80) or file.size == (160, 120)
+        expected = fit(file)
+    read = ImageReader(32)(tmp_path / "a.jpg")
+    assert torch.equal(read, expected)
+    assert not torch.equal(read, whole)
+    assert (read.int() - whole.int()).abs().double().mean() < 1
+    assert torch.equal(ImageReader(32)(tmp_path / "a.png"), fit(photo))
+
+
 def test_a_jpeg_that_is_cut_anywhere_is_not_read_and_one_with_another_name_is(tmp_path: Path) -> None:
     stored, path = io.BytesIO(), tmp_path / "a.jpg"
     noise("RGB").save(stored, "JPEG")

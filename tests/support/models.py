@@ -157,6 +157,12 @@ def layers_within(shape: list[int], classes: int, depth: int, limit: float | Non
     return nn.Sequential(*[nn.Linear(shape[0], shape[0]) for _ in range(depth)], nn.Linear(shape[0], classes))
 
 
+def of_any_size(shape: list[int], classes: int) -> nn.Sequential:
+    """A small net for images of any height and width."""
+    layers = [nn.Conv2d(shape[0], 8, 3), nn.GELU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, classes)]
+    return nn.Sequential(*layers)
+
+
 class Versioned(nn.Linear):
     """A linear layer whose state dict also holds plain values."""
 

@@ -182,10 +182,10 @@ def _check_dataset(dataset: Node) -> None:
                 f"or +dataset.{half}._target_=<module>.<class>"
             )
     shape, augment = dataset["shape"], dataset["augment"]
-    if shape is not None and len(shape) != 3 and (augment["pad"] or augment["flip"]):
+    if shape is not None and len(shape) != 3 and (augment["pad"] or augment["flip"] or augment["sizes"]):
         raise ConfigError(
             f"dataset.augment is for images, and the samples have the shape {show(shape)}; "
-            f"type dataset.augment.pad=0 dataset.augment.flip=false"
+            f"type dataset.augment.pad=0 dataset.augment.flip=false dataset.augment.sizes=null"
         )
     if shape is None or len(shape) != 3:
         return

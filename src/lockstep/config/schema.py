@@ -535,7 +535,15 @@ class SyncBN:
 @dataclass(frozen=True)
 class Augment:
     pad: Annotated[Whole, "Random shifts by up to this many pixels."]
-    flip: Annotated[bool, "Random mirror images."]
+    flip: Annotated[
+        bool | Literal["alternating"],
+        "Random mirror images; alternating: of half of the images in an epoch, of the others in the next.",
+    ]
+    sizes: Annotated[
+        list[Count] | None,
+        "Progressive resizing: pixels of the sides of training images, in equal parts of the epochs.",
+        Limits(example=[16, 24, 32]),
+    ]
 
 
 Transforms = Annotated[

@@ -77,6 +77,7 @@ class BatchLoader:
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
         self.augment, self.transforms = augment or Augment(), BatchTransforms(transforms)
         self.dataset = dataset
+        self.first_flips = self.augment.first_flips(len(dataset), seed)
         self.index_device = torch.device("cpu")
         self.reader: DatasetReader | None = None
         self.is_stream = False  # whether samples come in the data set's own order
@@ -87,6 +88,8 @@ class BatchLoader:
         if isinstance(dataset, InMemoryDataset):
             self.dataset = dataset.to(converter.device)
             self.index_device = self.dataset.samples.device
+            if self.first_flips is not None:
+                self.first_flips = self.first_flips.to(self.index_device)
             return
         samples = dataset if isinstance(dataset, Samples) else Samples(dataset, seed=seed)
         self.leaves_out = samples.skips
@@ -174,12 +177,12 @@ class BatchLoader:
         """batch: indices (N,) of a global batch, before which come `start` samples of its epoch."""
         count, numbers = len(batch), (self.seed, epoch, start)
         mine = [part._replace(indices=part.indices.clone()) for part in parts(batch)]  # a slice would keep all of it
-        if not self.augment.enabled and not self.transforms:
+        if not self.augment.moves and not self.transforms:
             for part in mine:
                 draws = self._draws(start + part.start + torch.arange(len(part.indices)))
                 yield _Share(epoch, part.indices, start, None, (), draws, part, count, part is mine[-1])
             return
-        augmentation = self.augment.plan(count, generator(*numbers)) if self.augment.enabled else None
+        augmentation = self.augment.plan(count, generator(*numbers), epoch) if self.augment.moves else None
         plans = self.transforms.plans(count, *numbers)
         for part, in_batch in zip(mine, parts(torch.arange(count)), strict=True):
             places = self.transforms.with_samples_before(in_batch.indices, count)
@@ -275,6 +278,9 @@ class BatchLoader:
             samples, targets = self.converter.to_device(samples), self.converter.to_device(targets)
             if plans:
                 plan = self.converter.to_device(torch.cat(plans))
+                if self.first_flips is not None:
+                    first = self.first_flips[torch.cat([share.indices for share in group])]
+                    plan[:, 2] ^= self.converter.to_device(first)
                 targets = self.augment.move_with(samples, targets, plan)
                 samples = self.augment(samples, plan)
             samples, targets = self.converter(samples, targets)
@@ -283,6 +289,8 @@ class BatchLoader:
             else:
                 of_shares = list(zip(samples.split(sizes), targets.split(sizes), strict=True))
             for share, (inputs, labels) in zip(group, of_shares, strict=True):
+                if share.part is not None:
+                    inputs = self.augment.resized(inputs, labels, share.epoch)
                 if share.plans:
                     inputs, labels = self.transforms(inputs, labels, share.plans)
                 yield share, inputs, labels

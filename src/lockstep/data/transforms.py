@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,16 @@ from torch import Tensor
 
 from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
 from lockstep.config.schema import Classes, Limits, Positive
-from lockstep.data.dataset import TARGET_KEYS, TOLERANCE, map_tensors, on_device, parts_of, values_in, with_parts
+from lockstep.data.dataset import (
+    TARGET_KEYS,
+    TOLERANCE,
+    map_tensors,
+    on_device,
+    parts_of,
+    tensors_in,
+    values_in,
+    with_parts,
+)
 from lockstep.data.partition import generator, random_states_kept, seed_all
 from lockstep.errors import ConfigError
 
@@ -31,7 +40,7 @@ PLACES = {  # words in the name of what stands for places in an image: the type 
 }
 LEAST_SIDE = 5  # of a value that is taken for an image or a mask of another size: smaller ones may be matrices
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of Pillow, with one number for a pixel
-CHOICE = 1  # folded into seeds
+CHOICE, FLIPS = 1, 2**20  # folded into seeds
 SEEDS = 2**53  # whole numbers that a float64 holds
 
 
@@ -274,23 +283,52 @@ def require_images(inputs: Any, what: str, advice: str) -> None:
 
 @dataclass(frozen=True)
 class Augment:
-    """Random shifts by up to `pad` pixels and, with `flip`, random mirror images.
+    """Random shifts by up to `pad` pixels and, with `flip`, random mirror images; smaller images in early epochs.
 
     The random numbers are drawn for the global batch and cut like it, so a sample is augmented alike at any world size.
+
+    flip: "alternating" mirrors half of the images in an epoch and the others in the next, so that two epochs have each
+    image both ways (Jordan 2024, arXiv:2404.00498).
+    sizes: pixels of an image's sides in equal parts of a training of `epochs` epochs (progressive resizing, Howard
+    2018); None: images keep their size.
     """
 
     pad: int = 0
-    flip: bool = False
+    flip: bool | Literal["alternating"] = False
+    sizes: Sequence[int] | None = None
+    epochs: int = 1
 
     @property
-    def enabled(self) -> bool:
+    def moves(self) -> bool:
+        """Whether `plan` and `__call__` do anything."""
         return bool(self.pad or self.flip)
 
-    def plan(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, 3) int64: vertical shift, horizontal shift, and 1 for a mirror image, of each sample."""
+    def plan(self, count: int, generator: torch.Generator, epoch: int = 0) -> Tensor:
+        """(count, 3) int64: vertical shift, horizontal shift, and 1 for a mirror image, of each sample.
+
+        With alternating mirror images the last is 1 in odd epochs: `first_flips` tells what even ones mirror.
+        """
         shifts = torch.randint(0, 2 * self.pad + 1, (count, 2), generator=generator)
-        flips = torch.randint(0, 2, (count, 1), generator=generator) * int(self.flip)
-        return torch.cat([shifts, flips], dim=1)
+        flips = torch.randint(0, 2, (count, 1), generator=generator) * bool(self.flip)
+        return torch.cat([shifts, flips.fill_(epoch % 2) if self.flip == "alternating" else flips], dim=1)
+
+    def first_flips(self, samples: int, seed: int) -> Tensor | None:
+        """(samples,) int64: 1 for those that alternating mirror images have in even epochs; None of other ones."""
+        return torch.randint(0, 2, (samples,), generator=generator(seed, FLIPS)) if self.flip == "alternating" else None
+
+    def resized(self, images: Tensor, targets: Any, epoch: int) -> Tensor:
+        """images (N, C, H, W) of floats, in the size of their epoch. Raises ConfigError for what has no such size."""
+        if self.sizes is None:
+            return images
+        advice = "dataset.augment.sizes=null"
+        require_images(images, "dataset.augment.sizes", advice)
+        if any(target.dim() > 2 for target in tensors_in(targets)):
+            raise ConfigError(f"dataset.augment.sizes is for images that have no masks beside them; type {advice}")
+        size = self.sizes[min(epoch * len(self.sizes) // self.epochs, len(self.sizes) - 1)]
+        if images.shape[2:] == (size, size):
+            return images
+        wide = images.to(torch.promote_types(images.dtype, torch.float32))  # a CPU scales no half numbers
+        return F.interpolate(wide, (size, size), mode="bilinear", antialias=True).to(images.dtype)
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
         """images (N, C, H, W) and their plan (N, 3), on one device -> images. Pixels from beyond the edge are 0.

@@ -36,13 +36,7 @@ def airbench(
         raise ConfigError(
             f"model=airbench needs images of at least {wanted} pixels, not {height}x{width}; type model=mlp"
         )
-    last_pool = (_after_blocks(height), _after_blocks(width))
-    return Airbench(channels, classes, widths, last_pool, views)
-
-
-def _after_blocks(length: int) -> int:
-    """Pixels that are left of a side."""
-    return (length - 1) // 8
+    return Airbench(channels, classes, widths, views)
 
 
 class Airbench(nn.Module):
@@ -50,9 +44,7 @@ class Airbench(nn.Module):
 
     samples_wanted = WHITENED
 
-    def __init__(
-        self, channels: int, classes: int, widths: Sequence[int], last_pool: tuple[int, int], views: str
-    ) -> None:
+    def __init__(self, channels: int, classes: int, widths: Sequence[int], views: str) -> None:
         super().__init__()
         first, second, third = widths
         self.views = views
@@ -63,7 +55,7 @@ class Airbench(nn.Module):
                 block1=_block(self.whiten.out_channels, first),
                 block2=_block(first, second),
                 block3=_block(second, third),
-                pool=nn.MaxPool2d(last_pool),
+                pool=nn.AdaptiveMaxPool2d(1),  # of images of any size
                 flatten=nn.Flatten(),
             )
         )
