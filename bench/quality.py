@@ -6,8 +6,8 @@ text: nanoGPT's recipe for a CPU (2000 steps of 12 x 64 characters of tinyshakes
 `python src/train.py experiment=shakespeare_speed`. The loss is that of the whole last tenth of the text.
 
 images: the ResNet-18 of torchvision's references, 30 epochs with a smaller learning rate after each 10, which ends as
-soon as its test accuracy is ACCURACY, beside `python src/train.py experiment=image_folder_speed`, whose whole training
-counts. Both train on 10,000 JPEGs of 32x32 pixels in 10 classes, cifar10_small.tar in the data's folder.
+soon as its test accuracy is ACCURACY, beside two epochs of `python src/train.py experiment=image_folder_speed`, with
+decoding. Both train on 10,000 JPEGs of 32x32 pixels in 10 classes, cifar10_small.tar in the data's folder.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from harness import CONTENDERS, TRAIN
 
 sys.path.append(str(CONTENDERS))
 STEPS, STEPS_BETWEEN_ESTIMATES, BATCH, BLOCK = 2000, 250, 12, 64
-ACCURACY = 0.6  # of the test images; see bench/RESULTS.md
+ACCURACY = 0.55  # of the test images: the ResNet-18 does not get much further, see bench/RESULTS.md
 
 
 def loss_of_nanogpt(folder: Path) -> float:
@@ -97,7 +97,7 @@ def images(data: str, quick: bool) -> dict[str, Callable[[], Any]]:
     theirs += ["--epochs=1"] if quick else ["--epochs=30", f"--until={ACCURACY}"]
     ours = [TRAIN, "experiment=image_folder_speed", f"dataset.root={folder}", "hydra.run.dir=run"]
     ours += ["dataset.validation=null", f"dataset.cache_dir={folder}/decoded"]  # the test set decides there, too
-    ours += ["trainer.epochs=1"] if quick else []
+    ours += [f"trainer.epochs={1 if quick else 2}"]
 
     def run_lockstep() -> tuple[float, float, float]:
         shutil.rmtree(f"{folder}/decoded", ignore_errors=True)  # decoding counts

@@ -105,6 +105,8 @@ def test_images_grow_with_the_epochs() -> None:
         expected = v2.functional.resize(images, [size, size], antialias=True)
         assert resized.shape == (12, 3, size, size)
         assert (resized - expected).abs().max() < 1e-12
+    few = Augment(sizes=[4, 6, 8], epochs=2)  # the last size is always reached
+    assert [len(few.resized(images, torch.arange(12), epoch)[0, 0]) for epoch in (0, 1)] == [6, 8]
     assert [*augment.resized(images.bfloat16(), torch.arange(12), 0).shape] == [12, 3, 4, 4]
     with pytest.raises(ConfigError, match="no masks beside them; type dataset.augment.sizes=null"):
         augment.resized(images, IMAGES[:, 0], 0)

@@ -324,7 +324,8 @@ class Augment:
         require_images(images, "dataset.augment.sizes", advice)
         if any(target.dim() > 2 for target in tensors_in(targets)):
             raise ConfigError(f"dataset.augment.sizes is for images that have no masks beside them; type {advice}")
-        size = self.sizes[min(epoch * len(self.sizes) // self.epochs, len(self.sizes) - 1)]
+        place = ((epoch + 1) * len(self.sizes) - 1) // self.epochs  # the last epoch has the last size
+        size = self.sizes[min(place, len(self.sizes) - 1)]
         if images.shape[2:] == (size, size):
             return images
         wide = images.to(torch.promote_types(images.dtype, torch.float32))  # a CPU scales no half numbers
