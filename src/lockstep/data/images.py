@@ -89,18 +89,24 @@ class ImageReader:
         if self.decode_jpeg is None or path.suffix.lower() not in JPEG:
             return None
         content = bytearray(path.read_bytes() if stored is None else stored)
-        if self.size is not None and len(content) > LARGE_JPEG:
+        if len(content) > LARGE_JPEG:
             from PIL import Image
 
             with Image.open(io.BytesIO(content)) as header:
-                if min(header.size) >= 4 * self.size:
+                if self._is_large(header.size):
                     return None
         try:
             encoded = torch.frombuffer(content, dtype=torch.uint8)
             pixels: Tensor = self.decode_jpeg(encoded, UNCHANGED, True)  # turned as its EXIF tag says
         except (RuntimeError, ValueError):
             return None
-        return pixels.expand(3, -1, -1) if len(pixels) in (1, 3) else None  # four channels are the inks of a print
+        if len(pixels) not in (1, 3) or self._is_large(pixels.shape[1:]):  # four channels are the inks of a print
+            return None
+        return pixels.expand(3, -1, -1)
+
+    def _is_large(self, sides: Sequence[int]) -> bool:
+        """Whether Pillow decodes an image at a part of its size."""
+        return self.size is not None and min(sides) >= 4 * self.size
 
 
 def _with_8_bits(file: Any) -> Any:

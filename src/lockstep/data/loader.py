@@ -77,7 +77,7 @@ class BatchLoader:
         self.converter, self.rank, self.size, self.seed = converter, rank, size, seed
         self.augment, self.transforms = augment or Augment(), BatchTransforms(transforms)
         self.dataset = dataset
-        self.first_flips = self.augment.first_flips(len(dataset), seed)
+        self.first_flips = self.augment.first_flips(dataset, seed)
         self.index_device = torch.device("cpu")
         self.reader: DatasetReader | None = None
         self.is_stream = False  # whether samples come in the data set's own order

@@ -7,7 +7,7 @@ on the device, targets included. To add one of these: a class derived from `Batc
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn
@@ -312,9 +312,11 @@ class Augment:
         flips = torch.randint(0, 2, (count, 1), generator=generator) * bool(self.flip)
         return torch.cat([shifts, flips.fill_(epoch % 2) if self.flip == "alternating" else flips], dim=1)
 
-    def first_flips(self, samples: int, seed: int) -> Tensor | None:
-        """(samples,) int64: 1 for those that alternating mirror images have in even epochs; None of other ones."""
-        return torch.randint(0, 2, (samples,), generator=generator(seed, FLIPS)) if self.flip == "alternating" else None
+    def first_flips(self, dataset: Sized, seed: int) -> Tensor | None:
+        """(samples,) int64: 1 for those that alternating mirror images mirror in even epochs; None of other ones."""
+        if self.flip != "alternating":
+            return None
+        return torch.randint(0, 2, (len(dataset),), generator=generator(seed, FLIPS))
 
     def resized(self, images: Tensor, targets: Any, epoch: int) -> Tensor:
         """images (N, C, H, W) of floats, in the size of their epoch. Raises ConfigError for what has no such size."""
