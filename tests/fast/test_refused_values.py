@@ -36,7 +36,7 @@ OUT_OF_RANGE = [
     ("dataset.workers=-1", "must be a whole number of 0 or more"),
     ("dataset.classes=5", "must be a whole number of 10 or more; type dataset.classes=10"),
     ("dataset.augment.pad=-1", "must be a whole number of 0 or more"),
-    ("dataset.augment.flip=3", "must be true or false"),
+    ("dataset.augment.flip=3", "must be alternating, true or false; type dataset.augment.flip="),
     ("dataset.mean=[0.1,0.2,0.3]", "must be a list of 1, one number for each channel of images of shape [1,8,8]; type"),
     ("dataset=cifar10 dataset.std=[0.1,0.2]", "must be a list of 3, one number for each channel"),
     ("dataset=cifar10 dataset.mean=[0.5]", "of images of shape [3,32,32]; type dataset.mean=[0.5,0.5,0.5] or"),
