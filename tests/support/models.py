@@ -3,6 +3,7 @@
 import math
 import resource
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,9 @@ def layers_within(shape: list[int], classes: int, depth: int, limit: float | Non
 
 def of_any_size(shape: list[int], classes: int) -> nn.Sequential:
     """A small net for images of any height and width."""
-    layers = [nn.Conv2d(shape[0], 8, 3), nn.GELU(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, classes)]
-    return nn.Sequential(*layers)
+    channels = [shape[0], 8, 8, 8]
+    blocks = [nn.Sequential(nn.Conv2d(*ends, 3, padding=1), nn.GELU()) for ends in pairwise(channels)]
+    return nn.Sequential(*blocks, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(8, classes))
 
 
 class Versioned(nn.Linear):

@@ -63,7 +63,7 @@ class Pipeline(Strategy):
 
     def __init__(self, schedule: Literal["1F1B", "GPipe"], micro_batches: Count) -> None:
         self.schedule_name, self.micro_batches = schedule, micro_batches
-        self.schedules: dict[tuple[int, int, bool], PipelineScheduleSingle] = {}
+        self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
 
     def needs_other_ranks(self) -> bool:
         return True  # torch's stages tell each other their shapes
@@ -176,8 +176,8 @@ class Pipeline(Strategy):
                 run(*([some] if is_first else []), target=some_targets if is_last else None)
 
     def _schedule(self, count: int, inputs: Tensor, with_backward: bool) -> PipelineScheduleSingle:
-        """The schedule for `count` micro-batches of this size. It is built once and kept."""
-        key = (count, len(inputs), with_backward)
+        """The schedule for `count` micro-batches of this shape. It is built once and kept."""
+        key = (count, inputs.shape, with_backward)
         if key not in self.schedules:
             *before, mine = self.shapes
             entering = torch.empty_like(inputs, device="meta")
