@@ -89,10 +89,13 @@ class ImageReader:
         if self.decode_jpeg is None or path.suffix.lower() not in JPEG:
             return None
         content = bytearray(path.read_bytes() if stored is None else stored)
-        if len(content) > LARGE_JPEG:
+        if self.size is not None and len(content) > LARGE_JPEG:
             from PIL import Image
 
-            with Image.open(io.BytesIO(content)) as header:
+            with (
+                suppress(OSError, SyntaxError, Image.DecompressionBombError),
+                Image.open(io.BytesIO(content)) as header,
+            ):
                 if self._is_large(header.size):
                     return None
         try:
