@@ -14,6 +14,12 @@ from support.object_store import URL, ObjectStore, listed
 KILLS = 20
 
 
+def newest(store):
+    """The name of the newest numbered snapshot that the store lists, "" without one."""
+    names = [path.rpartition("/")[2].removesuffix(".json") for path in store.files.glob("bucket/run/step_*.json")]
+    return max(names, default="")
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_what_a_killed_run_has_listed_loads(start, tmp_path):
@@ -28,12 +34,15 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             deadline = time.monotonic() + 60
             while not list((tmp_path / f"run{number}").glob("snapshots/step_*.pt")) and time.monotonic() < deadline:
                 time.sleep(0.02)
+            deadline = time.monotonic() + 60
+            while number % 4 == 3 and newest(store) <= seen[-1] and time.monotonic() < deadline:  # slow machines, too
+                time.sleep(0.1)
             time.sleep(draw.uniform(0, 2))
             assert run.process.poll() is None, run.finish(code=None).output
             os.killpg(run.process.pid, signal.SIGKILL)
             run.finish(code=None)
             seen.append(max((name for name in listed(store) if name != "best"), default=""))
         assert seen == sorted(seen)
-        assert len(set(seen)) > 1
+        assert len(set(seen)) > 2
     finally:
         store.stop()
