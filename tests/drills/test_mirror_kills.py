@@ -27,7 +27,7 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
     words = ["model=mlp", "model.width=1500", "trainer.epochs=2000", "snapshot.every=3steps", "logger=[console]"]
     try:
         for number in range(KILLS):
-            resume = [f"resume={URL}"] if seen and seen[-1] else []
+            resume = [f"resume={URL}"] if newest(store) else []  # a killed run's last request may have come to its end
             folder = f"hydra.run.dir=run{number}"
             typed = [*words, f"snapshot.mirror={URL}", *resume, folder]
             run = start(sys.executable, TRAIN, *typed, **store.variables)
