@@ -87,6 +87,7 @@ def verdict(*ranks, world_size=None):
         (facts(1, IN_PROJECT, children_run=True), Kind.SLOW),
         (facts(1, IN_BACKWARD, state="R", records=record(*STEP)), Kind.SLOW),
         (facts(1, IN_FSDP, state="R", records=record(*STEP[:1])), Kind.SLOW),
+        (facts(1, IN_FSDP, state="R", records=record(*STEP[:1], finished=True)), Kind.SLOW),
         (facts(1, COMPILES), Kind.SLOW),
         (facts(1, COMPILES, state="D"), Kind.SLOW),
         (facts(1, (Frame("/usr/lib/python3/bdb.py", 3, "dispatch_line"), *USER)), Kind.SLOW),

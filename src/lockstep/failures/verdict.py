@@ -347,8 +347,8 @@ class RankFacts:
         if top is None or top.function == BACKWARD:
             return has_unfinished and self.state != "R"
         if any(part in top.file for part in COLLECTIVES):
-            if self.record.unfinished is not None and self.record.waits_asleep and self.state == "R":
-                return False  # fsdp computes in torch's files, while it gathers the next layer
+            if self.record.entries and self.record.waits_asleep and self.state == "R":
+                return False  # fsdp computes in torch's files, between its calls and while it gathers the next layer
             return has_unfinished or self.stack.makes_group or not self.stack.waits_at_store
         return has_unfinished and any(call in top.source for call in WAITING_CALLS)
 
