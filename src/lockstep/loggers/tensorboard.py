@@ -199,7 +199,7 @@ def session_group(run: RunInfo) -> str:
     folder, words = run.run_dir.absolute().parent, run.facts.get("overrides", [])
     if not any(map(is_repeat, words)) or not (folder / "sweep.csv").exists():
         return ""
-    return shlex.join([str(folder), *setting_of(words)])
+    return f"{shlex.join(setting_of(words))} in {folder}"
 
 
 def hyperparameters(values: Mapping[str, Hyperparameter], group: str = "") -> Summary:
