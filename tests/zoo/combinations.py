@@ -165,7 +165,10 @@ NEVER = [
 ]
 # {what a refusal says: the two values, of two axes, that it is of; an empty set is any value}
 REFUSALS: dict[str, tuple[set[str], set[str]]] = {
-    "max_norm=": ({"EmbeddedMaxNorm"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
+    "max_norm=": (
+        {"EmbeddedMaxNorm"},
+        {way for way in WAYS if WAYS[way].ranks > 1} | {"resume", "evaluate", "evaluate_training"},
+    ),
     "differs between ranks": ({"RunningScale", "Codebook"}, {way for way in WAYS if WAYS[way].ranks > 1} | {"resume"}),
     "find_unused_parameters=true": (
         {"Unused", "Experts", "LateExperts", "Reentrant"},
@@ -491,7 +494,9 @@ def evaluate_training(combination: Combination, place: Path, found: dict[str, An
 def evaluate(combination: Combination, place: Path, found: dict[str, Any], loss: float, *words: str) -> Outcome | None:
     ranks = [*FORK, "launch.nproc_per_node=2"] if len(combination.body) % 2 else []
     answer = _follow(combination, place, "mode=evaluate", "resume=run", *words, *ranks)
-    if answer.problem() or answer.code:
+    if answer.code:
+        return refused_or_wrong(combination, answer)
+    if answer.problem():
         return Outcome(combination, "wrong", f"mode=evaluate: {answer}")
     value = json.loads((place / "run" / "evaluation.json").read_text())["metrics"]["loss"]
     if not math.isclose(value, loss, rel_tol=1e-3 if "fp32" in combination else 1e-9):

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from zoo.modules import net
 
 BATCH, EPOCHS, LR = 9, 2, 0.05
 STATISTICS = ("running_mean", "running_var")
+DRAWING = RLock()  # torch has one generator for all threads
 
 
 @dataclass
@@ -135,18 +137,20 @@ def loss(outputs: Tensor, targets: Tensor, task: str) -> Tensor:
 def new_net(body: str, kind: str) -> nn.Module:
     """The net for the targets of a kind of data, with weights that are drawn now."""
     places = 36 if data.TRUTHS[kind](True).task == "segmentation" else 1
-    return net(body, [1, 6, 6], 1 if kind == "amounts" else data.CLASSES, places)
+    with DRAWING:
+        return net(body, [1, 6, 6], 1 if kind == "amounts" else data.CLASSES, places)
 
 
 def first_model(body: str, kind: str) -> nn.Module:
     """The net with the weights that a run of seed 0 begins with: `seeded(0)` is torch.manual_seed(0)."""
     truth = data.TRUTHS[kind](True)
-    torch.manual_seed(0)
-    model = new_net(body, kind)
-    cast(model)
-    with torch.no_grad():
-        if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
-            model.eval()(truth.images[:2])
+    with DRAWING:
+        torch.manual_seed(0)
+        model = new_net(body, kind)
+        cast(model)
+        with torch.no_grad():
+            if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
+                model.eval()(truth.images[:2])
     return model
 
 
