@@ -1,6 +1,7 @@
 """Fixtures that start commands."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of,
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
 # the cores from each other: on two busy cores a training of one process took three to six times its CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# In the background of a shell SIGINT is ignored, and the commands of tests would ignore it, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest files, those of drills and those of `make test`, by their seconds. They run first, so that no core is
 # idle while another one runs the last of them.

@@ -81,7 +81,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_parts(ranks, tm
     draw, words = random.Random(ranks), [*RUNS_OUT, "trainer.batch_size=64"]  # 23 steps
     jobs = [
         [*words, "+model.fails=[]"],
-        *([*words, AUTO, f"+model.fails={drawn_fails(draw, ranks)}"] for _ in range(17)),
+        *([*words, AUTO, f"+model.fails={drawn_fails(draw, ranks)}"] for _ in range(6)),
     ]
     trained(tmp_path, ranks, *jobs)
     undisturbed, *others = [torch.load(tmp_path / str(number) / "model.pt") for number in range(len(jobs))]
