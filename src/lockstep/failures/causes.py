@@ -8,6 +8,9 @@ from typing import Any
 from lockstep.failures.monitored_rank import MonitoredRank
 from lockstep.source_code import is_project
 
+# The words of the CPU's allocator, whose error has no type of its own, of C++, of oneDNN and of the system.
+OUT_OF_MEMORY = "can't allocate memory|out of memory|bad_alloc|could not create a memory|Cannot allocate memory"
+
 # Exception type or words of its message -> what it means, and what to type or do. They choose an explanation only.
 MEANINGS: tuple[tuple[str, str, str], ...] = (
     (r"^TrainingDiverged: ", "a loss, a gradient or a weight is not finite", "do what the message says, then resume"),
@@ -19,7 +22,7 @@ MEANINGS: tuple[tuple[str, str, str], ...] = (
         "dataset.test_transforms, for example with torchvision.transforms.v2.RGB or Grayscale",
     ),
     (
-        r"can't allocate memory|out of memory|MemoryError|Cannot allocate memory",
+        f"{OUT_OF_MEMORY}|MemoryError",
         "this rank has no memory left",
         "type trainer.gradient_accumulation_steps=auto, trainer.checkpoint_activations=[<blocks>], or "
         "trainer.batch_size=<half>",

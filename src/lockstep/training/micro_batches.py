@@ -2,24 +2,23 @@
 
 import gc
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from lockstep.failures.causes import OUT_OF_MEMORY
 from lockstep.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
-
-# In the words of an error of the CPU's allocator, which has no type of its own, and of C++.
-WORDS = ("can't allocate memory", "out of memory", "bad_alloc", "Cannot allocate memory", "could not create a memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+    return isinstance(error, RuntimeError) and re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
 class MicroBatches:
