@@ -1,6 +1,6 @@
 """Time to quality: seconds until a net is as good as a published recipe makes it. The whole commands, in turns.
 
-python bench/quality.py [--quick] [--rounds=10] [--only=text,images]
+python bench/quality.py [--quick] [--rounds=10] [--only=text,images,mnist]
 
 text: nanoGPT's recipe for a CPU (2000 steps of 12 x 64 characters of tinyshakespeare) beside
 `python src/train.py experiment=shakespeare_speed`. The loss is that of the whole last tenth of the text.
@@ -8,6 +8,9 @@ text: nanoGPT's recipe for a CPU (2000 steps of 12 x 64 characters of tinyshakes
 images: the ResNet-18 of torchvision's references, 30 epochs with a smaller learning rate after each 10, which ends as
 soon as its test accuracy is ACCURACY, beside two epochs of `python src/train.py experiment=image_folder_speed`, with
 decoding. Both train on 10,000 JPEGs of 32x32 pixels in 10 classes, cifar10_small.tar in the data's folder.
+
+mnist: PyTorch's example (pytorch/examples/mnist), until its test accuracy is 0.99, beside one epoch of
+`python src/train.py experiment=mnist_airbench`, which has a quarter of its steps.
 """
 
 import atexit
@@ -31,6 +34,7 @@ from harness import CONTENDERS, TRAIN
 
 sys.path.append(str(CONTENDERS))
 STEPS, STEPS_BETWEEN_ESTIMATES, BATCH, BLOCK = 2000, 250, 12, 64
+MNIST_ACCURACY = 0.99
 ACCURACY = 0.55  # of the test images: the ResNet-18 does not get much further, see bench/RESULTS.md
 
 
@@ -106,6 +110,17 @@ def images(data: str, quick: bool) -> dict[str, Callable[[], Any]]:
     return {"references": partial(timed, "references", theirs, last_accuracy), "Lockstep": run_lockstep}
 
 
+def mnist(data: str, quick: bool) -> dict[str, Callable[[], Any]]:
+    theirs = [str(CONTENDERS / "example_mnist.py"), f"--data={data}"]
+    theirs += ["--epochs=1", "--samples=1280"] if quick else [f"--until={MNIST_ACCURACY}"]
+    ours = [TRAIN, "experiment=mnist_airbench", f"data_dir={data}", "trainer.epochs=1", "hydra.run.dir=run"]
+    ours += ["trainer.max_steps=5"] if quick else []
+    return {
+        "PyTorch's example": partial(timed, "PyTorch's example", theirs, last_accuracy),
+        "Lockstep": partial(timed, "Lockstep", ours, partial(quality_of_lockstep, "accuracy")),
+    }
+
+
 def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
     """How many times as long the others take: the mean of the rounds, and its interval of 95 %."""
     from scipy import stats
@@ -119,9 +134,10 @@ def ratio(ours: Sequence[float], others: Sequence[float]) -> str:
 
 
 def main() -> None:
-    args = harness.parse(harness.parser(__doc__, "quality", ["text", "images"], rounds=10))
+    args = harness.parse(harness.parser(__doc__, "quality", ["text", "images", "mnist"], rounds=10))
     data = os.environ.get("LOCKSTEP_DATA", "data")
-    for part, ways, quality in (("text", text, "loss"), ("images", images, "accuracy")):
+    parts = (("text", text, "loss"), ("images", images, "accuracy"), ("mnist", mnist, "accuracy"))
+    for part, ways, quality in parts:
         if part not in args.only:
             continue
         runs = harness.interleave(ways(data, args.quick), args.rounds)
