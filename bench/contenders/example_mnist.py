@@ -59,7 +59,7 @@ def main() -> None:
     sets = [datasets.MNIST(args.data, train=train, transform=transform) for train in (True, False)]
     sets[0].data, sets[0].targets = sets[0].data[: args.samples], sets[0].targets[: args.samples]
     torch.manual_seed(1)
-    train_loader, test_loader = (DataLoader(data, size, shuffle=True) for data, size in zip(sets, (64, 1000), strict=True))
+    train_loader, test_loader = DataLoader(sets[0], 64, shuffle=True), DataLoader(sets[1], 1000, shuffle=True)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
