@@ -375,6 +375,8 @@ class Event:
 
 
 class Stream(contextlib.nullcontext[None]):
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 passes them on
+
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
