@@ -140,12 +140,12 @@ def training_flops(*overrides: str) -> float:
 
 
 def in_ranks(size: int, function: Callable[..., Any], *overrides: str) -> list[Any]:
-    """[function(cfg) of each rank] in a fresh world of `size`, with the config that `overrides` compose."""
+    """[function(cfg) of each rank] in a fresh gloo world of `size`, with the config that `overrides` compose."""
     from support.configs import composed
     from support.worlds import in_world
 
     with tempfile.TemporaryDirectory() as folder:
-        return in_world(size, function, composed(f"run_dir={folder}", *overrides), limit=1800)
+        return in_world(size, function, composed(f"run_dir={folder}", "backend=gloo", *overrides), limit=1800)
 
 
 def rotated(names: Sequence[Any], turn: int, rounds: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,9 @@ def test_a_search_is_replayed_on_the_curves_of_a_grid():
 
 def test_a_command_at_its_limit_ends_with_its_processes_of_other_sessions(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "of_the_user")
-    words = "echo $PYTHONPATH; setsid sleep 60 & echo $! > left; wait"
+    words, began = "echo $PYTHONPATH; setsid sleep 60 & echo $! > left; wait", time.monotonic()
     assert harness.run_on_terminal(["bash", "-c", words], tmp_path, limit=1) == 124
+    assert time.monotonic() - began < 50  # its output would end with the last process that holds the terminal
     assert (tmp_path / "console.log").read_text().strip().endswith(":of_the_user")
     left = Path("/proc") / (tmp_path / "left").read_text().strip() / "cmdline"
     wait_for(lambda: not left.exists() or not left.read_bytes(), "end of the process", limit=5)  # a zombie has no words

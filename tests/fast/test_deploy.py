@@ -34,6 +34,14 @@ def test_the_nodes_of_compose_differ_in_their_rank_and_number_of_ranks_only():
     assert differing == [("--node_rank=0", "--node_rank=1"), ("--nproc_per_node=2", "--nproc_per_node=1")]
 
 
+def test_containers_have_more_shared_memory_than_64_mb():
+    assert [service["shm_size"] for service in COMPOSE["services"].values()] == ["1gb", "1gb"]
+    pod = JOB["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    pod = pod["template"]["spec"]["template"]["spec"]
+    (name,) = [one["name"] for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/dev/shm"]
+    assert {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+
+
 def test_the_image_holds_what_training_needs_and_nothing_else():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = {line.split()[1] for line in lines if line.startswith("COPY")}

@@ -4,7 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from lockstep.compat import flight_records
 from lockstep.failures.verdict import (
     Diagnosis,
     FlightRecord,
@@ -193,6 +195,11 @@ def test_a_host_that_waits_for_a_gpu_waits_although_it_spins():
     behind = facts(1, USER, records=json.dumps(gloo + json.loads(record(*STEP, finished=True))))
     assert verdict(waiting, behind) == (Kind.USER_CODE, (1,))
     assert verdict(waiting, replace(waiting, rank=1)) == (Kind.UNKNOWN, ())
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+def test_both_records_are_asked_for():
+    assert len(flight_records()) == 2
 
 
 def test_ranks_that_neither_wait_nor_compute_are_shown_with_all_stacks():

@@ -55,6 +55,7 @@ class Seen:
     collectives: of nccl, each as (name, (type, number of values), ...).
     products: {type: matrix products in it}.
     weights_moved: bytes of parameters that came from the host to a GPU.
+    bound: the device that nccl was started on at once.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class Seen:
         self.collectives: list[tuple[Any, ...]] = []
         self.weights_moved = 0
         self.counting = False
+        self.bound: torch.device | None = None
 
     def wait(self, *_: Any, **__: Any) -> None:
         if self.counting:
@@ -373,6 +375,8 @@ class Event:
 
 
 class Stream(contextlib.nullcontext[None]):
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP2 of torch 2.15 passes them on
+
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
@@ -462,6 +466,7 @@ def pretend(gpus: int, backend_name: str, of: str = "cuda") -> None:
 
     def init_process_group(name: str, device_id: Any = None, **options: Any) -> None:
         start("gloo", **options)
+        seen.bound = device_id
         if name == "gloo":
             of_gloo.add(dist.group.WORLD.group_name)  # type: ignore[union-attr]
 

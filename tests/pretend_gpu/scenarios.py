@@ -110,11 +110,12 @@ def small_training(folder: Path, *words: str, backend: str = "nccl") -> Any:
 def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, Any]:
     """{"error": "file:line Error: words" of what has failed, "waits": {place: of the host in a step, after the first
     one}, "collectives", "products", "weights_moved": as `device.Seen` has them}."""
-    from lockstep.data.loader import BatchLoader
+    from lockstep.data import loader
     from lockstep.training import loop
 
+    loader.VALUES_AT_ONCE = 1  # else the first step loads the whole epoch of so few samples
     device.pretend(gpus, "gloo" if of == "mps" else cfg.backend.name, of)
-    epoch, train_epoch, steps, error = BatchLoader.epoch, loop.train_epoch, 0, ""
+    epoch, train_epoch, steps, error = loader.BatchLoader.epoch, loop.train_epoch, 0, ""
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal steps
@@ -128,7 +129,7 @@ def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, A
             stack.callback(setattr, device.seen, "counting", False)
             return train_epoch(*args)
 
-    BatchLoader.epoch, loop.train_epoch = counted, watched  # type: ignore[method-assign]
+    loader.BatchLoader.epoch, loop.train_epoch = counted, watched  # type: ignore[method-assign]
     try:
         train(cfg)
     except BaseException as raised:

@@ -15,6 +15,7 @@ from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import check_options
+from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel import UnevenDataParallel
 from lockstep.tasks.base import Task
 from pretend_gpu import device
@@ -118,6 +119,7 @@ def device_of_rank(gpus: list[int], of_each_task: bool) -> str:
     if of_each_task:
         os.environ["SLURM_GPUS_PER_TASK"] = "1"
     with init_distributed("auto") as world:
+        world.barrier()  # the other one may still connect
         return str(world.device)
 
 
@@ -134,11 +136,37 @@ def test_all_ranks_take_one_backend(gpus: list[int], of_each_task: bool, devices
     assert in_world(2, device_of_rank, gpus, of_each_task) == devices
 
 
+def device_of_nccl() -> str:
+    device.pretend(2, "nccl")
+    with init_distributed("nccl") as world:
+        world.barrier()
+    return str(device.seen.bound)
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [(1, ["None"]), (2, ["cuda:0", "cuda:1"])])
+def test_nccl_starts_at_once_unless_a_rank_is_alone(ranks: int, devices: list[str]) -> None:
+    assert in_world(ranks, device_of_nccl) == devices
+
+
+def device_before_the_cut(name: str) -> str:
+    device.pretend(2, "nccl")
+    with init_distributed("nccl") as world:
+        world.barrier()
+        return str(instantiate_as(Strategy, composed(f"strategy={name}").strategy, "s").device_before_setup(world))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "pipeline"])
+def test_a_model_is_cut_before_it_goes_to_gpus(name: str) -> None:
+    assert in_world(2, device_before_the_cut, name) == ["cpu", "cpu"]
+
+
 def distance_of_parts_from_whole(samples: int) -> float:
     device.pretend(2, "nccl")
     inputs = {name: torch.rand(samples, size, device="cuda:0") for name, size in (("left", 3), ("right", 4))}
     net = UnevenDataParallel(TakesDict().to("cuda:0"), first_share=0.5)
-    return (net(inputs) - net.module(inputs)).abs().max().item()
+    distance: float = (net(inputs) - net.module(inputs)).abs().max().item()
+    assert len({generator.initial_seed() for generator in torch.cuda.default_generators}) == 2  # of dropout's masks
+    return distance
 
 
 def test_data_parallel_cuts_several_inputs() -> None:

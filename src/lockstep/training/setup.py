@@ -32,7 +32,7 @@ def set_determinism(seed: int, deterministic: bool, tf32: bool | None = None) ->
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler
         torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic  # a step's shapes do not change, so one search pays off
+    torch.backends.cudnn.benchmark = not deterministic  # shapes change seldom, and each is searched for once
 
 
 def model_dtype(precision: str) -> torch.dtype:
