@@ -20,10 +20,10 @@ from lockstep.runs.repeats import (
     Estimate,
     decimals_for,
     estimate,
-    fold_overlap,
     is_repeat,
     is_share,
     setting_of,
+    split_overlap,
     wilson,
 )
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
@@ -95,7 +95,7 @@ def settings_of(rows: Iterable[Row], mode: str, runs: Mapping[int, Run] = {}) ->
         finished = [row for row in members if row.state == FINISHED]
         values = [row.objective for row in finished if row.objective is not None]
         tests = [row.test for row in finished if row.test is not None]
-        overlap = fold_overlap([runs[row.number]["config"] for row in finished if row.number in runs])
+        overlap = split_overlap([runs[row.number] for row in finished if row.number in runs])
         settings.append(
             Setting(
                 members[0].overrides if len(members) == 1 else shlex.join(setting_of(words)),
