@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import ConfigError
+from lockstep.runs.record import read_run
 from lockstep.runs.repeats import estimate, wilson
 from lockstep.source_code import is_project
 from lockstep.sweeps import process
+from lockstep.sweeps.preview import expected_seconds
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.summary import cost_of_choosing, plot_sweep, print_summary, settings_of, sorted_rows
@@ -300,6 +302,13 @@ def test_the_interval_of_the_test_number_covers_chance_where_labels_are_random()
         optimistic += best.objective.mean > wilson(1 / classes, samples)[1]
     assert covered >= 900
     assert optimistic > 200  # where the interval of a single setting would have ended
+
+
+def test_a_run_on_another_fold_tells_how_long_a_job_takes(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", dataset__folds=5, dataset__fold=0))
+    config = run["config"] | {"dataset.fold": 3, "trainer.pause_after": None}
+    assert expected_seconds(config, [run]) == pytest.approx(86.4)
+    assert expected_seconds(config | {"dataset.folds": 4}, [run]) is None
 
 
 def test_there_is_no_best_job_across_different_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
