@@ -1,9 +1,11 @@
-"""What an option costs: each strategy, and virtual ranks.
+"""What an option costs: each strategy, virtual ranks, and samples that are held out for validation.
 
-python bench/costs.py [--quick] [--rounds=3] [--only=strategies,virtual_ranks]
+python bench/costs.py [--quick] [--rounds=3] [--only=strategies,virtual_ranks,validation]
 
-Whole runs on two ranks (virtual ranks: on one, too), in turns; of each the fastest round counts. Prints the tables of
-docs/strategies.md and docs/promise.md. `taskset -c 0` before the command gives every rank one thread.
+Whole runs on two ranks (virtual ranks and validation: on one, too), in turns; of each the fastest round counts. Prints
+the tables of docs/strategies.md and docs/promise.md. `validation` is about the training of an epoch, without its
+evaluation: training samples a second, with a tenth of MNIST held out and with none. `taskset -c 0` before the command
+gives every rank one thread.
 """
 
 import statistics
@@ -75,8 +77,26 @@ def virtual_ranks(rounds: int, quick: bool) -> str:
     return harness.table(["samples/s against `ddp`, `sync_bn=off`", *head], rows)
 
 
+def validation(rounds: int, quick: bool) -> str:
+    run = [*DDP, f"dataset={'digits' if quick else 'mnist'}", "trainer.batch_size=128", "trainer.epochs=3"]
+    measure = {
+        (held_out, size): lambda held_out=held_out, size=size: samples_per_second(
+            size, *run, f"dataset.validation={held_out}"
+        )
+        for held_out in ("null", "0.1")
+        for size in (1, 2)
+    }
+    speeds = harness.interleave(measure, rounds)
+    columns = [(size, by) for size in (1, 2) for by in ("clock", "CPU time")]
+    pairs = [zip(speeds["0.1", size], speeds["null", size], strict=True) for size, _ in columns]
+    ratios = [[one[by] / other[by] for one, other in pair] for (_, by), pair in zip(columns, pairs, strict=True)]
+    head = [f"{size} {'rank' if size == 1 else 'ranks'}, by {by}" for size, by in columns]
+    row = ["`dataset.validation=0.1`", *map(harness.spread, ratios)]
+    return harness.table(["samples/s against `dataset.validation=null`", *head], [row])
+
+
 def main() -> None:
-    parts = {"strategies": strategies, "virtual_ranks": virtual_ranks}
+    parts = {"strategies": strategies, "virtual_ranks": virtual_ranks, "validation": validation}
     asked = harness.parse(harness.parser(__doc__, "costs", tuple(parts), rounds=3))
     text = "\n".join(parts[part](asked.rounds, asked.quick) for part in asked.only)
     print(text)

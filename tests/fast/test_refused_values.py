@@ -156,6 +156,11 @@ OUT_OF_RANGE = [
     ),
     ("dataset.validation=null trainer.final=train+val", "and there is none; type trainer.final=null"),
     (
+        "trainer.final=train+val sweep.search=halving",
+        "sweep.search=halving needs more evaluations than the one at the end of trainer.final=train+val; "
+        "type sweep.search=list",
+    ),
+    (
         "trainer.final=train+val evaluation.patience=3",
         "needs more evaluations than the one at the end of trainer.final=",
     ),

@@ -10,11 +10,11 @@ from scipy import stats
 from lockstep.runs.repeats import (
     decimals_for,
     estimate,
-    fold_overlap,
     is_share,
     paired,
     pairs_for,
     setting_of,
+    split_overlap,
     unpaired,
     wilson,
 )
@@ -114,7 +114,7 @@ def test_so_many_pairs_see_a_difference_in_80_of_100() -> None:
 def test_folds_share_samples_and_so_their_interval_is_wider() -> None:
     """Cross validation of the mean as a predictor, whose true error is known: the plain interval is too narrow."""
     chance, plain, corrected = np.random.default_rng(0), [], []
-    overlap = fold_overlap([{"dataset.folds": 5, "dataset.fold": fold} for fold in range(5)])
+    overlap = split_overlap([{"config": {"dataset.folds": 5, "dataset.fold": fold}} for fold in range(5)])
     for _ in range(1500):
         values = chance.exponential(size=20)
         folds = values.reshape(5, 4)
@@ -124,6 +124,32 @@ def test_folds_share_samples_and_so_their_interval_is_wider() -> None:
         corrected.append(holds(estimate(errors, overlap).interval, truth))
     assert np.mean(corrected) > np.mean(plain) + 0.03
     assert estimate(A, overlap).error == pytest.approx(np.std(A, ddof=1) * math.sqrt(1 / 5 + 1 / 4))
+
+
+def drawn_run(split_seed: int, seed: int = 0, data: str | None = None) -> dict[str, dict[str, object]]:
+    """A run that has held out 10 of 50 samples."""
+    samples = {"training_samples": 40, "validation_samples": 10, "validation_data": data or f"split {split_seed}"}
+    return {"config": {"dataset.split_seed": split_seed, "seed": seed}, "data": samples}
+
+
+def test_splits_that_are_drawn_again_share_samples_too() -> None:
+    """As above, with ten of 50 samples held out, five times."""
+    chance, plain, corrected = np.random.default_rng(0), [], []
+    overlap = split_overlap([drawn_run(seed) for seed in range(5)])
+    for _ in range(1500):
+        values, errors = chance.exponential(size=50), []
+        for _ in range(5):
+            rows = chance.permutation(50)[:10]
+            errors.append(float(np.mean((values[rows] - np.delete(values, rows).mean()) ** 2)))
+        truth = 1 + 1 / 40
+        plain.append(holds(estimate(errors).interval, truth))
+        corrected.append(holds(estimate(errors, overlap).interval, truth))
+    assert np.mean(corrected) > np.mean(plain) + 0.05
+    assert overlap == 1 / 4
+    assert split_overlap([drawn_run(0, seed) for seed in range(5)]) == 0
+    assert split_overlap([drawn_run(seed, data="its own") for seed in range(5)]) == 0
+    shares = [drawn_run(seed) for seed in range(5)]  # as of a text, whose training windows overlap
+    assert split_overlap([run | {"config": run["config"] | {"dataset.validation": 0.1}} for run in shares]) == 0.1 / 0.9
 
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 10), (36, 360), (359, 360), (10, 10)])

@@ -239,7 +239,9 @@ def _check_final(config: Node, has_validation: bool) -> None:
     """A training on all data, where nothing is chosen: it has no use for what follows evaluations."""
     final, objective = f"trainer.final={config['trainer']['final']}", config["objective"]
     plateau = config["scheduler"]["_target_"] == "lockstep.training.schedulers.Plateau"
+    halving = config["sweep"]["search"] == "halving"
     unused = [
+        ("sweep.search", "halving" if halving else "list", "list"),
         ("objective", objective, objective.replace("val/", "test/")),
         ("trainer.pause_after", config["trainer"]["pause_after"], None),
         ("evaluation.patience", config["evaluation"]["patience"], None),

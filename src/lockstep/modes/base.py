@@ -78,7 +78,7 @@ class TrainedRun:
         found = {"train": self.loaders.train, "val": self.loaders.val, "test": self.loaders.test}[split]
         if found is None:
             raise ConfigError(
-                "mode.split=val needs a validation set, and dataset.validation=null leaves none; type mode.split=test"
+                "mode.split=val needs a validation set, and this run was trained without one; type mode.split=test"
             )
         return found
 

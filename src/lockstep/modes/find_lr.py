@@ -157,7 +157,7 @@ def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: flo
     decades = range(math.ceil(first - 1e-9), math.floor(last + 1e-9) + 1)
     labels = {f"{10.0**power:g}": (power - first) / (last - first) for power in decades}
     title = "loss by optimizer.lr" + ("" if found is None else f"; red: {found:.2g}, the suggestion")
-    panel.draw_axes(canvas, panel.LEFT, panel.TOP, title, labels, [low, high])
+    panel.draw_axes(canvas, panel.LEFT, panel.TOP, title, labels, low, high)
     radius = panel.RADIUS / 2
     for x, y in map(pixel, rates, losses):
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=panel.PALE)

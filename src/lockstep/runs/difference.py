@@ -17,10 +17,10 @@ from lockstep.runs.repeats import (
     correlation,
     decimals_for,
     estimate,
-    fold_overlap,
     is_share,
     paired,
     pairs_for,
+    split_overlap,
     unpaired,
 )
 from lockstep.runs.table import filtered, read_runs
@@ -42,8 +42,8 @@ class Side:
 
     @property
     def overlap(self) -> float:
-        """See `fold_overlap`."""
-        return fold_overlap([run["config"] for run in self.runs])
+        """See `split_overlap`."""
+        return split_overlap(self.runs)
 
     def by(self, keys: Sequence[str]) -> dict[tuple[str, ...], float]:
         """{values of `keys`: number}. Raises ConfigError if two runs have the same ones."""

@@ -35,7 +35,7 @@ class Estimate:
     std: sample standard deviation of one number, 0 if nothing tells the spread.
     count: of the numbers; of unpaired differences the number a side with which both sides would be known as well.
     freedom: degrees of freedom of `std`, 0 if nothing tells the spread.
-    overlap: variance that more numbers do not remove, in units of std^2; see `fold_overlap`.
+    overlap: variance that more numbers do not remove, in units of std^2; see `split_overlap`.
     """
 
     mean: float
@@ -91,16 +91,23 @@ def unpaired(a: Sequence[float], b: Sequence[float], overlap: float = 0.0) -> Es
     return Estimate(other.mean - one.mean, std, std**2 / sum(squares), freedom, overlap)
 
 
-def fold_overlap(configs: Sequence[Mapping[str, Any]]) -> float:
-    """For `overlap`, of runs with these configs; 0 if they are not of several folds.
+def split_overlap(runs: Sequence[Mapping[str, Any]]) -> float:
+    """For `overlap`, of runs with these run.json; 0 if they have not held out several parts of the training data.
 
     Any two folds train on mostly the same samples, so their numbers are less independent than they look (Nadeau and
-    Bengio 2003; for repeated folds Bouckaert and Frank 2004).
+    Bengio 2003; for repeated folds Bouckaert and Frank 2004). So do any two values of dataset.split_seed.
     """
-    folds = configs[0].get("dataset.folds") if configs else None
-    if not isinstance(folds, int) or folds < 2 or len({config.get("dataset.fold") for config in configs}) < 2:
+    configs = [run["config"] for run in runs]
+    if len({(config.get("dataset.fold"), config.get("dataset.split_seed")) for config in configs}) < 2:
         return 0.0
-    return 1 / (folds - 1)
+    folds, share = configs[0].get("dataset.folds"), configs[0].get("dataset.validation")
+    if isinstance(folds, int) and folds >= 2:
+        return 1 / (folds - 1)
+    known = [data for run in runs if "validation_data" in (data := run.get("data", {}))]
+    parts = {data["validation_data"]: data["validation_samples"] / data["training_samples"] for data in known}
+    if len(parts) < 2:  # validation data of its own
+        return 0.0
+    return share / (1 - share) if isinstance(share, float) and share < 1 else max(parts.values())
 
 
 def pairs_for(difference: float, std: float, overlap: float = 0.0) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.runs.record import FINISHED, Run, best_of, find_runs, metric_on_test, read_run, state_of
-from lockstep.runs.repeats import REPEATS, Estimate, estimate, fold_overlap, setting_of
+from lockstep.runs.repeats import REPEATS, Estimate, estimate, setting_of, split_overlap
 from lockstep.text import aligned, plain
 
 COLUMNS = ("date", "run", "state", "objective", "test", "best_step", "steps", "speed", "changed")
@@ -156,7 +156,7 @@ def _known(group: Group, name: str) -> Estimate | None:
         return None
     values = [value_of(run, name) for run in group if state_of(run) == FINISHED]
     numbers = [value for value in values if value is not None]
-    return estimate(numbers, fold_overlap([run["config"] for run in group])) if numbers else None
+    return estimate(numbers, split_overlap(group)) if numbers else None
 
 
 def table(groups: Sequence[Group], columns: Sequence[str], width: int | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.config.schema import Node, flatten
 from lockstep.runs.record import Run, seconds_of, state_of
+from lockstep.runs.repeats import REPEATS
 from lockstep.runs.table import read_runs
 from lockstep.sweeps.search import Job, Search
 from lockstep.sweeps.summary import say
@@ -55,7 +56,9 @@ def expected_seconds(config: Mapping[str, Any], finished: Sequence[Run]) -> floa
     None without such a run. A value that is null in the job's config may be any, as a run gets it from its data; so may
     one that an environment variable decides.
     """
-    wanted = {key: value for key, value in config.items() if key.startswith(LIKE) and value is not None}
+    wanted = {
+        key: value for key, value in config.items() if key.startswith(LIKE) and key not in REPEATS and value is not None
+    }
     like = [
         seconds_of(run)
         for run in finished

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from lockstep.errors import EXIT_FINISHED, EXIT_JOBS_FAILED, EXIT_RESUMABLE, ConfigError
@@ -19,10 +20,10 @@ from lockstep.runs.repeats import (
     Estimate,
     decimals_for,
     estimate,
-    fold_overlap,
     is_repeat,
     is_share,
     setting_of,
+    split_overlap,
     wilson,
 )
 from lockstep.sweeps.table import FAILED, FINISHED, PRUNED, REFUSED, STATES, SUBMITTED, TABLE, Row, SweepTable
@@ -42,6 +43,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT, INSET, RADIUS, LETTERS = (
 BESIDE, MOST_SHIFTED = 2 * RADIUS + FINER, 8 * RADIUS  # of dots that would hide each other
 PANELS_IN_A_ROW = 3
 LINE, MOST_LINES = 22 * FINER, 40  # the height of a setting's line, and how many the picture has
+FAR = 10  # times as far from the best one as half of the numbers: it gets no place on a scale
 INK, GRID, DOT, PALE, BEST = "#222222", "#dddddd", "#3b75af", "#b3cbe2", "#d1495b"
 
 
@@ -93,7 +95,7 @@ def settings_of(rows: Iterable[Row], mode: str, runs: Mapping[int, Run] = {}) ->
         finished = [row for row in members if row.state == FINISHED]
         values = [row.objective for row in finished if row.objective is not None]
         tests = [row.test for row in finished if row.test is not None]
-        overlap = fold_overlap([runs[row.number]["config"] for row in finished if row.number in runs])
+        overlap = split_overlap([runs[row.number] for row in finished if row.number in runs])
         settings.append(
             Setting(
                 members[0].overrides if len(members) == 1 else shlex.join(setting_of(words)),
@@ -161,7 +163,7 @@ def print_summary(table: SweepTable, objective: str, mode: str, command: Sequenc
             records = [runs[row.number] for row in best.rows if row.number in runs]
             say(f"choosing:   {cost_of_choosing(best, candidates, objective, records)}")
         try:
-            if plot_sweep(table.folder, rows, objective, best.rows, settings if are_repeated else []):
+            if plot_sweep(table.folder, rows, objective, mode, best.rows, settings if are_repeated else []):
                 say(f"plot:       {table.folder / PLOT}")
         except OSError as error:
             reason, again = error.strerror, shlex.join(table.resume)
@@ -304,11 +306,13 @@ def exit_code(rows: Sequence[Row], stop_code: int | None) -> int:
 
 
 def plot_sweep(
-    folder: Path, rows: Sequence[Row], objective: str, best: Sequence[Row], settings: Sequence[Setting] = ()
+    folder: Path, rows: Sequence[Row], objective: str, mode: str, best: Sequence[Row], settings: Sequence[Setting] = ()
 ) -> bool:
     """Write the plot of all jobs with an objective into the sweep's folder.
 
     Jobs that are not trained to the end, such as those that a search has pruned, are pale, at their last objective.
+    Numbers that are far worse than most, or not finite, are not on the scale: they would leave the others no room.
+    mode: "min" or "max".
     best: the best job, or those of the best setting.
     settings: the best one first, each of which gets a line with its interval above the panels of the parameters.
     Returns False where there is nothing to plot: no parameter with two values, or fewer than two such jobs.
@@ -333,19 +337,28 @@ def plot_sweep(
     if known:
         _draw_settings(canvas, WIDTH * columns, known, objective)
     objectives = [row.objective or 0.0 for row, _ in points]
-    drawn = sorted(zip(points, scale(objectives), strict=True), key=lambda point: _layer(point[0][0], best))
+    low, high = shown_range([[value] for value in objectives], best[0].objective or 0.0)
+    margin = INSET / (HEIGHT - BOTTOM - TOP - 2 * INSET)  # beyond the scale; a number that is not finite is a bad one
+    bad = -margin if mode == "max" else 1 + margin
+    heights = [(value - low) / (high - low or 1.0) if math.isfinite(value) else bad for value in objectives]
+    is_beyond = any(not 0 <= height <= 1 for height in heights)
+    drawn = sorted(zip(points, heights, strict=True), key=lambda point: _layer(point[0][0], best))
     for index, (key, places) in enumerate(panels.items()):
         left, top = WIDTH * (index % columns) + LEFT, above + HEIGHT * (index // columns) + TOP
-        draw_axes(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, objectives)
+        draw_axes(canvas, left, top, f"{objective} by {key.lstrip('+')}", places, low, high)
         taken: list[tuple[float, float]] = []
         for (row, values), height in drawn:
             if key in values:
-                across, up = _free_place(*pixel_of(left, top, places[values[key]], height), taken)
+                place = pixel_of(left, top, places[values[key]], min(max(height, -margin), 1 + margin))
+                across, up = _free_place(*place, taken)
                 box = (across - RADIUS, up - RADIUS, across + RADIUS, up + RADIUS)
-                canvas.ellipse(box, fill=(PALE, DOT, BEST)[_layer(row, best)])
+                colour = (PALE, DOT, BEST)[_layer(row, best)]
+                canvas.ellipse(box, fill=colour if 0 <= height <= 1 else "white", outline=colour, width=FINER)
         legend = f"red: job {best[0].number}, the best" if len(best) == 1 else "red: jobs of the best setting"
         if any(row.state != FINISHED for row, _ in points):
             legend += "; pale: not trained to the end"
+        if is_beyond:
+            legend += "; hollow: beyond the scale"
         canvas.text((left, top - TOP + HEIGHT - 6), legend, fill=INK, anchor="ld")
     write_whole(folder / PLOT, lambda file: image.reduce(FINER).save(file, format="png"), sync=False)
     return True
@@ -353,40 +366,58 @@ def plot_sweep(
 
 def _draw_settings(canvas: "ImageDraw.ImageDraw", width: int, settings: Sequence[Setting], objective: str) -> None:
     """A line for each setting: its mean as a dot, its interval, and the mean on the test set as a ring."""
-    lines: list[tuple[Setting, float, tuple[float, float], float | None]] = []
+    lines: list[tuple[Setting, float, tuple[float, float], float]] = []
     for setting in settings:
         if setting.objective is not None:
             mean = setting.objective.mean
-            test = None if setting.test is None else setting.test.mean
+            test = mean if setting.test is None else setting.test.mean
             lines.append((setting, mean, setting.objective.interval or (mean, mean), test))
-    finite = [
-        value for _, _, ends, test in lines for value in (*ends, test) if value is not None and math.isfinite(value)
-    ]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    low, high = shown_range([(mean, *ends, test) for _, mean, ends, test in lines], lines[0][1])
     left, right, floor = WIDTH, width - RIGHT - INSET, TOP + LINE * len(lines)
 
     def across(value: float) -> float:
-        return left + (value - low) / (high - low or 1.0) * (right - left) if math.isfinite(value) else left
+        return left + (min(max(value, low), high) - low) / (high - low or 1.0) * (right - left)
 
     title = f"{objective}: mean, interval of 95 %"
-    with_test = any(test is not None for *_, test in lines)
+    with_test = any(setting.test is not None for setting in settings)
     canvas.text((left, TOP - INSET), title + ", ring: on the test set" * with_test, fill=INK, anchor="ld")
     for value in (low, (low + high) / 2, high):
         canvas.line((across(value), TOP, across(value), floor), fill=GRID, width=FINER)
         canvas.text((across(value), floor + INSET / 2), f"{value:.4g}", fill=INK, anchor="ma")
     for index, (setting, mean, ends, test) in enumerate(lines):
         height, colour = TOP + LINE * (index + 0.5), BEST if index == 0 else DOT
-        label = f"{setting.overrides or 'the one setting'} ({setting.finished})"
+        count = str(setting.finished)
+        if setting.finished < len(setting.rows):
+            count += f" of {len(setting.rows)}"
+        label = f"{setting.overrides or 'the one setting'} ({count})"
         while canvas.textlength(label) > left - 3 * INSET and len(label) > 4:
             label = f"{label[:-2]}…"
         canvas.text((left - INSET, height), label, fill=INK, anchor="rm")
+        if not low <= mean <= high:  # far away, or not finite
+            words = f"{mean:.4g}, beyond the scale"
+            at, anchor = (right, "rm") if mean > high else (left + INSET, "lm")
+            canvas.text((at, height), words, fill=colour, anchor=anchor)
+            continue
         canvas.line((across(ends[0]), height, across(ends[1]), height), fill=colour, width=FINER)
         for end in ends:
-            canvas.line((across(end), height - RADIUS, across(end), height + RADIUS), fill=colour, width=FINER)
+            if low <= end <= high:
+                canvas.line((across(end), height - RADIUS, across(end), height + RADIUS), fill=colour, width=FINER)
         canvas.ellipse((across(mean) - RADIUS, height - RADIUS, across(mean) + RADIUS, height + RADIUS), fill=colour)
-        if test is not None:
+        if setting.test is not None and low <= test <= high:
             ring = (across(test) - RADIUS, height - RADIUS, across(test) + RADIUS, height + RADIUS)
             canvas.ellipse(ring, outline=INK, width=FINER)
+
+
+def shown_range(groups: Iterable[Sequence[float]], best: float) -> tuple[float, float]:
+    """The least and the greatest number of a scale.
+
+    A number that is `FAR` times as far from the best one as half of the groups reach is left out: a setting that has
+    diverged would leave the others no room.
+    """
+    finite = [values for group in groups if (values := [value for value in group if math.isfinite(value)])]
+    reach = FAR * median([max(abs(value - best) for value in values) for values in finite] or [0.0])
+    shown = [value for values in finite for value in values if not reach or abs(value - best) <= reach]
+    return min(shown, default=0.0), max(shown, default=1.0)
 
 
 def _layer(row: Row, best: Sequence[Row]) -> int:
@@ -395,22 +426,19 @@ def _layer(row: Row, best: Sequence[Row]) -> int:
 
 
 def _places(values: Sequence[str]) -> list[float]:
-    """Numbers by their size, or by their logarithm if the largest is 20 times the smallest. Words are evenly spread."""
+    """Numbers by their size, or by their logarithm if the largest is 20 times the smallest. Words are evenly spread.
+
+    What is not finite is at 0.
+    """
     try:
         numbers = [float(value) for value in values]
     except ValueError:
         return [index / (len(values) - 1) for index in range(len(values))]
     if min(numbers) > 0 and max(numbers) / min(numbers) >= 20:
         numbers = [math.log(number) for number in numbers]
-    return scale(numbers)
-
-
-def scale(numbers: Sequence[float]) -> list[float]:
-    """Numbers from 0 to 1. What is not finite is at 0."""
-    finite = [number for number in numbers if abs(number) < float("inf")]
+    finite = [number for number in numbers if math.isfinite(number)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    span = high - low or 1.0
-    return [(number - low) / span if abs(number) < float("inf") else 0.0 for number in numbers]
+    return [(number - low) / (high - low or 1.0) if math.isfinite(number) else 0.0 for number in numbers]
 
 
 def pixel_of(left: int, top: int, place: float, height: float) -> tuple[float, float]:
@@ -434,12 +462,11 @@ def draw_axes(
     top: int,
     title: str,
     places: Mapping[str, float],
-    objectives: Sequence[float],
+    low: float,
+    high: float,
 ) -> None:
     """The axes of a panel with their labels: the objective upwards, and the values of a parameter at their places."""
     right, floor = left + WIDTH - LEFT - RIGHT, top + HEIGHT - BOTTOM - TOP
-    finite = [value for value in objectives if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)  # as in `scale`
     canvas.text((left, top - INSET), title, fill=INK, anchor="ld")
     for share in (0.0, 0.5, 1.0):
         _, height = pixel_of(left, top, 0.0, share)
