@@ -15,6 +15,7 @@ PAGE = (ROOT / "docs" / "shards.md").read_text()
     ("heading", "samples"),
     [
         ("Tar files", "54 training, 6 validation and 20 test samples"),
+        ("Validation shards of your own", "40 training, 20 validation and 20 test samples"),
         ("Text for language models", "194 training, 22 validation and 72 test samples"),
         ("JSON lines, parquet, Arrow", "54 training, 6 validation and 20 test samples"),
         ("Data sets of Hugging Face", "54 training, 6 validation and 20 test samples"),

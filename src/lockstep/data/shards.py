@@ -275,14 +275,17 @@ class _Scanner:
         return read
 
 
-def index_shards(train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"]) -> None:
+def index_shards(
+    train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"], validation: ShardFiles | None = None
+) -> None:
     """`dataset.prepare` of shards: count the samples of each shard, unless that is done.
 
     train: as dataset.train.files.
     test: as dataset.test.files.
     on_error: as dataset.on_error.
+    validation: as dataset.validation.files, where those are shards of their own.
     """
-    for files in (train, test):
+    for files in filter(None, (train, test, validation)):
         files.index_once(on_error)
 
 
