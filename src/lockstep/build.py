@@ -17,6 +17,7 @@ from lockstep.config.targets import instantiate, instantiate_as, matching_argume
 from lockstep.data.dataset import weight_of_each_sample
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
+from lockstep.data.samples import Samples
 from lockstep.data.transforms import Augment
 from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_norm, refuse_batch_norms
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
@@ -116,6 +117,8 @@ def model_and_data(
     weights = None
     if data.sampling is not None and instantiate(cfg.mode).reads_training_data:
         weights = weight_of_each_sample(found.train, data.sampling)
+    if isinstance(train_samples, Samples) and train_samples.stream is not None:
+        train_samples.stream.share(*share)
     train = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms, weights)
     val, test = (
         None if evaluated is None else BatchLoader(evaluated, converter, *share, cfg.seed, workers=data.workers)

@@ -258,6 +258,24 @@ def test_a_stream_gives_the_same_batches_at_any_ranks_and_after_a_resume_in_its_
     assert not torch.equal(epochs[1], alone)
 
 
+def test_a_stream_with_a_method_share_is_read_in_parts_which_go_on_over_epochs(caplog: Any) -> None:
+    read = list[list[list[int]]]()
+    for rank in range(2):
+        stream = own_data.SharedStream([[1, 2, 3], [10, 20], [4, 5], [30]], items=8)
+        shared = loader(stream)
+        shared.samples.stream.share(rank, 2)
+        parts = partial(micro_batch_parts, accumulation_steps=1, rank=rank, size=2)
+        batches = [[batch.parts[0].inputs.flatten().tolist() for batch in shared.epoch(n, 4, parts)] for n in range(2)]
+        read.append([sum(epoch, []) for epoch in batches])
+        assert stream.epochs == [[0, 1], [0, 0, 1]][rank]
+    assert read == [[[1, 2, 3, 4], [5, 1, 2, 3]], [[10, 20, 30, 10], [20, 30, 10, 20]]]
+    assert caplog.text.count("SharedStream, is shared by its method share") == 2
+    empty = loader(own_data.SharedStream([[1]], items=8))
+    empty.samples.stream.share(1, 2)
+    with pytest.raises(ConfigError, match="SharedStream has no items for one of the ranks; type launch.nproc_per"):
+        next(empty.epoch(0, 4, parts))
+
+
 def test_a_stream_is_evaluated_in_the_order_of_epoch_0() -> None:
     """Its set_epoch may make a seed of the number, and -1 is none."""
     points = own_data.Points().points

@@ -114,3 +114,20 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_bytes(b"ab\xff")
     with pytest.raises(ConfigError, match=r"other.txt is cut or damaged .* no text in UTF-8 \(byte 2\)"):
         opened(str(tmp_path / "other.txt"), tmp_path, "bytes")
+
+
+def test_documents_of_shards_that_are_as_they_were_keep_their_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    urls = written(tmp_path, "jsonl")
+    opened(urls, tmp_path, "characters")
+    (tmp_path / "train-0.jsonl").unlink()
+    (tmp_path / "train-3.jsonl").write_text(json.dumps({"body": "Ω"}) + "\n")
+    dataset = opened(urls, tmp_path, "characters")
+    assert "of 1 of 3 shards once" in caplog.text
+    (tmp_path / "other").mkdir()
+    anew = opened(urls, tmp_path / "other", "characters")
+    assert dataset.text.decode(joined(dataset)) == "the lazy dogand Ω"
+    assert torch.equal(joined(dataset), joined(anew))
+    assert dataset.fingerprint == anew.fingerprint

@@ -215,6 +215,39 @@ def test_an_index_is_made_once_and_again_when_a_shard_changes(tmp_path: Path, ca
     assert other.fingerprint != first.fingerprint
 
 
+@pytest.mark.parametrize(("kind", "fields"), [("tar", ("npy", "json.label")), ("parquet", ("values", "about.label"))])
+def test_only_shards_that_are_new_or_have_changed_are_counted_again(
+    tmp_path: Path, kind: str, fields: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write = write_tars if kind == "tar" else write_parquet
+    pattern = f"{tmp_path}/train-*.{kind}"
+    paths = write(tmp_path, "train", [9, 8, 7, 6])
+    kept, status = paths[2].read_bytes(), paths[2].stat()
+    opened(pattern, tmp_path, *fields)
+    paths[0].unlink()
+    write(tmp_path, "train-003b", [5])
+    paths[3].write_bytes(paths[1].read_bytes())
+    paths[2].write_bytes(b"x" * len(kept))  # it would be noticed if it were read
+    os.utime(paths[2], ns=(status.st_mtime_ns, status.st_mtime_ns))
+    dataset = opened(pattern, tmp_path, *fields)
+    assert "of 2 of 4 shards once" in caplog.text
+    paths[2].write_bytes(kept)
+    os.utime(paths[2], ns=(status.st_mtime_ns, status.st_mtime_ns))
+    (tmp_path / "other").mkdir()
+    anew = opened(pattern, tmp_path / "other", *fields)
+    assert dataset.fingerprint == anew.fingerprint
+    assert dataset.targets is not None
+    assert anew.targets is not None
+    assert torch.equal(dataset.targets, anew.targets)
+    samples = [list(dataset[number][0]) for number in range(len(dataset))]
+    assert samples == [list(anew[number][0]) for number in range(len(anew))]
+    assert [sample[0] for sample in samples] == [*range(9, 24), *range(9, 17), *range(5)]
+    paths[1].unlink()
+    assert len(opened(pattern, tmp_path, *fields)) == 20
+    assert "of 0 of 3 shards once" in caplog.text
+
+
 def cut(path: Path, size: int) -> None:
     os.truncate(path, size)
 

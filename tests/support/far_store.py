@@ -9,12 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from support.object_store import KEYS
+
 
 class FarStore:
     """Serves the files of `folder` by ranges. delay: seconds of a request. Every `fails`-th one gets a 503."""
 
     def __init__(self, folder: Path, delay: float, fails: int) -> None:
         self.requests, self.sent, self.gone_until, self.lock = 0, 0, 0.0, threading.Lock()
+        self.is_silent = False
         store = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -30,6 +33,8 @@ class FarStore:
                 time.sleep(delay)
                 path = folder / self.path.strip("/")
                 if time.monotonic() < store.gone_until:
+                    if store.is_silent:
+                        threading.Event().wait()  # for ever, as where the way to a store is lost
                     self.close_connection = True
                     return
                 if number % fails == 0 or not path.is_file():
@@ -42,6 +47,7 @@ class FarStore:
                 self.send_header("Content-Length", str(len(part)))
                 self.send_header("Accept-Ranges", "bytes")
                 self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+                self.send_header("Last-Modified", self.date_time_string(int(path.stat().st_mtime)))
                 self.end_headers()
                 if self.command == "GET":
                     self.wfile.write(part)
@@ -53,9 +59,11 @@ class FarStore:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.variables = KEYS | {"AWS_ENDPOINT_URL": self.url}  # by which s3fs finds it, with folders as its buckets
 
-    def vanish(self, seconds: float) -> None:
-        self.gone_until = time.monotonic() + seconds
+    def vanish(self, seconds: float, is_silent: bool = False) -> None:
+        """For so long a request's connection is closed, or never closed nor answered."""
+        self.gone_until, self.is_silent = time.monotonic() + seconds, is_silent
 
 
 @contextmanager

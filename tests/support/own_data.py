@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -332,6 +333,25 @@ class PointStream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         for number in range(len(self) - self.missing):
             yield self.points[(number + self.first) % len(self)]
+
+
+class SharedStream(torch.utils.data.IterableDataset[Any]):
+    """Shards of numbers, of which a rank reads every `size`-th one."""
+
+    def __init__(self, shards: Sequence[Sequence[int]], items: int) -> None:
+        self.shards, self.items, self.epochs = shards, items, list[int]()
+
+    def __len__(self) -> int:
+        return self.items
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def share(self, rank: int, size: int) -> None:
+        self.shards = self.shards[rank::size]
+
+    def __iter__(self) -> Any:
+        return ((torch.tensor([float(number)]), number % 2) for shard in self.shards for number in shard)
 
 
 class Uneven(Noisy):

@@ -420,18 +420,35 @@ class Stream:
     Every rank reads all items and keeps its own, so a run is the same at any number of ranks. Torch, numpy and random
     are seeded before each item. What this needs: `__len__`, the items of an epoch; the same items in the same order on
     every rank and each time; and `set_epoch(epoch)`, if there is one, for another order. Items are not shuffled here.
+
+    After `share` a rank reads items of its own, whatever their numbers.
     """
 
     def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self.items: Iterator[Any] = iter(())
         self.epoch, self.position = 0, -1  # of the last item that was read
+        self.is_shared = False
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # checked by require_stream
 
+    def share(self, rank: int, size: int) -> None:
+        """Let each rank read its part alone, if the data set has a method `share(rank, size)` which chooses one."""
+        if hasattr(self.dataset, "share"):
+            self.dataset.share(rank, size)
+            self.items, self.is_shared = iter(()), True
+            log.warning(
+                "the training data, %s, is shared by its method share: each rank reads items of its own, one after the "
+                "other, and begins again at their end. So other ranks train on other batches, an epoch may have an "
+                "item twice or not at all, and a run that goes on begins again, too",
+                type(self.dataset).__name__,
+            )
+
     def read(self, epoch: int, number: int) -> Any:
         """Raises ConfigError if there are fewer items."""
+        if self.is_shared:
+            return self._next(epoch, number)
         if epoch != self.epoch or number <= self.position or self.position < 0:
             self._start(epoch)
         item = None
@@ -447,6 +464,17 @@ class Stream:
             self.position += 1
             heartbeat()  # a resumed run reads what it had used before, which may take a while
         return item
+
+    def _next(self, epoch: int, number: int) -> Any:
+        for _ in range(2):
+            seed_all(fold_in(self.seed, epoch, number, ITEMS))
+            for item in self.items:
+                return item
+            self._start(epoch)
+        raise ConfigError(
+            f"{type(self.dataset).__name__} has no items for one of the ranks; type launch.nproc_per_node=<fewer>, or "
+            f"give it more shards"
+        )
 
     def _start(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

@@ -2,11 +2,15 @@
 
 import glob
 import logging
+import math
+import multiprocessing
 import os
 import re
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 from lockstep.data.shard_formats import CHUNK, Read, require_package
@@ -20,12 +24,14 @@ OPEN_FILES = 128  # of a process
 AT_ONCE = 16  # requests of a process
 RETRY_SECONDS = 100.0  # less than `watch.timeout=null` waits: the error then says more than a hang
 FIRST_WAIT, LONGEST_WAIT = 0.05, 5.0  # seconds before a request is made again
+# A request that takes longer than so many seconds, and one for so many bytes, is made again. Without an answer aiohttp
+# waits 300 s; s3fs asks again for 220 s by itself, and says nothing.
+REQUEST_SECONDS, SLOWEST = 20.0, 2e5
 SILENT_SECONDS = 2.0  # single requests fail all the time; a line in the log is for a store that is gone
+SAME_SECONDS = 30.0  # one that fails again so soon after its last failure has not been back
 VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "md5Hash")  # in what fsspec tells
 FINAL = (FileNotFoundError, PermissionError, NotImplementedError, ValueError)  # asking again does not help
 FINAL_STATUS = (400, 401, 403, 404, 410)  # of HTTP
-
-told_at = 0.0  # when this process has last told that a store is gone
 
 Shard = tuple[str, int, int | str]
 """(name, bytes, what says that it has changed: ns of the last change, or a tag)."""
@@ -76,7 +82,7 @@ def states(names: Sequence[str], key: str) -> list[Shard]:
                 status = os.stat(name)
                 return name, status.st_size, status.st_mtime_ns
             system, path = _opened(name)
-            about = asked(lambda: system.info(path), name)
+            about = asked(lambda: system.info(path, **_limit(system)), name)
             return name, int(about["size"]), str(next((about[tag] for tag in VERSIONS if about.get(tag)), ""))
         except (OSError, TypeError) as error:  # without a size, no range can be asked for
             return error
@@ -93,9 +99,21 @@ def states(names: Sequence[str], key: str) -> list[Shard]:
     return [one for one in found if not isinstance(one, Exception)]
 
 
-def asked(request: Any, name: str) -> Any:
-    """What `request()` returns, which is made again for some time where it fails. Raises OSError."""
-    global told_at
+def last_failure() -> Any:
+    """A number that a process shares with its forks: when a request has last failed for long."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else None).Value("d", -math.inf)
+
+
+@cache
+def _last_failure() -> Any:
+    return last_failure()  # of the requests that no reader makes
+
+
+def asked(request: Callable[[], Any], name: str, failed_at: Any = None) -> Any:
+    """What `request()` returns, which is made again for some time where it fails. Raises OSError.
+
+    failed_at: a `last_failure`. The processes that share it tell once that a store is gone.
+    """
     begun, wait = time.monotonic(), FIRST_WAIT
     while True:
         try:
@@ -105,13 +123,16 @@ def asked(request: Any, name: str) -> Any:
             cause = error.__cause__ or error
             if isinstance(cause, FINAL) or getattr(cause, "status", None) in FINAL_STATUS:
                 raise
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
             seconds = time.monotonic() - begun
             if seconds > RETRY_SECONDS:
                 raise OSError(f"{name} does not answer for {seconds:.0f} s ({reason})") from error
-            if seconds > SILENT_SECONDS and begun > told_at:  # one line for all requests that wait now
-                told_at = time.monotonic()
-                log.warning("%s does not answer (%s); asking again for up to %.0f s", name, reason, RETRY_SECONDS)
+            if seconds > SILENT_SECONDS:
+                failed_at = failed_at or _last_failure()
+                with failed_at.get_lock():
+                    is_known, failed_at.value = begun < failed_at.value + SAME_SECONDS, time.monotonic()
+                if not is_known:
+                    log.warning("%s does not answer (%s); asking again for up to %.0f s", name, reason, RETRY_SECONDS)
         heartbeat()
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT)
@@ -137,13 +158,14 @@ class ShardReader:
         self.shards = shards
         self.files: dict[int, int] = {}  # {number: descriptor}
         self.pool: tuple[int, ThreadPoolExecutor] | None = None  # of a process: a fork has no threads
+        self.failed_at = last_failure()  # the workers of a rank tell once that a store is gone
 
     def read(self, shard: int, begin: int, length: int) -> bytes:
         """Raises OSError for a shard that is missing, has changed, or ends before these bytes do."""
         name = self.shards[shard][0]
         if is_url(name):
             system, path = _opened(name)
-            stored = asked(lambda: _range(system, path, begin, length), name)
+            stored = asked(partial(_range, system, path, begin, length), name, self.failed_at)
         else:
             stored = self._read_local(shard, begin, length)
         if len(stored) != length:
@@ -180,8 +202,13 @@ class ShardReader:
         return stored
 
 
+def _limit(system: Any, length: int = 0) -> dict[str, float]:
+    """The option with which a call of one of fsspec's asynchronous file systems ends in time. length: of the answer."""
+    return {"timeout": REQUEST_SECONDS + length / SLOWEST} if system.async_impl else {}
+
+
 def _range(system: Any, path: str, begin: int, length: int) -> bytes:
-    stored: bytes = system.cat_file(path, start=begin, end=begin + length)
+    stored: bytes = system.cat_file(path, start=begin, end=begin + length, **_limit(system, length))
     if len(stored) < length:
         raise OSError(f"{len(stored)} of {length} bytes came")  # a connection was cut
     return stored

@@ -36,7 +36,7 @@ from lockstep.files import is_url
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # one more when the same shards give another index
+VERSION = 3  # one more when the same shards give another index
 COLUMNS = ("begin", "length", "target")  # of the index: int64, a number for each sample
 
 Urls = Annotated[str | list[str], Limits(example="data/train-*.tar")]
@@ -98,7 +98,7 @@ class IndexedFiles:
                 with one_at_a_time(self.folder.parent / ".index.lock"):
                     about = self.about()
                     if about is None or about["shards"] != as_listed:
-                        about = self._index(shards)
+                        about = self._index(shards, about)
         except OSError as error:
             raise ConfigError(
                 f"the index of {shards[0][0]} cannot be made in {self.folder.parent} ({error}); "
@@ -111,22 +111,42 @@ class IndexedFiles:
         for sentence in about["cut"]:
             log.warning("%s; what is whole before that place is used", sentence)
 
-    def _index(self, shards: Sequence[Shard]) -> dict[str, Any]:
-        """Write the index. Other processes read the shards: one that has computed must not fork ranks."""
+    def _index(self, shards: Sequence[Shard], before: dict[str, Any] | None) -> dict[str, Any]:
+        """Write the index. Other processes read the shards: one that has computed must not fork ranks.
+
+        before: what the index that is there says. What it has of shards that are as they were is taken over.
+        """
         kind = self.kind_of(shards[0][0])
-        say(f"counting the {self.counts} of {len(shards)} shards once, {shards[0][0]} first, for {self.folder}")
         begun, temporary = time.monotonic(), self.folder.with_name(f"{self.folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
+        known, earlier = dict[Shard, int](), None
+        if before is not None and before["format"] == kind:
+            earlier = ShardIndex.opened(self)
+            is_cut = [any(name in sentence for sentence in before["cut"]) for name, _, _ in before["shards"]]
+            known = {tuple(shard): number for number, shard in enumerate(before["shards"]) if not is_cut[number]}
+        written: dict[str, list[Path]] = {}  # {number of a shard: what `scan` has written of it}
+        for path in self.folder.iterdir() if known else ():
+            written.setdefault(path.stem, []).append(path)
+        new = [number for number, shard in enumerate(shards) if shard not in known]
+        some = f"{len(new)} of {len(shards)}" if len(new) < len(shards) else f"{len(shards)}"
+        first = f", {shards[new[0]][0]} first," if new else ""
+        say(f"counting the {self.counts} of {some} shards once{first} for {self.folder}")
         counts, cut, digest = list[int](), list[str](), hashlib.sha256()
         has_targets = True
         scanner = _Scanner(shards, self.format(kind, temporary))
-        reader = DatasetReader(scanner, min(cpu_count(), len(shards)), pin_memory=False)
+        reader = DatasetReader(scanner, min(cpu_count(), len(new)), pin_memory=False)
         files = {name: open(temporary / name, "wb") for name in COLUMNS}  # noqa: SIM115  # closed below
         try:
-            batches = [[(EVALUATION, number)] for number in range(len(shards))]
-            bar = tqdm(reader.read(batches), "shards", len(shards), disable=None, leave=False)
-            for (name, size, _), (positions, problem) in zip(shards, bar, strict=True):
+            read = reader.read([(EVALUATION, number)] for number in new)
+            for number, shard in enumerate(tqdm(shards, "shards", disable=None, leave=False)):
+                if shard in known:
+                    assert earlier is not None
+                    positions, problem = earlier.of_shard(known[shard]), None
+                    for path in written.get(str(known[shard]), ()):
+                        _link_or_copy(path, temporary / f"{number}{path.suffix}")
+                else:
+                    positions, problem = next(read)
                 if isinstance(problem, OSError):  # raised here: a DataLoader would put a traceback into its words
                     raise problem
                 cut += [problem] if problem else []
@@ -134,19 +154,18 @@ class IndexedFiles:
                 for column, file in zip(positions.T.contiguous().numpy(), files.values(), strict=True):
                     column.tofile(file)
                 has_targets &= bool((positions[:, 2] != NO_TARGET).all())
-                digest.update(f"{os.path.basename(name)} {size}".encode() + positions.numpy().tobytes())
+                digest.update(f"{os.path.basename(shard[0])} {shard[1]}".encode() + positions.numpy().tobytes())
         finally:
             reader.close()
             for file in files.values():
                 file.close()
         np.array([0, *accumulate(counts)], dtype=np.int64).tofile(temporary / "starts")
-        if not has_targets:
-            (temporary / "target").unlink()
         about = {
             "shards": [list(shard) for shard in shards],
             "format": kind,
             "samples": sum(counts),
             "cut": cut,
+            "has_targets": has_targets,
             "digest": digest.hexdigest()[:16],
         }
         (temporary / "index.json").write_text(json.dumps(about))
@@ -222,6 +241,13 @@ class HuggingFaceFiles(ShardFiles):
         super().__init__(files, files, train, "auto", inputs, targets, index_dir)
 
 
+def _link_or_copy(path: Path, other: Path) -> None:
+    try:
+        os.link(path, other)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, other)
+
+
 class _Scanner:
     """What a worker does: it reads a shard from its beginning to its end."""
 
@@ -249,14 +275,17 @@ class _Scanner:
         return read
 
 
-def index_shards(train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"]) -> None:
+def index_shards(
+    train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"], validation: ShardFiles | None = None
+) -> None:
     """`dataset.prepare` of shards: count the samples of each shard, unless that is done.
 
     train: as dataset.train.files.
     test: as dataset.test.files.
     on_error: as dataset.on_error.
+    validation: as dataset.validation.files, where those are shards of their own.
     """
-    for files in (train, test):
+    for files in filter(None, (train, test, validation)):
         files.index_once(on_error)
 
 
@@ -306,15 +335,14 @@ class ShardIndex:
     """The index of some shards, mapped into memory.
 
     about: what index.json says.
-    begin, length: (N,) int64 of each sample.
-    target: (N,) int64; None where some sample has none that is a whole number.
+    begin, length, target: (N,) int64 of each sample.
     starts: (shards + 1,) the first sample of each shard, and the end.
     """
 
     about: dict[str, Any]
     begin: Any
     length: Any
-    target: Tensor | None
+    target: Any
     starts: Any
 
     @classmethod
@@ -326,12 +354,22 @@ class ShardIndex:
                 f"the samples of dataset.{files.name} are not counted in {files.folder}; keep dataset.prepare as it is"
             )
         columns = {  # an empty file cannot be mapped
-            name: np.memmap(files.folder / name, np.int64, "c") if about["samples"] else np.zeros(0, np.int64)
+            name: np.zeros(0, np.int64)
+            if name != "starts" and not about["samples"]
+            else np.memmap(files.folder / name, np.int64, "c")
             for name in (*COLUMNS, "starts")
-            if (files.folder / name).exists()
         }
-        target = torch.from_numpy(columns["target"]) if "target" in columns else None
-        return cls(about, columns["begin"], columns["length"], target, columns["starts"])
+        return cls(about, starts=columns.pop("starts"), **columns)
+
+    @property
+    def targets(self) -> Tensor | None:
+        """(N,) int64; None where some sample has none that is a whole number."""
+        return torch.from_numpy(self.target) if self.about["has_targets"] else None
+
+    def of_shard(self, number: int) -> Tensor:
+        """(samples, 3) of COLUMNS."""
+        part = slice(*map(int, self.starts[number : number + 2]))
+        return torch.from_numpy(np.stack([self.begin[part], self.length[part], self.target[part]], 1))
 
 
 class Shards(torch.utils.data.Dataset[tuple[Any, Any]]):
@@ -355,7 +393,7 @@ class Shards(torch.utils.data.Dataset[tuple[Any, Any]]):
     @property
     def targets(self) -> Tensor | None:
         """(N,) int64, None if some sample has no whole number as its target."""
-        return self.index.target
+        return self.index.targets
 
     @property
     def classes(self) -> Sequence[str] | None:
