@@ -99,20 +99,29 @@ def states(names: Sequence[str], key: str) -> list[Shard]:
     return [one for one in found if not isinstance(one, Exception)]
 
 
-def last_failure() -> Any:
-    """A number that a process shares with its forks: when a request has last failed for long."""
-    return multiprocessing.get_context("fork" if sys.platform == "linux" else None).Value("d", -math.inf)
+class Failures:
+    """When a request has last failed for long: a process shares it with its forks, so that one of them tells."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+        self.last = context.Value("d", -math.inf)
+
+    def is_first(self, begun: float) -> bool:
+        """Whether no other request has failed for long since shortly before `begun`."""
+        with self.last.get_lock():
+            is_known, self.last.value = begun < self.last.value + SAME_SECONDS, time.monotonic()
+        return not is_known
 
 
 @cache
-def _last_failure() -> Any:
-    return last_failure()  # of the requests that no reader makes
+def _own_failures() -> Failures:
+    return Failures()  # of the requests that no reader makes
 
 
-def asked(request: Callable[[], Any], name: str, failed_at: Any = None) -> Any:
+def asked(request: Callable[[], Any], name: str, failures: Failures | None = None) -> Any:
     """What `request()` returns, which is made again for some time where it fails. Raises OSError.
 
-    failed_at: a `last_failure`. The processes that share it tell once that a store is gone.
+    failures: the processes that share them tell once that a store is gone.
     """
     begun, wait = time.monotonic(), FIRST_WAIT
     while True:
@@ -127,12 +136,8 @@ def asked(request: Callable[[], Any], name: str, failed_at: Any = None) -> Any:
             seconds = time.monotonic() - begun
             if seconds > RETRY_SECONDS:
                 raise OSError(f"{name} does not answer for {seconds:.0f} s ({reason})") from error
-            if seconds > SILENT_SECONDS:
-                failed_at = failed_at or _last_failure()
-                with failed_at.get_lock():
-                    is_known, failed_at.value = begun < failed_at.value + SAME_SECONDS, time.monotonic()
-                if not is_known:
-                    log.warning("%s does not answer (%s); asking again for up to %.0f s", name, reason, RETRY_SECONDS)
+            if seconds > SILENT_SECONDS and (failures or _own_failures()).is_first(begun):
+                log.warning("%s does not answer (%s); asking again for up to %.0f s", name, reason, RETRY_SECONDS)
         heartbeat()
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT)
@@ -158,14 +163,14 @@ class ShardReader:
         self.shards = shards
         self.files: dict[int, int] = {}  # {number: descriptor}
         self.pool: tuple[int, ThreadPoolExecutor] | None = None  # of a process: a fork has no threads
-        self.failed_at = last_failure()  # the workers of a rank tell once that a store is gone
+        self.failures = Failures()  # of all workers of a rank
 
     def read(self, shard: int, begin: int, length: int) -> bytes:
         """Raises OSError for a shard that is missing, has changed, or ends before these bytes do."""
         name = self.shards[shard][0]
         if is_url(name):
             system, path = _opened(name)
-            stored = asked(partial(_range, system, path, begin, length), name, self.failed_at)
+            stored = asked(partial(_range, system, path, begin, length), name, self.failures)
         else:
             stored = self._read_local(shard, begin, length)
         if len(stored) != length:
