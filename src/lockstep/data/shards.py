@@ -276,7 +276,7 @@ class _Scanner:
 
 
 def index_shards(
-    train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"], validation: ShardFiles | None = None
+    train: ShardFiles, test: ShardFiles, on_error: Literal["fail", "skip"], validation: ShardFiles | None
 ) -> None:
     """`dataset.prepare` of shards: count the samples of each shard, unless that is done.
 
