@@ -42,10 +42,8 @@ def kill_a_rank(run: Command, folder: Path, kills_before: int) -> float:
 def test_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     training, folder = [*SLOW, f"trainer.epochs={4 * KILLS}"], tmp_path / "run"
     start(*PYTHON_TRAIN, "launch=fork", *training, "hydra.run.dir=undisturbed").finish()
-    begun = time.monotonic()
     run = start_faulty(*STANDALONE, f"--max-restarts={KILLS}", TRAIN, *training, "hydra.run.dir=run")
     wait_for(lambda: position(folder)[0] >= 5, "first snapshot")
-    first = time.monotonic() - begun
     waits = [kill_a_rank(run, folder, kill) for kill in range(KILLS)]
     run.finish()
     assert count_resumptions(folder) == KILLS
@@ -53,7 +51,7 @@ def test_kills_cost_one_restart_each_and_no_bit(start, start_faulty, tmp_path):
     assert_one_curve(folder)
     middle, longest = statistics.median(waits), max(waits)
     print(f"{KILLS} kills, one restart each; next snapshot after {middle:.1f} s (at most {longest:.1f} s)")
-    assert middle <= max(20, 2 * first)  # other drills run beside this one, and beside the first start
+    assert middle <= 20  # other drills run beside this one
 
 
 BY_HAND = [*PYTHON_TRAIN, *SLOW, "trainer.epochs=6", "launch=torchrun"]
