@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from lockstep.data.dataset import Labels, tensors_in
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts
-from lockstep.data.samples import SampleError, Samples, require_stream
+from lockstep.data.samples import EVALUATION, SampleError, Samples, require_stream
 from lockstep.errors import ConfigError
 from lockstep.failures.record import exception_record
 from support import own_data
@@ -270,6 +270,9 @@ def test_a_stream_with_a_method_share_is_read_in_parts_which_go_on_over_epochs(c
         assert stream.epochs == [[0, 1], [0, 0, 1]][rank]
     assert read == [[[1, 2, 3, 4], [5, 1, 2, 3]], [[10, 20, 30, 10], [20, 30, 10, 20]]]
     assert caplog.text.count("SharedStream, is shared by its method share") == 2
+    evaluated = loader(own_data.SharedStream([[1, 2], [3]], items=3)).samples.stream
+    evaluated.share(1, 2)
+    assert [int(evaluated.read(EVALUATION, number)[0]) for number in range(3)] == [1, 2, 3]
     empty = loader(own_data.SharedStream([[1]], items=8))
     empty.samples.stream.share(1, 2)
     with pytest.raises(ConfigError, match="SharedStream has no items for one of the ranks; type launch.nproc_per"):

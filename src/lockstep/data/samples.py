@@ -421,13 +421,14 @@ class Stream:
     are seeded before each item. What this needs: `__len__`, the items of an epoch; the same items in the same order on
     every rank and each time; and `set_epoch(epoch)`, if there is one, for another order. Items are not shuffled here.
 
-    After `share` a rank reads items of its own, whatever their numbers.
+    After `share` a rank trains on items of its own, whatever their numbers. An evaluation reads all items.
     """
 
     def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self.items: Iterator[Any] = iter(())
         self.epoch, self.position = 0, -1  # of the last item that was read
+        self.part: tuple[int, int] | None = None  # (rank, size), until the data set has been told
         self.is_shared = False
 
     def __len__(self) -> int:
@@ -435,19 +436,12 @@ class Stream:
 
     def share(self, rank: int, size: int) -> None:
         """Let each rank read its part alone, if the data set has a method `share(rank, size)` which chooses one."""
-        if hasattr(self.dataset, "share"):
-            self.dataset.share(rank, size)
-            self.items, self.is_shared = iter(()), True
-            log.warning(
-                "the training data, %s, is shared by its method share: each rank reads items of its own, one after the "
-                "other, and begins again at their end. So other ranks train on other batches, an epoch may have an "
-                "item twice or not at all, and a run that goes on begins again, too",
-                type(self.dataset).__name__,
-            )
+        self.is_shared = hasattr(self.dataset, "share")
+        self.part = (rank, size) if self.is_shared else None
 
     def read(self, epoch: int, number: int) -> Any:
         """Raises ConfigError if there are fewer items."""
-        if self.is_shared:
+        if self.is_shared and epoch >= 0:
             return self._next(epoch, number)
         if epoch != self.epoch or number <= self.position or self.position < 0:
             self._start(epoch)
@@ -466,6 +460,15 @@ class Stream:
         return item
 
     def _next(self, epoch: int, number: int) -> Any:
+        if self.part is not None:  # not before: a mode that only evaluates the training data needs all of it
+            self.dataset.share(*self.part)  # type: ignore[attr-defined]  # of the user's
+            self.items, self.part = iter(()), None
+            log.warning(
+                "the training data, %s, is shared by its method share: each rank reads items of its own, one after the "
+                "other, and begins again at their end. So other ranks train on other batches, an epoch may have an "
+                "item twice or not at all, and a run that goes on begins again, too",
+                type(self.dataset).__name__,
+            )
         for _ in range(2):
             seed_all(fold_in(self.seed, epoch, number, ITEMS))
             for item in self.items:
