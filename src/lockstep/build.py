@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.record import ConfigRecord
@@ -47,14 +47,14 @@ class Loaders(NamedTuple):
     """What gives this rank its share of each data set. val: None without a validation set.
 
     split: which samples the validation set has, in words with a hash; None without one.
-    numbers: of the validation samples in the training data; None if they are other data.
+    numbers: (n,) of the validation samples in the training data; None if they are other data.
     """
 
     train: BatchLoader
     val: BatchLoader | None
     test: BatchLoader
     split: str | None = None
-    numbers: list[int] | None = None
+    numbers: Tensor | None = None
 
 
 def model_and_data(
@@ -127,7 +127,7 @@ def model_and_data(
     assert test is not None
     for loader in filter(None, (train, val, test)):
         world.resources.callback(loader.close)
-    return cfg, Loaders(train, val, test, split, None if found.held_out is None else found.held_out.numbers.tolist())
+    return cfg, Loaders(train, val, test, split, None if found.held_out is None else found.held_out.numbers)
 
 
 def check_sizes(cfg: DictConfig) -> None:

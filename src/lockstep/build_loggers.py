@@ -54,7 +54,7 @@ def run_info(record: ConfigRecord, snapshots: SnapshotManager, loaders: "Loaders
     if loaders.val is not None:
         data |= {"validation_samples": len(loaders.val), "validation_data": loaders.split}
     if loaders.numbers is not None and len(loaders.numbers) <= WRITTEN_NUMBERS:
-        data["validation_numbers"] = " ".join(map(str, loaders.numbers))
+        data["validation_numbers"] = " ".join(map(str, loaders.numbers.tolist()))
     data |= {"test_samples": len(loaders.test), "test_data": data_fingerprint(loaders.test.dataset)}
     data |= _beginning(record.flat["init"], snapshots) if world.is_rank_zero else {}
     text = getattr(whole_of(loaders.train.dataset), "text", None)

@@ -238,7 +238,8 @@ def part_of(dataset: Any, numbers: Tensor | None) -> Any:
     if not isinstance(dataset, InMemoryDataset):
         assert numbers is not None
         # Another object where a data set is told its epochs: an evaluation has none, and leaves the training's.
-        return Subset(copy(dataset) if hasattr(dataset, "set_epoch") else dataset, numbers)
+        whole = copy(dataset) if hasattr(dataset, "set_epoch") else dataset
+        return Subset(whole, numbers.int() if len(whole) < 2**31 else numbers)  # half the memory of 10**7 samples
     part = copy(dataset)
     object.__setattr__(part, "numbers", numbers)
     return part

@@ -106,7 +106,7 @@ class BatchLoader:
     def numbers_of(self, indices: Tensor) -> Tensor:
         """The numbers that samples (N,) have in the whole data set, of which this may be a part."""
         numbers = numbers_of(self.dataset)
-        return indices if numbers is None else numbers.to(indices.device)[indices]
+        return indices if numbers is None else numbers.to(indices.device)[indices].long()
 
     @property
     def evaluated(self) -> range:
@@ -208,7 +208,8 @@ class BatchLoader:
             return torch.arange(len(self))
         whole = whole_of(self.dataset)
         if hasattr(whole, "epoch_order"):
-            return whole.epoch_order(generator, numbers_of(self.dataset))
+            numbers = numbers_of(self.dataset)
+            return whole.epoch_order(generator, None if numbers is None else numbers.long())
         return torch.randperm(len(self), generator=generator)
 
     def evaluation_draws(self) -> AbstractContextManager[None]:
