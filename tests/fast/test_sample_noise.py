@@ -57,6 +57,9 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli_ of tensors": lambda x: x * torch.empty_like(x).bernoulli_(torch.full_like(x, 0.3)),
     "normal": lambda x: x + torch.normal(x.detach(), 0.1),
     "normal of tensors": lambda x: x + torch.normal(0.0, torch.ones(len(x), 5, 6)),
+    "normal of a size": lambda x: x + torch.normal(0.0, 0.1, size=x.shape),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "a gamma number": lambda x: x * torch.distributions.Beta(2.0, 2.0).sample(),
     "uniform_": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "distributions": lambda x: x + torch.distributions.Normal(x.detach(), 0.1).rsample(),
     "two": nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)),
@@ -142,6 +145,21 @@ def test_what_decides_about_a_layer_is_the_same_on_all_ranks_and_noise_without_s
     assert not torch.equal(*orders)
 
 
+def test_the_line_that_draws_for_a_rank_alone_is_known() -> None:
+    def drawn_at(draw: Callable[[], object]) -> str:
+        noise = SampleNoise()
+        with noise.of(0, 4, 8):
+            draw()
+        assert noise.has_drawn
+        return noise.drawn_by_rank.rpartition("/")[2]
+
+    gamma = torch.distributions.Gamma(torch.full((4, 5), 2.0), 1.0)
+    for draw in (lambda: torch.randperm(4), gamma.sample, lambda: torch.multinomial(torch.ones(4, 9), 2)):
+        assert drawn_at(draw).startswith("test_sample_noise.py:")
+    for draw in (lambda: torch.rand(4, 1), lambda: torch.rand(()), lambda: torch.multinomial(torch.ones(9), 1)):
+        assert drawn_at(draw) == ""
+
+
 def test_one_number_for_a_share_of_one_sample_is_what_it_is_for_more(caplog: pytest.LogCaptureFixture) -> None:
     def drawn(noise: SampleNoise, start: int, rows: int) -> tuple[list[float], float]:
         set_seed(7)
@@ -175,6 +193,11 @@ def test_a_model_without_draws_is_watched_in_one_step_of_an_epoch() -> None:
             F.scaled_dot_product_attention(*[torch.ones(4, 1, 5, 6)] * 3, dropout_p=p)
         needed.append(noise.is_needed)
         if p == 0 and len(needed) == 1:
-            noise.look_again()
+            noise.begin_epoch(draws=False, is_begun=False)
             needed.append(noise.is_needed)
     assert needed == [False, True, False, True, True]
+    noise.begin_epoch(draws=False, is_begun=True)  # a run that goes on in mid-epoch
+    for p, is_needed in ((0.0, False), (0.5, True)):
+        with noise.unwatched(is_part=False):
+            F.dropout(torch.ones(4, 5), p)
+        assert noise.is_needed == is_needed

@@ -39,6 +39,18 @@ def test_a_resumed_run_ends_with_the_same_bits_as_an_unbroken_one(tmp_path):
     assert "in the snapshot" not in read_log(resumed)  # nothing has changed
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_model_and_an_optimizer_draw_is_the_same_after_a_resume_in_mid_epoch(tmp_path, late):
+    own = ["logger=[]", "model=linear", "model._target_=support.models.Drawing", f"+model.late={late}"]
+    own += ["optimizer._target_=support.models.Langevin", "dataset.train.train=false", "trainer.epochs=2"]
+    own += ["snapshot.every=1steps", "snapshot.keep_last=20"]
+    whole, steps = tmp_path / "whole", (2, 3, 5, 8)  # with `late`, step 4 is the first one that draws
+    in_world(1, train, composed(f"run_dir={whole}", *own))
+    starts = {tmp_path / str(step): f"resume={whole}/snapshots/step_{step:08}.pt" for step in steps}
+    in_world(1, train_all, [composed(f"run_dir={folder}", *own, resume) for folder, resume in starts.items()])
+    assert all(same_bits(whole, folder) for folder in starts)
+
+
 def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken_one(tmp_path):
     """evaluation.every=2: the pause after epoch 1 evaluates, but its numbers are not those of the unbroken run."""
     adamw = ["optimizer=adamw", "scheduler=one_cycle", "model.dropout=0.2", "trainer.epochs=4", "trainer.ema=0.9"]

@@ -24,6 +24,7 @@ RUNS = {
     ],
     "dropout": ["model=mlp", "model.dropout=0.3", "trainer.gradient_accumulation_steps=2"],
     "dropout in parts": ["model=mlp", "model.dropout=0.3", "strategy=fsdp"],
+    "drawn": ["model._target_=support.models.Drawing", "optimizer._target_=support.models.Langevin"],
     "mlp": ["model=mlp", "trainer.max_grad_norm=0.5", "scheduler=one_cycle", "trainer.ema=0.9"],
 }
 

@@ -141,6 +141,39 @@ def lazy_layers(shape: list[int], classes: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(classes))
 
 
+class Drawing(nn.Module):
+    """It draws for samples and for a whole batch, and with `late` only after 3 steps."""
+
+    steps: Tensor
+
+    def __init__(self, shape: list[int], classes: int, late: bool = False) -> None:
+        super().__init__()
+        self.layer, self.head, self.late = nn.Linear(math.prod(shape), 16), nn.Linear(16, classes), late
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(images.flatten(1))
+        if self.training and not self.late:
+            hidden = F.rrelu(hidden, training=True) * torch.distributions.Beta(2.0, 2.0).sample()
+            hidden = hidden + torch.normal(0.0, 0.1, size=hidden.shape, dtype=hidden.dtype)
+        if self.training and self.late:
+            self.steps += 1
+            hidden = F.dropout(hidden, 0.3) if self.steps > 3 else hidden
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Langevin(torch.optim.SGD):
+    """Stochastic gradient Langevin dynamics (Welling and Teh 2011): each step adds noise to the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.001)
+
+
 def watched_layers(shape: list[int], classes: int, width: int, depth: int, dropout: float) -> nn.Sequential:
     """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
     middle = [nn.Linear(width, width) for _ in range(depth)]

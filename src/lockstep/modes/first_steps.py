@@ -176,7 +176,7 @@ class FirstSteps(Watcher):
                 "the ranks of this strategy draw dropout and noise for their own parts of the model; type "
                 "strategy=ddp, or model.dropout=0 if the model has it"
             )
-        elif state.noise is not None and state.noise.has_drawn_by_rank:
+        elif state.noise is not None and state.noise.drawn_by_rank:
             self.facts.likely.append(
                 "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
                 "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
@@ -229,7 +229,7 @@ class FirstSteps(Watcher):
             self.facts.fits.append(f"NaN or infinite gradients: {first_of(not_finite)}")
         noise, seeded = self.state.noise, torch.Generator().manual_seed(torch.initial_seed())  # as the step began
         has_moved = not torch.equal(seeded.get_state(), torch.default_generator.get_state())
-        draws = any(self.world.all_gather_json(has_moved if noise is None else noise.has_drawn))
+        draws = any(self.world.all_gather_json(has_moved or (noise is not None and noise.has_drawn)))
         sizes = [torch.finfo(p.dtype).bits for _, p in named if p.is_floating_point() or p.is_complex()]
         coarsest = {64: "fp64", 32: "fp32"}.get(min(sizes, default=64), "bf16")
         trained = sum(value.numel() for value in gradients.values())

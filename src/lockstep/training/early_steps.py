@@ -49,9 +49,11 @@ class EarlySteps:
     shared_draws: what is said of numbers that several parts of a batch share; or "".
     """
 
-    def __init__(self, task: Task, strategy: Strategy, parts: int) -> None:
-        """parts: in which a batch is passed forward, on all ranks together."""
+    def __init__(self, task: Task, strategy: Strategy, parts: int, noise: SampleNoise | None) -> None:
+        """parts: in which a batch is passed forward, on all ranks together. noise: what sees the draws of them."""
         self.task, self.strategy, self.model, self.parts = task, strategy, strategy.model, parts
+        self.depends_on_ranks = parts > 1 and bool(strategy.batch_norm_sees())
+        self.noise = noise if self.depends_on_ranks else None
         self.is_checked = False
         self.steps_to_watch = WATCHED_STEPS
         self.no_sums: list[str] = []
@@ -84,8 +86,7 @@ class EarlySteps:
         has_parts_of_model = (
             strategy.shards_state or strategy.communicates_in_forward or not strategy.binds_one_device()
         )
-        depends_on_ranks = self.parts > 1 and strategy.batch_norm_sees()
-        if has_parts_of_model or not depends_on_ranks or not all(norm.track_running_stats for norm in norms):
+        if has_parts_of_model or not self.depends_on_ranks or not all(norm.track_running_stats for norm in norms):
             return []
         shared = [norm.sum_in_place for norm in norms if isinstance(norm, SyncBatchNorm)]
         with suppress(Exception):  # of a tensor that was computed, a generator, a process group
@@ -134,6 +135,14 @@ class EarlySteps:
             return
         before = _random_states()
         yield
+        if self.noise is not None and self.noise.drawn_by_rank:
+            log.warning(
+                "%s draws random numbers that belong to no sample, other ones in each of the %d parts of a batch, so "
+                "the result depends on the number of ranks; draw a single number, or some for each sample in a first "
+                "dimension as long as the batch, or type strategy=virtual_ranks",
+                *(self.noise.drawn_by_rank, self.parts),
+            )
+            self.noise = None
         drawn_from = [name for name, state in _random_states().items() if state != before[name]]
         if drawn_from:
             self.shared_draws = (
@@ -302,7 +311,7 @@ def outputs_mix_samples(twins: Sequence[nn.Module], inputs: Any, samples: int) -
             torch.manual_seed(0)
             with noise:
                 found.append(list(tensors_in(twin(_rows(inputs, slice(count), rows)))))
-        if noise.has_drawn_by_rank:
+        if noise.drawn_by_rank:
             return None
     if len(found) < len(twins):
         return None

@@ -25,6 +25,7 @@ from lockstep.training.timing import StepTimer
 from lockstep.training.watchers import Watcher
 
 UNTIMED = StepTimer()  # it keeps nothing
+UPDATE = -1  # in the place of the number of a part: what the optimizer draws
 
 
 def fit(
@@ -146,6 +147,7 @@ def train_epoch(
                 state.after_backward(step)
             for watcher in watchers:
                 watcher.on_gradients_ready()
+            set_seed(fold_in(loader.seed, step - 1, UPDATE))  # of an optimizer that draws: the same on all ranks
             update(state, step, is_last=state.steps_left == 1)
             end_steps(state, batch.count, 1, timer, watchers)
             timer.step_end(state.whole_steps_left)
@@ -260,15 +262,17 @@ def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: Loaded
     """Seeds torch, numpy and random, and returns the block in which `part` is passed forward and backward.
 
     numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of one
-    process.
+    process. So does torch, unless `SampleNoise` sees what is drawn, or no part can have numbers of its samples.
 
     step: the number of the optimizer step, counted from 1.
     """
     seed_numpy_and_random(fold_in(seed, step - 1))
-    if state.noise is None or not state.noise.is_needed:
+    if state.noise is None:
         set_seed(fold_in(seed, step - 1, part.number))
         return nullcontext()
     set_seed(fold_in(seed, step - 1))
+    if not state.noise.is_needed:
+        return state.noise.unwatched(len(part.indices) < batch.count)
     return state.noise.of(part.start, len(part.indices), batch.count)
 
 

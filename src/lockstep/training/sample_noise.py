@@ -14,7 +14,8 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +27,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.compat import dispatch_mode
+from lockstep.compat import dispatch_mode, gamma_functions
 from lockstep.data.partition import fold_in
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ DIMENSIONS: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (1,)),
     F.scaled_dot_product_attention: (0, 1),  # of queries without heads, it is the second
     F.multi_head_attention_forward: (0,),
+    **dict.fromkeys(gamma_functions(), ()),
 }
 """{a function that may draw: which dimensions of what it draws may be the batch}. The operations of these functions are
 looked at one by one, which takes some microseconds for each."""
@@ -64,14 +66,14 @@ class SampleNoise(TorchFunctionMode):
     process; in an evaluation they belong to a rank's batch. What else has no dimension of the batch, or cannot be cut
     by it, is drawn by each rank for itself.
 
-    is_needed: an attribute, whether anything was drawn yet, or no block has ended since the last `look_again`. Models
-    that draw nothing need not pay the microsecond that a look at each function takes.
-    has_drawn_by_rank: an attribute, whether a rank has drawn for itself.
+    is_needed: an attribute, whether anything was drawn yet, or the first block of an epoch has not ended. Models that
+    draw nothing need not pay the microsecond that a look at each function takes.
+    drawn_by_rank: an attribute, the line of the first call of which each rank has drawn its own; empty without one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_drawn, self.has_drawn_by_rank, self.is_needed = False, False, True
+        self.has_drawn, self.drawn_by_rank, self.is_needed = False, "", True
         self.draws = _Draws(self)
         self.calls: dict[tuple[str, int], bool] = {}  # {where (N,) is drawn: whether it is for each sample}
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -90,8 +92,29 @@ class SampleNoise(TorchFunctionMode):
             self.is_needed = self.has_drawn
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def look_again(self) -> None:
-        self.is_needed = True
+    def begin_epoch(self, draws: bool | None, is_begun: bool) -> None:
+        """Watch the first block of an epoch, and all of a model that `draws`, of which None says that nobody knows.
+
+        is_begun: whether some steps of it are done, by a run that was stopped.
+        """
+        self.has_drawn, self.is_needed = bool(draws), draws is not False or not is_begun
+
+    @contextmanager
+    def unwatched(self, is_part: bool) -> Iterator[None]:
+        """In the block nothing is looked at, as earlier ones have drawn nothing. If it draws, later ones are watched.
+
+        is_part: whether it computes a part of a batch.
+        """
+        before = [generator.get_state() for generator in _generators()]
+        yield
+        if all(map(torch.equal, before, (generator.get_state() for generator in _generators()))):
+            return
+        self.has_drawn = self.is_needed = True
+        if is_part:
+            log.warning(
+                "the model draws random numbers, and drew none when this epoch began: in this step all parts of the "
+                "batch draw the same ones; for numbers of each sample's own, draw from the first step of an epoch on"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -109,19 +132,25 @@ class SampleNoise(TorchFunctionMode):
     def new_seed(self) -> int:
         return int(torch.randint(2**62, (), device="cpu"))
 
-    def by_rank(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """`func`, whose draws differ between ranks, if it draws: an attention need not have dropout."""
-        seed = fold_in(self.new_seed(), self.start)
-        generators = [torch.default_generator, *torch.cuda.default_generators]
+    def by_rank(self, is_shared: bool, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """`func`, whose draws differ between ranks but for `is_shared`, if it draws: an attention need not."""
+        seed = self.new_seed() if is_shared else fold_in(self.new_seed(), self.start)
+        generators = _generators()
         states = [generator.get_state() for generator in generators]
         seeded = [generator.manual_seed(seed).get_state() for generator in generators]
         try:
             return func(*args, **kwargs)
         finally:
+            has_drawn = False
             for generator, before, state in zip(generators, seeded, states, strict=True):
-                self.has_drawn_by_rank |= not torch.equal(generator.get_state(), before)
-                self.has_drawn |= self.has_drawn_by_rank
+                has_drawn |= not torch.equal(generator.get_state(), before)
                 generator.set_state(state)
+            self._note(has_drawn, is_shared)
+
+    def _note(self, has_drawn: bool, is_shared: bool) -> None:
+        self.has_drawn |= has_drawn
+        if has_drawn and not is_shared and not self.drawn_by_rank:
+            self.drawn_by_rank = _call_of_user()[0]
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
         """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
@@ -151,11 +180,10 @@ class SampleNoise(TorchFunctionMode):
 
         fill: puts random numbers of a generator into a tensor (rows, ...).
         """
-        self.has_drawn = True
         dimension, seed = self.batch_dimension(tensor.shape), self.new_seed()
+        is_shared = (self.of_weight or tensor.numel() == 1) and not self.together
+        self._note(True, is_shared or dimension is not None)
         if dimension is None:
-            is_shared = (self.of_weight or tensor.numel() == 1) and not self.together
-            self.has_drawn_by_rank |= not is_shared
             fill(tensor, self.seeded(tensor.device, seed if is_shared else fold_in(seed, self.start)))
             return
         rows = tensor.movedim(dimension, 0).unflatten(0, (self.rows, -1))
@@ -189,6 +217,10 @@ class SampleNoise(TorchFunctionMode):
         return self.generators[device].manual_seed(seed)
 
 
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *torch.cuda.default_generators]
+
+
 def _call_of_user() -> tuple[str, int]:
     """("file:line", place in the code) of the call that draws, outside of torch."""
     frame = inspect.currentframe()
@@ -220,7 +252,9 @@ class _Draws(dispatch_mode()):  # type: ignore[misc]
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         filled = self._filled(func.overloadpacket, args, kwargs)
-        return self.noise.by_rank(func, *args, **kwargs) if filled is None else filled
+        if filled is not None:
+            return filled
+        return self.noise.by_rank(_is_one(func.overloadpacket, args) and not self.noise.together, func, *args, **kwargs)
 
     def _filled(self, packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operation returns. None if its draws are no numbers that fill a tensor."""
@@ -251,6 +285,11 @@ class _Draws(dispatch_mode()):  # type: ignore[misc]
                 shape = torch.broadcast_shapes(*(value.shape for value in args if isinstance(value, Tensor)))
                 like = mean if isinstance(mean, Tensor) else std
                 return self._fill(like.new_empty(shape), "normal_") * std + mean
+            case "normal", (mean, std, size):
+                return self._fill(torch.empty(size, **kwargs), "normal_", mean, std)
+            case "rrelu_with_noise", (input, slopes, lower, upper, True):
+                slopes.copy_(self._fill(torch.empty_like(input), "uniform_", lower, upper).where(input <= 0, 1))
+                return input * slopes
             case "native_dropout", (input, p, True) if 0 < p < 1:
                 mask = self._fill(torch.empty_like(input), "bernoulli_", 1 - p)
                 return input * mask / (1 - p), mask.bool()
@@ -263,3 +302,15 @@ class _Draws(dispatch_mode()):  # type: ignore[misc]
             tensor, lambda part, generator: getattr(part, name)(*numbers, **kwargs | {"generator": generator})
         )
         return tensor
+
+
+def _is_one(packet: Any, args: Any) -> bool:
+    """Whether an operation draws one number, or one vector of a Dirichlet distribution, for what has no rows."""
+    match str(packet).removeprefix("aten."), args:
+        case "_standard_gamma" | "poisson" | "binomial", (Tensor() as parameter, *_):
+            return parameter.numel() == 1
+        case "_sample_dirichlet", (Tensor() as parameter, *_):
+            return parameter.numel() == parameter.shape[-1]
+        case "multinomial", (Tensor() as weights, 1, *_):
+            return weights.dim() == 1
+    return False

@@ -106,6 +106,7 @@ class Progress:
     evaluation_pending: the run stopped early after its last step and before the evaluation of it.
     time_shares: with scheduler.over=time what the ranks agreed on: a step, the share of the time that was over by then,
         in millionths, a later step, ...
+    draws: whether a forward pass has drawn random numbers; None where that is not known.
     """
 
     epoch: int = 0
@@ -116,6 +117,7 @@ class Progress:
     evals_since_best: int = 0
     evaluation_pending: bool = False
     time_shares: list[int] = field(default_factory=list)
+    draws: bool | None = None
 
 
 class TrainState:
@@ -178,10 +180,10 @@ class TrainState:
         shares = strategy.data_parallel_size(strategy.world.size)
         steps = settings.gradient_accumulation_steps
         self.micro_batches = MicroBatches(strategy, steps, settings.batch_size // shares, settings.accumulates_more)
-        self.early_steps = EarlySteps(task, strategy, shares * steps)
         # Ranks that compute the same samples draw for their own parts of the model.
         shares_samples = shares < strategy.world.size
         self.noise = SampleNoise() if settings.draws_by_sample and not shares_samples else None
+        self.early_steps = EarlySteps(task, strategy, shares * steps, self.noise)
         self.grad_norm: tuple[int, Tensor] | None = None
         self.gradients: dict[str, Tensor] | None = {} if keeps_gradients else None
 
@@ -272,7 +274,7 @@ class TrainState:
         self.trained.require_no_new(self.progress.step)
         self.strategy.module.train()
         if self.noise is not None:
-            self.noise.look_again()
+            self.noise.begin_epoch(self.progress.draws, self.progress.samples > 0)
         if self.progress.samples == 0:
             self.meter.clear()
         if self.gradients is not None:  # those of the epoch before are not shown if this one's last update is left out
@@ -305,6 +307,7 @@ class TrainState:
         """`steps` optimizer steps over `samples` global samples are done."""
         self.progress.samples += samples
         self.progress.step += steps
+        self.progress.draws = None if self.noise is None else self.noise.has_drawn
 
     def end_epoch(self) -> None:
         """Go on to the next epoch if all samples of this one are used."""
