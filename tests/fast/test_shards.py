@@ -333,3 +333,18 @@ def test_what_is_not_counted_is_refused(tmp_path: Path) -> None:
     files = ShardFiles("train.tar", "test.tar", True, "auto", "jpg", "cls", str(tmp_path))
     with pytest.raises(ConfigError, match="the samples of dataset.train are not counted in .*; keep dataset.prepare"):
         shards(files, None, 100)
+def test_more_samples_in_a_row_than_are_tried_are_skipped_on_all_ranks_alike(tmp_path: Path) -> None:
+    paths = write_lines(tmp_path, "train", [300, 300])
+    dataset, other = (opened(f"{tmp_path}/train-*.jsonl", tmp_path, "values", "about.label") for _ in range(2))
+    paths[1].unlink()
+    keys = [(0, number, 0) for number in range(600)]
+    numbers = Samples(dataset, "training data", 3, on_error="skip").read(keys).numbers
+    assert numbers[:300] == list(range(300))
+    assert max(numbers) < 300
+    again = Samples(dataset, "training data", 3, on_error="skip")  # as a rank that reads a part of them
+    assert again.read(keys[301::2]).numbers == numbers[301::2]
+    paths[0].unlink()
+    with pytest.raises(ConfigError, match="none of 100 samples of the training data that were tried can be read; "):
+        Samples(other, "training data", 3, on_error="skip").read(keys[:1])
+
+
