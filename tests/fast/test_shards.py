@@ -148,6 +148,7 @@ def test_tars_of_each_kind_with_long_names_and_folders(tmp_path: Path, format: i
             tar.add(tmp_path / "folder", f"folder{number}")
             tar.add(tmp_path / "1", f"{name}{number}.cls")
             tar.add(tmp_path / "1", f"{name}{number}.seg.txt")
+    os.truncate(tmp_path / "train.tar", 2**20)  # as GNU tar writes it with --record-size=1M
     dataset = opened(str(tmp_path / "train.tar"), tmp_path, "seg.txt")
     assert [dataset[number] for number in range(len(dataset))] == [("1", 1)] * 3
 
@@ -269,7 +270,7 @@ def test_a_shard_that_is_cut_is_named_or_used_as_far_as_it_is_whole(
         with pytest.raises(ConfigError, match=f"{said}.*type dataset.on_error=skip"):
             opened(pattern, tmp_path)
     skipping = opened(pattern, tmp_path, on_error="skip")
-    assert len(skipping) in (5, 6)
+    assert len(skipping) == 5 + int(said.partition("after ")[2][0])
     assert "what is whole before that place is used" in caplog.text
 
 
@@ -296,10 +297,23 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
     dataset = opened(str(tmp_path / "train-*.tar"), tmp_path, inputs="jpg")
     with pytest.raises(OSError, match=r"train-000.tar, bytes 0 to \d+: it has no jpg, but png, npy, cls, txt, json"):
         dataset[0]
+def with_hole(path: Path) -> bytes:
+    return path.read_bytes()[:5120] + bytes(5120) + path.read_bytes()[10240:]
+
+
     assert opened(str(tmp_path / "train-*.tar"), tmp_path, targets="txt").targets is None
 
 
 @pytest.mark.parametrize(
+    (
+        lambda path: path.write_bytes(2 * path.read_bytes()),
+        r"after 3 samples: zeros from byte 20480 on .* byte 30720: ",
+    ),
+    (lambda path: path.write_bytes(with_hole(path)), r"after 0 samples: zeros from byte 5120 on .* at byte 10240: "),
+    (
+        lambda path: [cut(path, size) for size in (9740, 2**21)],
+        r"after 1 samples: from byte 10240 on it has over 1 MiB",
+    ),
     ("urls", "said"),
     [
         ("none-*.tar", r"dataset.urls=none-\*.tar names no file .*; type dataset.urls="),

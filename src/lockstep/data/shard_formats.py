@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 
 CHUNK = 2**22  # bytes that are read at once
 BLOCK = 512  # bytes of a tar's header; its members begin at multiples of it
+MOST_ZEROS = 2**20 + 2 * BLOCK  # at the end of a tar: two blocks, and what fills up a record of 1 MiB
 NO_TARGET = -(2**63)  # in an index, of a sample whose target is no whole number
 ROWS = ("parquet", "arrow")  # formats of tables
 KEY = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")  # the name of a member: its sample, and its extension
@@ -357,6 +358,8 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
         if data + length > size:
             raise CutShard(f"{name} ends at byte {data + length}, and the shard at {size}")
         kind = header[156:157]
+            if is_whole:
+                _require_end(read, place, size)
         if kind == b"L":  # a long name, as GNU tar writes it
             longer = {"path": read(data, length).rstrip(b"\0").decode(errors="surrogateescape")}
         elif kind == b"x":  # as POSIX has it
@@ -382,6 +385,17 @@ def _octal(field: bytes) -> int:
 
 def require_package(name: str, what: str) -> None:
     """Raise ConfigError if the package that reads `what` is not installed."""
+def _require_end(read: Read, place: int, size: int) -> None:
+    """Raise CutShard unless the zeros from byte `place` on are those that end a tar."""
+    rest = read(place, min(size - place, MOST_ZEROS))
+    zeros = len(rest) - len(rest.lstrip(b"\0"))
+    if zeros < len(rest):
+        more = f"and it goes on at byte {place + zeros}"
+        raise CutShard(f"zeros from byte {place} on are the end of a tar, {more}: a hole, or tars that are joined")
+    if size - place > MOST_ZEROS:
+        raise CutShard(f"from byte {place} on it has over 1 MiB of zeros, as a download that did not come to its end")
+
+
     if find_spec(name) is None:
         raise ConfigError(f"{what} needs the package {name}; type pip install {name}")
 
