@@ -105,14 +105,16 @@ class Format(Protocol):
     @property
     def classes(self) -> Sequence[str] | None: ...
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """(first byte, bytes, target) of each sample of shard `number` of `size` bytes, in their order.
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
+        """(first byte, bytes, target) of each sample of a shard of `size` bytes, in their order.
 
         Raises CutShard where the shard ends too early, or is no shard.
+
+        name: of the file into which it writes what it needs of this shard, without its end.
         """
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
-        """{name: value} of the bytes of one sample, which lies there; a member of a tar is bytes."""
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
+        """{name: value} of the bytes of one sample, which lies there; a member of a tar is bytes. shard: its `name`."""
 
 
 class Tar:
@@ -123,7 +125,7 @@ class Tar:
     def __init__(self, inputs: Names, targets: Names, folder: Path) -> None:
         self.targets = targets if isinstance(targets, str) else ""
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         key, begin, end, target = None, 0, 0, NO_TARGET
         wanted = self.targets.split(";")
         for start, name, data, length in members(read, size):
@@ -140,7 +142,7 @@ class Tar:
         if key is not None:
             yield begin, end - begin, target
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         found = {}
         read: Read = lambda begin, length: stored[begin : begin + length]  # noqa: E731
         for _, name, data, length in members(read, len(stored), is_whole=False):
@@ -197,7 +199,7 @@ class JsonLines:
     def __init__(self, inputs: Names, targets: Names, folder: Path) -> None:
         self.targets = targets.split(";") if isinstance(targets, str) else []
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         for begin, line in lines(read, size):
             if line.isspace():
                 continue
@@ -210,7 +212,7 @@ class JsonLines:
             target = whole_number(values, self.targets) if isinstance(values, dict) else NO_TARGET
             yield begin, len(line), target
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         values = json.loads(stored)
         if not isinstance(values, dict):
             raise ValueError("the line is no object with fields")
@@ -246,7 +248,7 @@ class ShardFile(io.RawIOBase):
 def row_tables(kind: str, read: Read, size: int, columns: Set[str]) -> Iterator[Any]:
     """Some columns of each row group of a parquet file, or of each batch of a file or stream of Arrow, as a table.
 
-    kind: parquet or arrow. Raises CutShard.
+    kind: parquet or arrow. Raises CutShard, and what `read` raises, which must be no OSError.
     """
     import pyarrow
     import pyarrow.parquet
@@ -268,9 +270,7 @@ def row_tables(kind: str, read: Read, size: int, columns: Set[str]) -> Iterator[
         for table in tables:
             yield table
             group += 1
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        if group < 0 and isinstance(error, OSError):  # of a disk or a store
-            raise
+    except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).partition(". ")[0]
         raise CutShard(reason if group < 0 else f"row group {group} cannot be read ({reason})") from None
 
@@ -291,7 +291,7 @@ class Rows:
         self.columns = {name.partition(".")[0] for names in both for name in names.split(";")}
         self.targets = targets.split(";") if isinstance(targets, str) else []
         self.kind, self.folder = kind, folder
-        self.files: dict[int, Any] = {}  # {shard: what reads its rows}
+        self.files: dict[str, Any] = {}  # {name of a shard: what reads its rows}
 
     @property
     def classes(self) -> list[str] | None:
@@ -303,13 +303,13 @@ class Rows:
             return next(filter(None, names), None)
         return None
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         import pyarrow
 
-        batch_number, path = 0, str(self.folder / f"{number}.rows")
+        batch_number, path = 0, str(self.folder / f"{name}.rows")
         with ExitStack() as stack:
             out = None
-            for table in row_tables(self.kind, read, size, self.columns):
+            for table in map(_decoded, row_tables(self.kind, read, size, self.columns)):
                 out = out or stack.enter_context(pyarrow.ipc.new_file(path, table.schema))
                 first_names = {name.partition(".")[0] for name in self.targets}
                 known = table.select([name for name in table.column_names if name in first_names])
@@ -320,12 +320,24 @@ class Rows:
                         yield batch_number, row, whole_number(targets[row], self.targets)
                     targets, batch_number = targets[len(batch) :], batch_number + 1
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         """begin, length: the numbers of the batch and of the row in it."""
         if shard not in self.files:
-            self.files[shard] = _opened(self.folder / f"{shard}.rows")
+            try:
+                self.files[shard] = _opened(self.folder / f"{shard}.rows")
+            except FileNotFoundError:  # another run has made the index again
+                raise OSError("it has changed since its samples were counted; type the command again") from None
         (row,) = self.files[shard].get_batch(begin).slice(length, 1).to_pylist()
         return cast(Mapping[str, Any], row)
+
+
+def _decoded(table: Any) -> Any:
+    """A table with values where it has numbers of a dictionary: a file of Arrow takes one dictionary for a column."""
+    import pyarrow
+
+    is_coded = pyarrow.types.is_dictionary
+    plain = [field.with_type(field.type.value_type) if is_coded(field.type) else field for field in table.schema]
+    return table.cast(pyarrow.schema(plain, table.schema.metadata))
 
 
 def _opened(path: Path) -> Any:
@@ -346,6 +358,8 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
     while place + BLOCK <= size:
         header = read(place, BLOCK)
         if header[0] == 0 and not header.strip(b"\0"):
+            if is_whole:
+                _require_end(read, place, size)
             return
         # POSIX 1003.1, ustar: the sum is that of the header with spaces in its place.
         if is_whole and _octal(header[148:156]) != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
@@ -358,8 +372,6 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
         if data + length > size:
             raise CutShard(f"{name} ends at byte {data + length}, and the shard at {size}")
         kind = header[156:157]
-            if is_whole:
-                _require_end(read, place, size)
         if kind == b"L":  # a long name, as GNU tar writes it
             longer = {"path": read(data, length).rstrip(b"\0").decode(errors="surrogateescape")}
         elif kind == b"x":  # as POSIX has it
@@ -371,6 +383,17 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
             begin, longer = place, {}
     if is_whole:
         raise CutShard(f"it ends at byte {size} without the zeros that end a tar")
+
+
+def _require_end(read: Read, place: int, size: int) -> None:
+    """Raise CutShard unless the zeros from byte `place` on are those that end a tar."""
+    rest = read(place, min(size - place, MOST_ZEROS))
+    zeros = len(rest) - len(rest.lstrip(b"\0"))
+    if zeros < len(rest):
+        more = f"and it goes on at byte {place + zeros}"
+        raise CutShard(f"zeros from byte {place} on are the end of a tar, {more}: a hole, or tars that are joined")
+    if size - place > MOST_ZEROS:
+        raise CutShard(f"from byte {place} on it has over 1 MiB of zeros, as a download that did not come to its end")
 
 
 def _octal(field: bytes) -> int:
@@ -385,17 +408,6 @@ def _octal(field: bytes) -> int:
 
 def require_package(name: str, what: str) -> None:
     """Raise ConfigError if the package that reads `what` is not installed."""
-def _require_end(read: Read, place: int, size: int) -> None:
-    """Raise CutShard unless the zeros from byte `place` on are those that end a tar."""
-    rest = read(place, min(size - place, MOST_ZEROS))
-    zeros = len(rest) - len(rest.lstrip(b"\0"))
-    if zeros < len(rest):
-        more = f"and it goes on at byte {place + zeros}"
-        raise CutShard(f"zeros from byte {place} on are the end of a tar, {more}: a hole, or tars that are joined")
-    if size - place > MOST_ZEROS:
-        raise CutShard(f"from byte {place} on it has over 1 MiB of zeros, as a download that did not come to its end")
-
-
     if find_spec(name) is None:
         raise ConfigError(f"{what} needs the package {name}; type pip install {name}")
 
@@ -405,7 +417,7 @@ FORMATS: dict[str, Callable[[Names, Names, Path], Format]] = {
     "jsonl": JsonLines,
     **{kind: partial(Rows, kind) for kind in ROWS},
 }
-ENDS = {".tar": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+ENDS = {f".{kind}": kind for kind in FORMATS} | {".ndjson": "jsonl", ".json": "jsonl"}
 
 
 def format_of(name: str, kind: str) -> str:
