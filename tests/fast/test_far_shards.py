@@ -21,8 +21,8 @@ pytest.importorskip("aiohttp")
 SIZES = [30, 45, 25]
 
 
-def opened(urls: str, folder: Path) -> Shards:
-    files = ShardFiles(urls, urls, True, "auto", "npy", "cls", str(folder / "indexes"))
+def opened(urls: str, folder: Path, inputs: str = "npy", targets: str = "cls") -> Shards:
+    files = ShardFiles(urls, urls, True, "auto", inputs, targets, str(folder / "indexes"))
     files.index_once("fail")
     return shards(files, None, 1000)
 
@@ -72,3 +72,16 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
             dataset[1]
     with pytest.raises(ConfigError, match=r"nothing://a.tar cannot be read \(Protocol not known: nothing"):
         opened("nothing://a.tar", tmp_path)
+
+
+def test_a_server_without_ranges_is_named(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write_tars(tmp_path, "train", [3])
+    numbers = torch.rand(40_000, generator=torch.Generator().manual_seed(0))  # more than is read of it at once
+    parquet.write_table(pyarrow.table({"x": numbers.numpy()}), tmp_path / "a.parquet")
+    with far_store(tmp_path, fails=10**9, has_ranges=False) as store:
+        with pytest.raises(OSError, match=r"the server of http://.*train-000.tar does not answer ranges \(\d+ bytes c"):
+            opened(f"{store.url}/train-000.tar", tmp_path)[1]
+        said = r"the shard http://.*a.parquet cannot be read \(the server of .* ranges .*; type dataset.urls=<those"
+        with pytest.raises(ConfigError, match=said):
+            opened(f"{store.url}/a.parquet", tmp_path, "x", "x")

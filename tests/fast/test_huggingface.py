@@ -85,6 +85,9 @@ def test_a_folder_or_a_split_that_is_not_there_is_refused(tmp_path: Path) -> Non
         opened(tmp_path / "data_set", False, test_split="dev")
     with pytest.raises(OSError, match=r"it has no sound, but label"):
         opened(tmp_path / "data_set", True, "sound")[0]
+    (tmp_path / "data_set" / "train.arrow").touch()
+    with pytest.raises(ConfigError, match=r"dataset.path names shards of 2 kinds, .* \(arrow\); type dataset.path=<th"):
+        opened(tmp_path / "data_set", True)
 
 
 def test_a_stream_of_arrow_that_is_cut_is_named_and_a_file_of_arrow_is_read(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_number_for_each_channel_is_wanted_where_the_data_tells_the_shape(name
 @pytest.mark.parametrize("name", ["training data", "test data"])
 def test_data_of_which_nothing_can_be_read_is_refused_at_the_start(name: str) -> None:
     cfg = own("AllBroken", "dataset.on_error=skip")
-    said = f"none of 23 samples of the {name} in a row can be read; sample 0 .* no such disk; correct that, or type "
+    said = f"none of 23 samples of the {name} that were tried can be read; sample 0 .* no such disk; correct that, or"
     with pytest.raises(ConfigError, match=said):
         build_data.samples(cfg, build_data.datasets(cfg)[0], name)
 

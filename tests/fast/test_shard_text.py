@@ -32,9 +32,11 @@ def written(folder: Path, kind: str, name: str = "train") -> str:
     return str(folder / f"{name}-*.{kind}")
 
 
-def opened(urls: str, folder: Path, tokenizer: str, classes: int = 70000, **options: Any) -> TokenWindows:
+def opened(urls: Any, folder: Path, tokenizer: str, classes: int = 70000, **options: Any) -> TokenWindows:
+    test, index = folder / "test.txt", str(folder / "indexes")
+    test.write_text("the")
     halves = [
-        TokenFiles(urls, urls, train, "auto", "body", tokenizer, options.get("separator"), str(folder / "indexes"))
+        TokenFiles(urls, str(test), train, "auto", "body", tokenizer, options.get("separator"), index)
         for train in (True, False)
     ]
     index_documents(*halves, classes, "fail")
@@ -68,10 +70,10 @@ def hugging_face(folder: Path) -> str:
     return str(folder / "tokenizer.json")
 
 
-def tiktoken(folder: Path) -> str:
+def tiktoken(folder: Path, *others: bytes) -> str:
     import base64
 
-    words = [*(bytes([number]) for number in range(256)), b"th", b"the", b"do", b"dog"]
+    words = [*(bytes([number]) for number in range(256)), b"th", b"the", b"do", b"dog", *others]
     lines = [f"{base64.b64encode(word).decode()} {rank}" for rank, word in enumerate(words)]
     (folder / "own.tiktoken").write_text("\n".join(lines))
     return str(folder / "own.tiktoken")
@@ -102,12 +104,62 @@ def test_a_separator_ends_each_document(tmp_path: Path) -> None:
     assert of_bytes.text.decode(joined(of_bytes)) == "".join(text + "\n" for text in sum(DOCUMENTS, []))
 
 
+def test_what_a_tokenizer_file_says_of_batches_of_texts_loses_no_token(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    name, urls = hugging_face(tmp_path), written(tmp_path, "jsonl")
+    plain = joined(opened(urls, tmp_path, name))
+    coder = Tokenizer.from_file(name)
+    coder.enable_truncation(2)
+    coder.enable_padding(length=9, pad_token="<|end|>")
+    coder.save(name)
+    assert torch.equal(joined(opened(urls, tmp_path, name)), plain)
+
+
+def test_a_file_of_tiktoken_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    urls = written(tmp_path, "txt")
+    assert len(joined(opened(urls, tmp_path, tiktoken(tmp_path)))) > len(
+        joined(opened(urls, tmp_path, tiktoken(tmp_path, b"qu", b"la", b"laz")))
+    )
+
+
+@pytest.mark.parametrize("end", ["json", "JSONL", "ndjson"])
+def test_lines_of_json_are_known_by_the_ends_of_names(tmp_path: Path, end: str) -> None:
+    path = Path(written(tmp_path, "jsonl").replace("*", "0")).rename(tmp_path / f"train.{end}")
+    dataset = opened(str(path), tmp_path, "bytes")
+    assert dataset.text.decode(joined(dataset)) == "".join(DOCUMENTS[0])
+
+
+def test_a_training_reads_its_own_tokens_while_others_are_written(tmp_path: Path) -> None:
+    urls = written(tmp_path, "jsonl")
+    expected = joined(opened(urls, tmp_path, "bytes", block=4))
+    running, other = (opened(urls, tmp_path, "bytes", block=4) for _ in range(2))
+    assert torch.equal(running[0][0], expected[:4])
+    (tmp_path / "train-0b.jsonl").write_text(json.dumps({"body": "another"}) + "\n")
+    assert len(opened(urls, tmp_path, "bytes", block=4)) > len(running)
+    assert torch.equal(joined(running), expected)
+    (tmp_path / "train-2.jsonl").write_text(json.dumps({"body": ""}) + "\n")
+    opened(urls, tmp_path, "bytes")
+    with pytest.raises(OSError, match=r"train-2.jsonl has changed since its tokens were written; type the command ag"):
+        joined(other)
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     pattern = written(tmp_path, "jsonl")
     with pytest.raises(ConfigError, match="dataset.tokenizer=characters has 28 tokens; type dataset.classes=28"):
         opened(pattern, tmp_path, "characters", classes=19)
     with pytest.raises(ConfigError, match=r"dataset.tokenizer=none.json cannot be read .*type dataset.tokenizer=byte"):
         opened(pattern, tmp_path, "none.json")
+    for name in ("broken.json", "broken.tiktoken"):
+        (tmp_path / name).write_bytes(b"\x0a\x0e\xff")
+        with pytest.raises(ConfigError, match=rf"^dataset.tokenizer=.*{name} cannot be read .*; type dataset.token"):
+            opened(pattern, tmp_path, str(tmp_path / name))
+    with pytest.raises(ConfigError, match=r"names shards of 2 kinds, .*-3.jsonl \(jsonl\) and .*own.tiktoken \(te"):
+        opened([pattern, tiktoken(tmp_path)], tmp_path, "bytes")
+    (tmp_path / "train-2.jsonl").write_text('{"body": "x"}\n{"body": "an emoji: \\ud83d"}\n')
+    for tokenizer in ("characters", "bytes", hugging_face(tmp_path)):
+        with pytest.raises(ConfigError, match=r"train-2.jsonl .* after 1 samples: the next document has half a char"):
+            opened(pattern, tmp_path, tokenizer)
     (tmp_path / "train-1.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ConfigError, match=r"train-1.jsonl is cut .* a document has no text body; type dataset.field="):
         opened(pattern, tmp_path, "bytes")

@@ -13,9 +13,9 @@ from support.object_store import KEYS
 
 
 class FarStore:
-    """Serves the files of `folder` by ranges. delay: seconds of a request. Every `fails`-th one gets a 503."""
+    """Serves the files of `folder`, by ranges or whole. delay: seconds of a request. Each `fails`-th gets a 503."""
 
-    def __init__(self, folder: Path, delay: float, fails: int) -> None:
+    def __init__(self, folder: Path, delay: float, fails: int, has_ranges: bool = True) -> None:
         self.requests, self.sent, self.gone_until, self.lock = 0, 0, 0.0, threading.Lock()
         self.is_silent = False
         store = self
@@ -41,7 +41,8 @@ class FarStore:
                     self.send_error(503 if path.is_file() else 404)
                     return
                 content = path.read_bytes()
-                asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+                range_asked = self.headers.get("Range", "") if has_ranges else ""
+                asked = re.fullmatch(r"bytes=(\d+)-(\d+)", range_asked)
                 part = content[int(asked[1]) : int(asked[2]) + 1] if asked else content
                 self.send_response(206 if asked else 200)
                 self.send_header("Content-Length", str(len(part)))
@@ -67,8 +68,8 @@ class FarStore:
 
 
 @contextmanager
-def far_store(folder: Path, delay: float = 0.01, fails: int = 20) -> Iterator[FarStore]:
-    store = FarStore(folder, delay, fails)
+def far_store(folder: Path, delay: float = 0.01, fails: int = 20, has_ranges: bool = True) -> Iterator[FarStore]:
+    store = FarStore(folder, delay, fails, has_ranges)
     thread = threading.Thread(target=store.server.serve_forever, daemon=True)
     thread.start()
     try:

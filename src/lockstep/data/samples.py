@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 EVALUATION = -1  # the epoch of samples that are evaluated: their random numbers are the same each time
 TRANSFORMS, ITEMS, COLLATE = 1, 2, 3  # folded into seeds of what transforms, an IterableDataset and a collate_fn draw
 READ_TWICE, READ_TWICE_SECONDS = 4, 0.2  # samples, before the training
-MOST_UNREADABLE = 100  # in a row; more of them mean that the data set is broken, not a sample
+MOST_UNREADABLE = 100  # one after the other; more of them mean that the data set is broken, not a sample
+IN_A_ROW, JUMP = 10, 0.618  # of them, and from one row to the next, as a part of the data set: rows lie far apart
 COLLATED = (Tensor, np.ndarray, np.generic, int, float, str, bytes, list)  # values of a batch; lists are of numbers
 # A function that makes (inputs, targets) of a list of samples.
 COLLATE_NODE = "{_target_:<module>.<function>,_partial_:true}"
@@ -147,8 +148,10 @@ class Samples:
     def _readable(self, epoch: int, index: int, *draw: int) -> tuple[int, Any]:
         """(number, sample) of the first one from `index` on that can be read. Raises ConfigError if many cannot."""
         errors = list[SampleError]()
-        for later in range(index, index + min(len(self), MOST_UNREADABLE)):
-            candidate = later % len(self)
+        # A whole part of the data may be gone, such as a shard: after some in a row the next one lies elsewhere.
+        jump = int(JUMP * len(self)) if len(self) > MOST_UNREADABLE else 0
+        for later in range(min(len(self), MOST_UNREADABLE)):
+            candidate = (index + later + later // IN_A_ROW * jump) % len(self)
             try:
                 return self._number(candidate), self._transformed(epoch, candidate, *draw)
             except SampleError as error:
@@ -157,7 +160,7 @@ class Samples:
                 self._note(self._number(candidate), f"{error}; the next one takes its place")
                 errors.append(error)
         raise ConfigError(
-            f"none of {len(errors)} samples of the {self.name} in a row can be read; {errors[0]}; "
+            f"none of {len(errors)} samples of the {self.name} that were tried can be read; {errors[0]}; "
             f"correct that, or type dataset=<another data set>"
         ) from errors[0]
 

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 
 CHUNK = 2**22  # bytes that are read at once
 BLOCK = 512  # bytes of a tar's header; its members begin at multiples of it
+MOST_ZEROS = 2**20 + 2 * BLOCK  # at the end of a tar: two blocks, and what fills up a record of 1 MiB
 NO_TARGET = -(2**63)  # in an index, of a sample whose target is no whole number
 ROWS = ("parquet", "arrow")  # formats of tables
 KEY = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")  # the name of a member: its sample, and its extension
@@ -104,14 +105,16 @@ class Format(Protocol):
     @property
     def classes(self) -> Sequence[str] | None: ...
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """(first byte, bytes, target) of each sample of shard `number` of `size` bytes, in their order.
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
+        """(first byte, bytes, target) of each sample of a shard of `size` bytes, in their order.
 
         Raises CutShard where the shard ends too early, or is no shard.
+
+        name: of the file into which it writes what it needs of this shard, without its end.
         """
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
-        """{name: value} of the bytes of one sample, which lies there; a member of a tar is bytes."""
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
+        """{name: value} of the bytes of one sample, which lies there; a member of a tar is bytes. shard: its `name`."""
 
 
 class Tar:
@@ -122,7 +125,7 @@ class Tar:
     def __init__(self, inputs: Names, targets: Names, folder: Path) -> None:
         self.targets = targets if isinstance(targets, str) else ""
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         key, begin, end, target = None, 0, 0, NO_TARGET
         wanted = self.targets.split(";")
         for start, name, data, length in members(read, size):
@@ -139,7 +142,7 @@ class Tar:
         if key is not None:
             yield begin, end - begin, target
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         found = {}
         read: Read = lambda begin, length: stored[begin : begin + length]  # noqa: E731
         for _, name, data, length in members(read, len(stored), is_whole=False):
@@ -196,7 +199,7 @@ class JsonLines:
     def __init__(self, inputs: Names, targets: Names, folder: Path) -> None:
         self.targets = targets.split(";") if isinstance(targets, str) else []
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         for begin, line in lines(read, size):
             if line.isspace():
                 continue
@@ -209,7 +212,7 @@ class JsonLines:
             target = whole_number(values, self.targets) if isinstance(values, dict) else NO_TARGET
             yield begin, len(line), target
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         values = json.loads(stored)
         if not isinstance(values, dict):
             raise ValueError("the line is no object with fields")
@@ -245,7 +248,7 @@ class ShardFile(io.RawIOBase):
 def row_tables(kind: str, read: Read, size: int, columns: Set[str]) -> Iterator[Any]:
     """Some columns of each row group of a parquet file, or of each batch of a file or stream of Arrow, as a table.
 
-    kind: parquet or arrow. Raises CutShard.
+    kind: parquet or arrow. Raises CutShard, and what `read` raises, which must be no OSError.
     """
     import pyarrow
     import pyarrow.parquet
@@ -267,9 +270,7 @@ def row_tables(kind: str, read: Read, size: int, columns: Set[str]) -> Iterator[
         for table in tables:
             yield table
             group += 1
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        if group < 0 and isinstance(error, OSError):  # of a disk or a store
-            raise
+    except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).partition(". ")[0]
         raise CutShard(reason if group < 0 else f"row group {group} cannot be read ({reason})") from None
 
@@ -290,7 +291,7 @@ class Rows:
         self.columns = {name.partition(".")[0] for names in both for name in names.split(";")}
         self.targets = targets.split(";") if isinstance(targets, str) else []
         self.kind, self.folder = kind, folder
-        self.files: dict[int, Any] = {}  # {shard: what reads its rows}
+        self.files: dict[str, Any] = {}  # {name of a shard: what reads its rows}
 
     @property
     def classes(self) -> list[str] | None:
@@ -302,13 +303,13 @@ class Rows:
             return next(filter(None, names), None)
         return None
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         import pyarrow
 
-        batch_number, path = 0, str(self.folder / f"{number}.rows")
+        batch_number, path = 0, str(self.folder / f"{name}.rows")
         with ExitStack() as stack:
             out = None
-            for table in row_tables(self.kind, read, size, self.columns):
+            for table in map(_decoded, row_tables(self.kind, read, size, self.columns)):
                 out = out or stack.enter_context(pyarrow.ipc.new_file(path, table.schema))
                 first_names = {name.partition(".")[0] for name in self.targets}
                 known = table.select([name for name in table.column_names if name in first_names])
@@ -319,12 +320,24 @@ class Rows:
                         yield batch_number, row, whole_number(targets[row], self.targets)
                     targets, batch_number = targets[len(batch) :], batch_number + 1
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         """begin, length: the numbers of the batch and of the row in it."""
         if shard not in self.files:
-            self.files[shard] = _opened(self.folder / f"{shard}.rows")
+            try:
+                self.files[shard] = _opened(self.folder / f"{shard}.rows")
+            except FileNotFoundError:  # another run has made the index again
+                raise OSError("it has changed since its samples were counted; type the command again") from None
         (row,) = self.files[shard].get_batch(begin).slice(length, 1).to_pylist()
         return cast(Mapping[str, Any], row)
+
+
+def _decoded(table: Any) -> Any:
+    """A table with values where it has numbers of a dictionary: a file of Arrow takes one dictionary for a column."""
+    import pyarrow
+
+    is_coded = pyarrow.types.is_dictionary
+    plain = [field.with_type(field.type.value_type) if is_coded(field.type) else field for field in table.schema]
+    return table.cast(pyarrow.schema(plain, table.schema.metadata))
 
 
 def _opened(path: Path) -> Any:
@@ -345,6 +358,8 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
     while place + BLOCK <= size:
         header = read(place, BLOCK)
         if header[0] == 0 and not header.strip(b"\0"):
+            if is_whole:
+                _require_end(read, place, size)
             return
         # POSIX 1003.1, ustar: the sum is that of the header with spaces in its place.
         if is_whole and _octal(header[148:156]) != sum(header[:148]) + 8 * ord(" ") + sum(header[156:]):
@@ -370,6 +385,17 @@ def members(read: Read, size: int, is_whole: bool = True) -> Iterator[tuple[int,
         raise CutShard(f"it ends at byte {size} without the zeros that end a tar")
 
 
+def _require_end(read: Read, place: int, size: int) -> None:
+    """Raise CutShard unless the zeros from byte `place` on are those that end a tar."""
+    rest = read(place, min(size - place, MOST_ZEROS))
+    zeros = len(rest) - len(rest.lstrip(b"\0"))
+    if zeros < len(rest):
+        more = f"and it goes on at byte {place + zeros}"
+        raise CutShard(f"zeros from byte {place} on are the end of a tar, {more}: a hole, or tars that are joined")
+    if size - place > MOST_ZEROS:
+        raise CutShard(f"from byte {place} on it has over 1 MiB of zeros, as a download that did not come to its end")
+
+
 def _octal(field: bytes) -> int:
     """A number of a header: octal digits, or of 8 GB and more its bytes. Raises CutShard."""
     if field[0] == 0x80:
@@ -391,7 +417,7 @@ FORMATS: dict[str, Callable[[Names, Names, Path], Format]] = {
     "jsonl": JsonLines,
     **{kind: partial(Rows, kind) for kind in ROWS},
 }
-ENDS = {".tar": "tar", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+ENDS = {f".{kind}": kind for kind in FORMATS} | {".ndjson": "jsonl", ".json": "jsonl"}
 
 
 def format_of(name: str, kind: str) -> str:

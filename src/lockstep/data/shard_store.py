@@ -1,6 +1,8 @@
 """Where shards lie: files of this machine, and what fsspec reads, whose bytes are asked for again where that helps."""
 
 import glob
+import hashlib
+import json
 import logging
 import math
 import multiprocessing
@@ -35,6 +37,11 @@ FINAL_STATUS = (400, 401, 403, 404, 410)  # of HTTP
 
 Shard = tuple[str, int, int | str]
 """(name, bytes, what says that it has changed: ns of the last change, or a tag)."""
+
+
+def stem(shard: Sequence[Any]) -> str:
+    """What a file is called, without its end, that is written of a shard as it is now."""
+    return hashlib.sha256(json.dumps(shard).encode()).hexdigest()[:16]
 
 
 def _opened(name: str) -> tuple[Any, str]:
@@ -173,6 +180,9 @@ class ShardReader:
             stored = asked(partial(_range, system, path, begin, length), name, self.failures)
         else:
             stored = self._read_local(shard, begin, length)
+        if len(stored) > length:
+            came = f"{len(stored)} bytes came for {length}"
+            raise OSError(f"the server of {name} does not answer ranges ({came}); copy its files to this machine")
         if len(stored) != length:
             raise OSError(f"{name} ends at byte {begin + len(stored)}, before byte {begin + length}")
         return bytes(stored)
@@ -197,13 +207,13 @@ class ShardReader:
             if len(self.files) >= OPEN_FILES:
                 os.close(self.files.pop(next(iter(self.files))))
             file = self.files[shard] = os.open(name, os.O_RDONLY)
-            status = os.fstat(file)
-            if (status.st_size, status.st_mtime_ns) != (size, changed):
-                os.close(self.files.pop(shard))
-                raise OSError(f"{name} has changed since its samples were counted; type the command again")
         stored = os.pread(file, length, begin)
         while len(stored) < length and (more := os.pread(file, length - len(stored), begin + len(stored))):
             stored += more  # of more than 2 GB, Linux gives a part
+        status = os.fstat(file)  # after it was read: it may be written again in its place
+        if (status.st_size, status.st_mtime_ns) != (size, changed):
+            os.close(self.files.pop(shard))
+            raise OSError(f"{name} has changed since its samples were counted; type the command again")
         return stored
 
 

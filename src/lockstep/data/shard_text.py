@@ -1,5 +1,6 @@
 """Documents in shards as token numbers: each shard once, into a file beside its index; and windows over all of them."""
 
+import base64
 import hashlib
 import json
 import os
@@ -16,17 +17,18 @@ from torch import Tensor
 from lockstep.config.schema import Count, Limits
 from lockstep.data.dataset import IGNORED
 from lockstep.data.shard_formats import (
+    ENDS,
     NO_TARGET,
     ROWS,
     CutShard,
     Format,
     Read,
-    format_of,
     lines,
     require_package,
     row_tables,
 )
-from lockstep.data.shards import IndexedFiles, ShardIndex, Urls, WindowedOrder
+from lockstep.data.shard_store import stem
+from lockstep.data.shards import IndexedFiles, ShardIndex, Urls, WindowedOrder, index_all
 from lockstep.data.text import Text
 from lockstep.errors import ConfigError
 
@@ -61,33 +63,47 @@ class FileVocabulary:
         try:
             self.symbols_hash = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
         except OSError as error:
-            raise ConfigError(
-                f"dataset.tokenizer={path} cannot be read ({error.strerror}); type dataset.tokenizer=bytes, or "
-                f"dataset.tokenizer=<a tokenizer.json or a .tiktoken file>"
-            ) from None
+            raise self._unreadable(error.strerror) from None
         if path.endswith(".tiktoken"):
             require_package("tiktoken", path)
         else:
             require_package("tokenizers", path)
 
+    def _unreadable(self, reason: Any) -> ConfigError:
+        return ConfigError(
+            f"dataset.tokenizer={self.path} cannot be read ({reason}); type dataset.tokenizer=bytes, or "
+            f"dataset.tokenizer=<a tokenizer.json or a .tiktoken file>"
+        )
+
     @cached_property
     def coder(self) -> Any:
         """Made where it is used: a process that has made one of Hugging Face's should not be forked."""
-        if self.path.endswith(".tiktoken"):
-            import tiktoken
-            from tiktoken.load import load_tiktoken_bpe
-            from tiktoken_ext.openai_public import r50k_pat_str
+        try:
+            return self._tiktoken() if self.path.endswith(".tiktoken") else self._hugging_face()
+        except Exception as error:  # that of tokenizers is a plain one
+            raise self._unreadable(error) from error
 
-            ranks = load_tiktoken_bpe(self.path)
-            return tiktoken.Encoding(
-                Path(self.path).stem,
-                pat_str=r50k_pat_str,
-                mergeable_ranks=ranks,
-                special_tokens={TIKTOKEN_END: len(ranks)},
-            )
+    def _tiktoken(self) -> Any:
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        # Not load_tiktoken_bpe: it keeps what it has read once for each path, however the file changes.
+        lines = map(bytes.split, Path(self.path).read_bytes().splitlines())
+        ranks = {base64.b64decode(word): int(rank) for word, rank in filter(None, lines)}
+        return tiktoken.Encoding(
+            Path(self.path).stem,
+            pat_str=r50k_pat_str,
+            mergeable_ranks=ranks,
+            special_tokens={TIKTOKEN_END: len(ranks)},
+        )
+
+    def _hugging_face(self) -> Any:
         import tokenizers
 
-        return tokenizers.Tokenizer.from_file(self.path)
+        coder = tokenizers.Tokenizer.from_file(self.path)
+        coder.no_truncation()  # what the file says of them is for batches of texts
+        coder.no_padding()
+        return coder
 
     @property
     def size(self) -> int:
@@ -137,8 +153,7 @@ class TokenFiles(IndexedFiles):
         return Tokens(self, kind, folder)
 
     def kind_of(self, name: str) -> str:
-        is_rows = self.kind == "auto" and name.endswith((".jsonl", ".ndjson", ".parquet", ".arrow"))
-        return format_of(name, "auto") if is_rows else "text" if self.kind == "auto" else self.kind
+        return ENDS.get(Path(name).suffix.lower(), "text") if self.kind == "auto" else self.kind
 
     @property
     def points(self) -> np.ndarray[Any, Any]:
@@ -157,9 +172,9 @@ class Tokens:
         # Characters are written as code points: which there are is known when all shards are read.
         self.type = np.uint8 if files.tokenizer == "bytes" else np.uint32
 
-    def scan(self, read: Read, size: int, number: int) -> Iterator[tuple[int, int, int]]:
+    def scan(self, read: Read, size: int, name: str) -> Iterator[tuple[int, int, int]]:
         first, points = 0, np.zeros(0, np.uint32)
-        with open(self.folder / f"{number}.tokens", "wb") as out:
+        with open(self.folder / f"{name}.tokens", "wb") as out:
             for document in self._documents(read, size):
                 tokens = self._tokens(document + self.files.separator)
                 if self.files.tokenizer == "characters":
@@ -168,7 +183,7 @@ class Tokens:
                 yield first, len(tokens), NO_TARGET
                 first += len(tokens)
         if self.files.tokenizer == "characters":
-            points.astype(np.uint32).tofile(self.folder / f"{number}.symbols")
+            points.astype(np.uint32).tofile(self.folder / f"{name}.symbols")
 
     def _tokens(self, text: str) -> np.ndarray[Any, Any]:
         if self.files.file is not None:
@@ -193,11 +208,15 @@ class Tokens:
             for row in found:
                 if not isinstance(row, Mapping) or not isinstance(row.get(field), str):
                     raise CutShard(f"a document has no text {field}; type dataset.field=<where it is>")
+                row[field].encode()
                 yield row[field]
+        except UnicodeEncodeError as error:  # JSON can say half of a pair of surrogates
+            half = f"{error.object[error.start]!a} at character {error.start}"
+            raise CutShard(f"the next document has half a character, {half}") from None
         except ValueError as error:
             raise CutShard(f"a line is no JSON ({error})") from None
 
-    def fields(self, stored: bytes, shard: int, begin: int, length: int) -> Mapping[str, Any]:
+    def fields(self, stored: bytes, shard: str, begin: int, length: int) -> Mapping[str, Any]:
         raise NotImplementedError  # windows are read, not documents
 
 
@@ -212,8 +231,7 @@ class TokenWindows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.text, self.points, self.block, self.window = text, points, block, window
         self.index = ShardIndex.opened(files)
         self.type = np.uint8 if files.tokenizer == "bytes" else np.uint32
-        shards = range(len(self.index.about["shards"]))
-        self.paths = [files.folder / f"{number}.tokens" for number in shards]
+        self.paths = [files.folder / f"{stem(shard)}.tokens" for shard in self.index.about["shards"]]
         counts = [os.path.getsize(path) // np.dtype(self.type).itemsize for path in self.paths]
         self.starts = np.array([0, *accumulate(counts)])  # the first token of each shard, and the end
         self.mapped: dict[int, Any] = {}
@@ -234,7 +252,7 @@ class TokenWindows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         while place < stop:
             shard = int(np.searchsorted(self.starts, place, side="right")) - 1
             if shard not in self.mapped:
-                self.mapped[shard] = np.memmap(self.paths[shard], self.type, "r")
+                self.mapped[shard] = self._map(shard)
             begin = place - int(self.starts[shard])
             pieces.append(self.mapped[shard][begin : begin + stop - place])
             place += len(pieces[-1])
@@ -245,6 +263,17 @@ class TokenWindows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         filled = torch.cat([tokens, torch.zeros(missing, dtype=torch.int64)])
         targets = torch.cat([tokens[1:], torch.full((missing,), IGNORED)])
         return filled[:-1], targets
+
+    def _map(self, shard: int) -> Any:
+        """The tokens of a shard. Raises OSError if another run has written them again."""
+        try:
+            tokens: Any = np.memmap(self.paths[shard], self.type, "r")
+        except (FileNotFoundError, ValueError):  # ValueError: of an empty file
+            tokens = np.zeros(0, self.type)
+        if len(tokens) != self.starts[shard + 1] - self.starts[shard]:
+            name = self.index.about["shards"][shard][0]
+            raise OSError(f"{name} has changed since its tokens were written; type the command again")
+        return tokens
 
     def epoch_order(self, generator: torch.Generator, numbers: Tensor | None) -> WindowedOrder:
         """As that of `Shards`: a window belongs to the shard in which it begins."""
@@ -273,8 +302,7 @@ def index_documents(train: TokenFiles, test: TokenFiles, classes: Count, on_erro
     classes: outputs of the model.
     on_error: as dataset.on_error.
     """
-    for files in (train, test):
-        files.index_once(on_error)
+    index_all(on_error, train, test)
     _, _, size = vocabulary(train, test)
     if classes < size:
         raise ConfigError(

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,8 +28,8 @@ from lockstep.config.schema import Count, Limits
 from lockstep.data.builtin import one_at_a_time, say
 from lockstep.data.partition import generator as seeded_generator
 from lockstep.data.samples import EVALUATION, Key
-from lockstep.data.shard_formats import FORMATS, NO_TARGET, CutShard, Fields, Format, Read, format_of
-from lockstep.data.shard_store import Shard, ShardReader, expanded, reading_ahead, states
+from lockstep.data.shard_formats import FORMATS, NO_TARGET, CutShard, Fields, Format, format_of
+from lockstep.data.shard_store import Shard, ShardReader, expanded, reading_ahead, states, stem
 from lockstep.data.workers import DatasetReader
 from lockstep.distributed.host import cpu_count
 from lockstep.errors import ConfigError, first_of
@@ -36,7 +37,7 @@ from lockstep.files import is_url
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # one more when the same shards give another index
+VERSION = 4  # one more when the same shards give another index
 COLUMNS = ("begin", "length", "target")  # of the index: int64, a number for each sample
 
 Urls = Annotated[str | list[str], Limits(example="data/train-*.tar")]
@@ -63,8 +64,8 @@ class IndexedFiles:
         self.key, self.urls = ("urls", urls) if train else ("test_urls", test_urls)
         self.name, self.kind = "train" if train else "test", format
         asked = [self.urls] if isinstance(self.urls, str) else list(self.urls)
-        places = [url if is_url(url) else os.path.abspath(url) for url in asked]
-        state = repr((VERSION, places, format, *settings))
+        self.places = [url if is_url(url) else os.path.abspath(url) for url in asked]
+        state = repr((VERSION, self.places, format, *settings))
         self.folder = Path(index_dir) / f"{self.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
     def format(self, kind: str, folder: Path) -> Format:
@@ -83,9 +84,14 @@ class IndexedFiles:
             return None
         return found
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The shards that the patterns name."""
+        return expanded(self.places)
+
     def index_once(self, on_error: str) -> None:
         """Make the index unless it is there, and right. Raises ConfigError for shards that cannot be read."""
-        shards = states(expanded(self.urls), self.key)
+        shards = states(self.names, self.key)
         if not shards:
             raise ConfigError(
                 f"dataset.{self.key}={self.urls} names no file (searched in {Path().absolute()}); "
@@ -116,7 +122,13 @@ class IndexedFiles:
 
         before: what the index that is there says. What it has of shards that are as they were is taken over.
         """
-        kind = self.kind_of(shards[0][0])
+        kinds = {self.kind_of(name): name for name, _, _ in shards}
+        if len(kinds) > 1:
+            some = " and ".join(f"{name} ({kind})" for kind, name in kinds.items())
+            raise ConfigError(
+                f"dataset.{self.key} names shards of {len(kinds)} kinds, {some}; type dataset.{self.key}=<those of one>"
+            )
+        (kind,) = kinds
         begun, temporary = time.monotonic(), self.folder.with_name(f"{self.folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -125,7 +137,7 @@ class IndexedFiles:
             earlier = ShardIndex.opened(self)
             is_cut = [any(name in sentence for sentence in before["cut"]) for name, _, _ in before["shards"]]
             known = {tuple(shard): number for number, shard in enumerate(before["shards"]) if not is_cut[number]}
-        written: dict[str, list[Path]] = {}  # {number of a shard: what `scan` has written of it}
+        written: dict[str, list[Path]] = {}  # {`stem` of a shard: what `scan` has written of it}
         for path in self.folder.iterdir() if known else ():
             written.setdefault(path.stem, []).append(path)
         new = [number for number, shard in enumerate(shards) if shard not in known]
@@ -134,20 +146,20 @@ class IndexedFiles:
         say(f"counting the {self.counts} of {some} shards once{first} for {self.folder}")
         counts, cut, digest = list[int](), list[str](), hashlib.sha256()
         has_targets = True
-        scanner = _Scanner(shards, self.format(kind, temporary))
+        scanner = _Scanner(shards, self.format(kind, temporary), self.key)
         reader = DatasetReader(scanner, min(cpu_count(), len(new)), pin_memory=False)
         files = {name: open(temporary / name, "wb") for name in COLUMNS}  # noqa: SIM115  # closed below
         try:
             read = reader.read([(EVALUATION, number)] for number in new)
-            for number, shard in enumerate(tqdm(shards, "shards", disable=None, leave=False)):
+            for shard in tqdm(shards, "shards", disable=None, leave=False):
                 if shard in known:
                     assert earlier is not None
                     positions, problem = earlier.of_shard(known[shard]), None
-                    for path in written.get(str(known[shard]), ()):
-                        _link_or_copy(path, temporary / f"{number}{path.suffix}")
+                    for path in written.get(stem(shard), ()):
+                        _link_or_copy(path, temporary / path.name)
                 else:
                     positions, problem = next(read)
-                if isinstance(problem, OSError):  # raised here: a DataLoader would put a traceback into its words
+                if isinstance(problem, OSError):  # of the folder
                     raise problem
                 cut += [problem] if problem else []
                 counts.append(len(positions))
@@ -169,8 +181,13 @@ class IndexedFiles:
             "digest": digest.hexdigest()[:16],
         }
         (temporary / "index.json").write_text(json.dumps(about))
-        shutil.rmtree(self.folder, ignore_errors=True)  # a run that uses it has mapped its files
+        # A run that uses it has mapped some files, and finds the others by the states of their shards in the new one.
+        earlier_folder = self.folder.with_name(f"{self.folder.name}.old")
+        shutil.rmtree(earlier_folder, ignore_errors=True)
+        if self.folder.exists():
+            os.replace(self.folder, earlier_folder)
         os.replace(temporary, self.folder)
+        shutil.rmtree(earlier_folder, ignore_errors=True)
         say(f"counted {about['samples']} {self.counts} in {time.monotonic() - begun:.2f} s")
         return about
 
@@ -239,6 +256,7 @@ class HuggingFaceFiles(ShardFiles):
                 f"type dataset.{key}=<a word in the names of its files>, or dataset=shards dataset.urls=<those files>"
             )
         super().__init__(files, files, train, "auto", inputs, targets, index_dir)
+        self.key = "path"
 
 
 def _link_or_copy(path: Path, other: Path) -> None:
@@ -251,28 +269,55 @@ def _link_or_copy(path: Path, other: Path) -> None:
 class _Scanner:
     """What a worker does: it reads a shard from its beginning to its end."""
 
-    def __init__(self, shards: Sequence[Shard], format: Format) -> None:
-        self.shards, self.format = shards, format
+    def __init__(self, shards: Sequence[Shard], format: Format, key: str) -> None:
+        self.shards, self.format, self.key = shards, format, key
 
-    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, str | OSError | None]:
-        """((samples, 3) of COLUMNS, what is wrong with the shard)."""
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, str | OSError | None] | ConfigError:
+        """((samples, 3) of COLUMNS, what is wrong with the shard, or with the folder of the index)."""
         ((_, number),) = keys
         name, size, _ = self.shards[number]
         reader, positions, problem = ShardReader(self.shards), list[tuple[int, int, int]](), None
-        read: Read = lambda begin, length: reader.read(number, begin, length)  # noqa: E731
-        if is_url(name):
-            read = reading_ahead(read, size)
+
+        def read(begin: int, length: int) -> bytes:
+            try:
+                return reader.read(number, begin, length)
+            except Exception as error:  # an OSError would be one of the folder
+                advice = f"type dataset.{self.key}=<those that can be read>, or the command again"
+                raise ConfigError(f"the shard {name} cannot be read ({error}); {advice}") from error
+
+        ahead = reading_ahead(read, size) if is_url(name) else read
         try:
-            for position in self.format.scan(read, size, number):
+            for position in self.format.scan(ahead, size, stem(self.shards[number])):
                 positions.append(position)  # noqa: PERF402  # those before an error are kept
         except CutShard as error:
             problem = f"the shard {name} is cut or damaged after {len(positions)} samples: {error}"
+        except ConfigError as error:  # returned: a DataLoader would put a traceback into its words
+            return error
         except OSError as error:
             return torch.empty(0, 3, dtype=torch.int64), error
         return torch.tensor(positions, dtype=torch.int64).reshape(-1, 3), problem
 
-    def collate(self, read: tuple[Tensor, str | OSError | None]) -> tuple[Tensor, str | OSError | None]:
+    def collate(self, read: Any) -> Any:
         return read
+
+
+def index_all(on_error: str, *parts: IndexedFiles | None) -> None:
+    """Make the indexes of the parts of a data set. Raises ConfigError for a shard that is named twice.
+
+    A part may be typed for another one, as in `dataset.train='${dataset.test}'`.
+    """
+    kept = {files.folder: files for files in parts if files is not None}.values()
+    named: dict[str, str] = {}  # {shard: key in the config}
+    for files in kept:
+        for name in files.names:
+            if name in named:
+                raise ConfigError(
+                    f"the shard {name} is named by dataset.{named[name]} and again by dataset.{files.key}, so its "
+                    f"samples would be used twice; type dataset.{named[name]}=<patterns that have no file in common>"
+                )
+            named[name] = files.key
+    for files in kept:
+        files.index_once(on_error)
 
 
 def index_shards(
@@ -285,8 +330,7 @@ def index_shards(
     on_error: as dataset.on_error.
     validation: as dataset.validation.files, where those are shards of their own.
     """
-    for files in filter(None, (train, test, validation)):
-        files.index_once(on_error)
+    index_all(on_error, train, test, validation)
 
 
 class WindowedOrder:
@@ -359,6 +403,8 @@ class ShardIndex:
             else np.memmap(files.folder / name, np.int64, "c")
             for name in (*COLUMNS, "starts")
         }
+        if files.about() != about:  # another run has made the index again meanwhile
+            return cls.opened(files)
         return cls(about, starts=columns.pop("starts"), **columns)
 
     @property
@@ -383,6 +429,7 @@ class Shards(torch.utils.data.Dataset[tuple[Any, Any]]):
         self.format = files.format(self.index.about["format"], files.folder)
         self.names = files.inputs, files.targets
         self.fields = Fields(size, *self.names)
+        self.stems = list(map(stem, self.index.about["shards"]))
         self.reader = ShardReader(self.index.about["shards"])
         self.is_far = self.format.reads_shards and any(is_url(name) for name, _, _ in self.index.about["shards"])
         self.fetched: dict[int, bytes | Exception] = {}
@@ -413,7 +460,7 @@ class Shards(torch.utils.data.Dataset[tuple[Any, Any]]):
             raise fetched
         stored = fetched or (self.reader.read(shard, begin, length) if self.format.reads_shards else b"")
         try:
-            sample = self.format.fields(stored, shard, begin, length)
+            sample = self.format.fields(stored, self.stems[shard], begin, length)
             inputs, targets = (self.fields.value(sample, names) for names in self.names)
         except Exception as error:
             reason = f"{self.index.about['shards'][shard][0]}, bytes {begin} to {begin + length}: {error}"
