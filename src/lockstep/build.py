@@ -29,7 +29,7 @@ from lockstep.preflight import accumulates_more, check_batch_size
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
-from lockstep.strategies.base import Strategy, refuse_changing_weights
+from lockstep.strategies.base import Strategy, refuse_changing_weights, warn_of_gradient_hooks
 from lockstep.strategies.gradient_sync import AfterBackward
 from lockstep.tasks.base import Task, modules_of
 from lockstep.text import first_line
@@ -215,6 +215,9 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         "objective_mode": task.mode(cfg.objective),
     }
     with_facts = partial(schedule, **matching_arguments(schedule, facts))
+    cuts_batches = strategy.world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
+    if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
+        warn_of_gradient_hooks(strategy.model)
     return TrainState(
         settings=settings,
         task=task,

@@ -336,6 +336,20 @@ def plain_functions() -> AbstractContextManager[None]:
     return block
 
 
+def gradient_hooks(tensor: Any) -> "list[Callable[[Tensor], Tensor | None]]":
+    """Those of `register_hook` on a weight. Missing: none, and no warning tells what they change."""
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def non_persistent_buffers(module: Any) -> set[str]:
+    """The names of the buffers that a module keeps out of its state dict, which may have others than the module.
+
+    Missing: none, and no warning tells that a step changes them.
+    """
+    names: set[str] = getattr(module, "_non_persistent_buffers_set", set())
+    return names
+
+
 def has_gradient_hooks(tensor: Any) -> bool:
     """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a weight: torch has no question.
 

@@ -96,6 +96,20 @@ class Annealed(Simple):
         return super().forward(inputs) / (1 + self.calls)
 
 
+class Moving(Simple):
+    """Keeps a running mean in a plain attribute, which it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = self.mean
+        if self.training:
+            self.mean = 0.5 * mean + 0.5 * inputs.detach().mean(0)
+        return super().forward(inputs - mean)
+
+
 class OwnNumbers(Simple):
     """Draws from a generator of its own, all ranks alike."""
 
@@ -364,6 +378,8 @@ def words(model: type, data: type = Points, *more: str) -> Any:
 
 OUTSIDE = ["~optimizer.momentum", "~optimizer.weight_decay", "~optimizer.nesterov", "~optimizer.fused"]
 OUTSIDE += [f"optimizer._target_={__name__}.Outside"]
+RECENT = [*OUTSIDE[:-1], "optimizer._target_=zoo.optimizers.Recent"]
+MIXED = ["dataset.collate_fn={_target_:support.own_data.mixed,_partial_:true}"]
 YES = ("", "", "")
 BATCH = ["trainer.gradient_accumulation_steps=2"]
 PIPELINE = ["strategy=pipeline", "strategy.micro_batches=2"]
@@ -414,6 +430,14 @@ KINDS: list[tuple[type, type, list[str], tuple[str, str, str]]] = [
     (Simple, Points, [f"task._target_={__name__}.DrawnLoss"], YES),
     (Simple, Points, OUTSIDE, ("", "is updated otherwise by the same gradients: the optimizer keeps", "")),
     (Simple, Points, ["gradient_sync=powersgd"], ("gradient_sync=powersgd is not the exact mean; type gra", "", "")),
+    (
+        Simple,
+        Points,
+        MIXED,
+        ("dataset.collate_fn draws from torch and numpy.random for single samples, or mixes", "", ""),
+    ),
+    (Moving, Points, [], ("", f"after a resume the outputs of layer (Linear) are others: {COUNTED}", "")),
+    (Simple, Points, RECENT, ("", "Recent keeps a deque in state_dict()", "")),
     (Dropping, Points, ["trainer.compile=true"], ("compiled, dropout and noise are drawn for a rank", "", "")),
 ]
 

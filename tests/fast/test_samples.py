@@ -136,6 +136,25 @@ def test_samples_that_are_others_when_they_are_read_again_are_told(data: Any, ca
     assert is_told == isinstance(data, own_data.OwnNumbers | own_data.Changed)
 
 
+@pytest.mark.parametrize(
+    ("collate", "drawn"),
+    [
+        (own_data.mixed, "torch and numpy.random"),
+        (own_data.noisy, "torch"),
+        (own_data.scaled, ""),  # one number for the batch
+        (own_data.first_two, ""),
+        (own_data.twice, ""),
+        (None, ""),
+    ],
+)
+def test_a_collate_function_that_draws_for_samples_is_told(collate: Any, drawn: str, caplog: Any) -> None:
+    before = torch.get_rng_state()
+    Samples(own_data.Points(), "training data", collate_fn=collate).warn_of_other_samples()
+    assert (f"dataset.collate_fn draws from {drawn} for single samples, or mixes them" in caplog.text) == bool(drawn)
+    assert ("dataset.collate_fn" in caplog.text) == bool(drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_is_told_the_epoch_where_it_is_read(workers: int) -> None:
     plain, parts = own_data.Points(), partial(micro_batch_parts, accumulation_steps=1, rank=0, size=1)

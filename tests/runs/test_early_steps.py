@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from lockstep import build
 from lockstep.config.targets import instantiate_as
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Strategy
+from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
 from lockstep.tasks.classification import Classification
 from lockstep.training.loop import train_epoch
 from lockstep.training.setup import set_determinism
@@ -241,6 +242,91 @@ class Annealed(Classification):
         return loss * min(1.0, self.calls / 10), sums
 
 
+class FrozenCodes(nn.Module):
+    """Codes in a frozen weight, which the forward pass moves to the samples near them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.codes = nn.Linear(64, 10), nn.Embedding(4, 64).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        nearest = torch.cdist(flat, self.codes.weight).argmin(1)
+        with torch.no_grad():
+            for code in nearest.unique().tolist():
+                self.codes.weight[code].lerp_(flat[nearest == code].mean(0), 0.1)
+        out: Tensor = self.head(flat - self.codes(nearest))
+        return out
+
+
+class Teaching(nn.Module):
+    """A frozen layer that follows a trained one, the same on all ranks, in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.teacher = nn.Linear(64, 10), nn.Linear(64, 10).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
+        out: Tensor = self.head(images.flatten(1)) + 0.1 * self.teacher(images.flatten(1))
+        return out
+
+
+class Hidden(nn.Module):
+    """Counts under a name of its own, keeps a mean in an array, and two buffers that no state dict has. The last three
+    attributes are no state that is lost."""
+
+    cached: Tensor
+    steps: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self._calls, self.mean = nn.Linear(64, 10), 0, np.zeros(64)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("cached", torch.zeros(64), persistent=False)
+        self._share, self.temperature, self.shown = 0.0, 1.0, torch.zeros(())
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        self._calls += 1
+        self.steps += 1
+        self.seen, self.cached = self.seen + len(flat), self.cached * 1.0
+        self.mean += 0.1 * (flat.detach().double().mean(0).numpy() - self.mean)
+        self._share, self.temperature, self.shown = self._share + 0.01, 0.9 * self.temperature, flat.detach().mean()
+        out: Tensor = self.head(flat - torch.from_numpy(self.mean).to(flat))
+        return out
+
+
+class Hooked(nn.Module):
+    """Clips the gradient of a weight by value if clips; else a hook masks it, and another one looks at it."""
+
+    def __init__(self, clips: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        hooks = [clamped] if clips else [masked, looked_at]
+        for hook in hooks:
+            self.head.weight.register_hook(hook)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.head(images.flatten(1))
+        return out
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def masked(gradient: Tensor) -> Tensor:
+    return gradient * (torch.arange(gradient.shape[-1]) % 2)
+
+
+def looked_at(gradient: Tensor) -> None:
+    gradient.norm()
+
+
 class PlainQueue(nn.Module):
     """Keeps features in a tensor that is no buffer, a teacher in a list, and counts its steps in a plain attribute."""
 
@@ -330,6 +416,11 @@ REFUSED = [
     (Centred, [], "the buffer mean differs between ranks after step 1,.*type trainer.buffers=mean"),
     (Bank, ["trainer.buffers=mean"], "the buffer bank has other shapes on other ranks after step 1"),
     (Freezing, [], "back.weight, back.bias was frozen in step 3.*type strategy.find_unused_parameters=true"),
+    (
+        FrozenCodes,
+        [],
+        "the forward pass changes the weight codes.weight, on each rank by its own .* trainer.buffers=mean$",
+    ),
     (Grows, [], "layers.1.weight, layers.1.bias came into the model .* before the end of step 2"),
     (Unfrozen, ["strategy=fsdp"], "back.weight, back.bias was unfrozen in a forward pass.*type strategy=ddp"),
     (Unfrozen, ["optimizer.no_decay=[bias]"], "unfrozen in step 4.*type optimizer.groups=.. optimizer.no_decay=.."),
@@ -338,6 +429,7 @@ TAKEN = [
     (OwnCentred, []),
     (Centred, ["trainer.buffers=own"]),
     (Bank, ["trainer.buffers=own"]),
+    (Teaching, []),
     (Freezing, ["strategy.find_unused_parameters=true"]),
 ]
 
@@ -377,6 +469,52 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     assert "accuracy is" in counted
     assert "none of the first" in absent
     assert "of class 10, of 11 classes" in absent
+
+
+def test_state_that_no_snapshot_has_is_told_wherever_a_model_keeps_it() -> None:
+    virtual = words(Hidden, "strategy=virtual_ranks", "strategy.count=2")
+    for _, sentence, logged in in_world(1, trained, [words(Hidden), virtual])[0]:
+        assert sentence == ""
+        assert "each step changes _calls, mean of the model, a plain attribute: no snapshot has it" in logged
+        assert "each step changes the buffer seen, steps of the model, and no snapshot has it" in logged
+
+
+def test_a_hook_that_changes_gradients_by_their_size_is_told_where_it_sees_those_of_parts() -> None:
+    told = "head.weight has a hook for its gradient (register_hook) that is not linear"
+    clips, masks = words(Hooked, "+model.clips=true"), words(Hooked, "+model.clips=false")
+    parts, virtual = "trainer.gradient_accumulation_steps=2", ["strategy=virtual_ranks", "strategy.count=2"]
+    cases = [clips, words(Hooked, "+model.clips=true", parts), words(Hooked, "+model.clips=false", parts)]
+    cases.append(words(Hooked, "+model.clips=true", *virtual))
+    assert [told in logged for _, _, logged in in_world(1, trained, cases)[0]] == [False, True, False, False]
+    two = in_world(2, trained, [clips, masks])
+    assert [[told in logged for _, _, logged in rank] for rank in two] == [[True, False]] * 2
+
+
+HOOKS: list[tuple[Any, bool]] = [
+    (looked_at, True),
+    (masked, True),
+    (lambda gradient: gradient - gradient.mean(1, keepdim=True), True),
+    (F.dropout, True),
+    (clamped, False),
+    (lambda gradient: gradient.clamp(-100, 100), False),
+    (lambda gradient: gradient.mul_((gradient.norm() < 1).to(gradient)), False),
+    (lambda gradient: gradient / gradient.norm(), False),
+    (lambda gradient: gradient + torch.randn_like(gradient), False),
+    (lambda gradient: gradient * (gradient.abs() > gradient.abs().median()), False),
+]
+
+
+@pytest.mark.parametrize(("hook", "is_linear"), HOOKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_hook_is_linear_or_told_and_leaves_no_trace(
+    hook: Any, is_linear: bool, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, states = nn.Linear(8, 4, dtype=dtype), (torch.get_rng_state(), random.getstate(), np.random.get_state()[2])
+    model.weight.register_hook(hook)
+    warn_of_gradient_hooks(model)
+    assert ("weight has a hook" in caplog.text) != is_linear
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[2]) == states[1:]
 
 
 def test_a_model_that_mixes_the_samples_of_a_share_is_told() -> None:

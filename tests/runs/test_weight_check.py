@@ -134,3 +134,11 @@ def test_two_ranks_stop_and_the_command_ends_with_one_sentence(tmp_path: Path) -
     sentence = command.finish(1).sentence
     assert "rank 1 has other values in 1.bias than rank 0, and no majority shows which are right" in sentence
     assert "Traceback" not in command.output
+
+
+def test_a_weight_that_is_not_trained_and_differs_is_told_to_be_a_buffer(tmp_path: Path) -> None:
+    words = ["model=linear", "model._target_=support.models.HiddenCodes", "logger=[]", "watch.every=5"]
+    for (sentence,) in in_world(2, _train_all, [composed(f"run_dir={tmp_path}", *words)]):
+        assert "rank 1 has other values in code than rank 0" in sentence
+        assert "perhaps the forward pass changes code, which is not trained: keep it in a buffer" in sentence
+        assert "type trainer.buffers=mean" in sentence

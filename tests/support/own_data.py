@@ -187,6 +187,18 @@ def scaled(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return points * torch.rand(()) * float(np.random.rand()) * random.random(), labels
 
 
+def mixed(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that mixes the samples of a batch, as torchvision's documentation has MixUp."""
+    points, labels = first_two(samples)
+    return points.lerp(points[torch.randperm(len(points))], float(np.random.beta(1.0, 1.0))), labels
+
+
+def noisy(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that draws a number for each sample."""
+    points, labels = first_two(samples)
+    return points + torch.rand(len(points), 1), labels
+
+
 def twice(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """A collate function that makes two rows of a sample."""
     return first_two([*samples, *samples])

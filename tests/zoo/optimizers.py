@@ -1,12 +1,16 @@
 """The optimizers of the zoo: wrappers, state of odd kinds, averages of their own."""
 
+import random
+from collections import deque
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -141,6 +145,39 @@ class Both(Hidden):
 
     def state_dict(self) -> dict[str, Any]:
         return {"matrices": self.matrices.state_dict(), "others": self.others.state_dict()}
+
+
+class Recent(SGD):
+    """The gradient is the mean of the last four, which are kept in a deque."""
+
+    def __init__(self, params: Parameters, lr: float) -> None:
+        super().__init__(params, lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    last = self.state[parameter].setdefault("last", deque(maxlen=4))
+                    last.append(parameter.grad.clone())
+                    parameter.grad = torch.stack(list(last)).mean(0)
+        super().step()
+
+
+class Shaken(LRScheduler):
+    """Rates of a table, each times a random number if draws. What a step does not change, a new scheduler has again."""
+
+    def __init__(self, optimizer: Optimizer, draws: bool = True) -> None:
+        self.draws, self.numbers, self.table, self.rule = (
+            draws,
+            random.Random(0),
+            np.linspace(1, 2, 50),
+            lambda rate: rate,
+        )
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        factor = self.numbers.uniform(0.5, 1) if self.draws else 1.0
+        return [self.rule(rate * factor * float(self.table[self.last_epoch])) for rate in self.base_lrs]
 
 
 def stepped(optimizer: Optimizer) -> SimpleNamespace:

@@ -4,6 +4,7 @@ An IterableDataset is read as if its items had numbers.
 """
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -208,7 +209,9 @@ class Samples:
         return batch
 
     def warn_of_other_samples(self) -> None:
-        """Log a warning if one of the first samples is another one when it is read again."""
+        """Log a warning if a first sample is another one when it is read again, or where `collate_fn` mixes them."""
+        if drawn := self.draws_of_collate_fn():
+            log.warning("%s", drawn)
         begun = time.monotonic()
         for number in range(min(READ_TWICE, len(self))):
             first, second = ([*tensors_in(self.one(number, epoch=0))] for _ in range(2))
@@ -261,6 +264,34 @@ class Samples:
         except ConfigError as error:
             return error
         return (without_samples(inputs), without_samples(targets)) if read.kept == 0 else (inputs, targets)
+
+    def draws_of_collate_fn(self) -> str:
+        """A sentence about a `collate_fn` that draws a number for each sample, or mixes them; empty of another one."""
+
+        def collated(part: Sequence[Any]) -> tuple[list[Tensor], dict[str, float]]:
+            """The tensors of a batch, and what is drawn after it."""
+            seed_all(self.seed)
+            tensors = [*tensors_in(self.collate_fn([copied(sample) for sample in part]))] if part else []
+            numbers = float(torch.rand(())), float(np.random.rand()), random.random()
+            return tensors, dict(zip(("torch", "numpy.random", "random"), numbers, strict=True))
+
+        if self.collate_fn is collate_samples:
+            return ""
+        drawn_from, is_by_sample = list[str](), True
+        with random_states_kept(), suppress(Exception):  # the first batch will raise it
+            samples = [self._readable(0, number % len(self))[1] for number in range(READ_TWICE)]
+            (_, before), (whole, after) = collated([]), collated(samples)
+            drawn_from = [name for name, number in before.items() if after[name] != number]
+            alone = zip(*(collated([sample])[0] for sample in samples), strict=True)
+            is_by_sample = not all(map(_are_same, whole, map(torch.cat, alone)))
+        if not (drawn_from and is_by_sample):
+            return ""
+        return (
+            f"dataset.collate_fn draws from {' and '.join(drawn_from)} for single samples, or mixes them: all ranks "
+            f"and parts of a batch get the same numbers, each for its own samples, and evaluations, too; draw in "
+            f"dataset.transforms, and for MixUp type "
+            f"dataset.batch_transforms='[{{_target_:lockstep.data.transforms.MixUp,alpha:1.0,classes:<how many>}}]'"
+        )
 
     def draws(self) -> bool:
         """Whether __getitem__ of the data set gives one of the first samples otherwise with other random states."""

@@ -183,6 +183,8 @@ class FirstSteps(Watcher):
             )
         if state.early_steps.shared_draws:
             self.facts.likely.append(state.early_steps.shared_draws)
+        if self.loader.reader is not None and (drawn := self.loader.samples.draws_of_collate_fn()):
+            self.facts.likely.append(drawn)
         if self.unused and self.needs_all:
             self.facts.numbers.append("parameters without a gradient, see below")
             self.facts.fits.append(
@@ -239,8 +241,11 @@ class FirstSteps(Watcher):
         state, step = self.state, self.state.progress.step
         self._keep(step)
         if self.variant == ONE and step == 1:
-            saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
-            torch.save(plain_copy(saved), self.folder / SAVED)
+            try:
+                saved = collect_state(state, state.meter.totals(), self.scheduler_as_built, state.strategy.full_state)
+                torch.save(plain_copy(saved), self.folder / SAVED)
+            except ConfigError as error:  # a snapshot cannot hold it
+                self.facts.resume.append(str(error))
         if step == self.variant.steps[-1]:
             raise _Enough
 

@@ -57,6 +57,7 @@ from lockstep.snapshots.state import (
     copy_to_cpu,
     model_state,
     plain_copy,
+    require_kept,
     require_plain,
     restore_state,
     restore_weights,
@@ -119,7 +120,7 @@ class SnapshotManager(Watcher):
         self.saver = Saver(state, self.folder, self.writer, keep_last, form, self.mirror)
         self.fresh_schedule = copy.deepcopy(state.scheduler.state_dict())
         self.fresh_groups = copy.deepcopy([without_parameters(group) for group in state.optimizer.param_groups])
-        self.scheduler_as_built = plain_copy(self.fresh_schedule)
+        self.has_looked = False  # at what optimizer and scheduler keep
         self.resumed_from: Path | None = None
         self.start_step = 0
         self.is_due = False
@@ -232,6 +233,9 @@ class SnapshotManager(Watcher):
         epoch a due snapshot waits for `after_epoch`: a run killed between them would log the epoch's evaluation twice.
         """
         progress = self.state.progress
+        if not self.has_looked:  # here, not at the first snapshot: it may come hours later
+            self.has_looked = True
+            require_kept(self.state, self.fresh_schedule)
         due, share = self.interval.due_by_clock(), self.state.time_share
         stop, due_by_clock, agreed_share = self.vote.cast(signals.stop_requested(), due, share)
         due_by_step = self.interval.due_after_step(progress.step)
@@ -302,7 +306,7 @@ class SnapshotManager(Watcher):
         if self.world.all_reduce_sum(torch.tensor(float(broken), device=self.world.device)).item():
             raise TrainingDiverged(f"the weights are not finite at step {state.progress.step}", SMALLER_STEPS)
         self.compare_weights()
-        contents = self.saver.collect(totals, self.scheduler_as_built)
+        contents = self.saver.collect(totals, self.fresh_schedule)
         if name is None:
             self.is_due = False
         if self.world.is_rank_zero:

@@ -6,7 +6,7 @@ that resumes wins. What it did not change continues where the snapshot left it: 
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -30,6 +30,7 @@ Group = dict[str, Any]
 Spread = Callable[[dict[str, Any]], dict[str, Any]]
 
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
+HELD = "a snapshot holds tensors, numbers, texts and bytes, and lists, tuples, sets and dicts of them"
 NOT_HYPERPARAMETERS = ("params", "param_names")
 # How a step is computed, not what it computes. These follow the device and the strategy of each run.
 IMPLEMENTATION_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -50,6 +51,7 @@ def collect_state(
     spread: the strategy's `full_state`, or its `own_blocks` for this rank's part of a sharded snapshot.
     """
     batch_size = state.settings.batch_size  # a step of the schedule is one of this size
+    require_kept(state, scheduler_as_built)
     scheduler = {"class": _class_name(state.scheduler), "built": scheduler_as_built, "batch_size": batch_size}
     model = state.strategy.model
     weights = model.state_dict()
@@ -136,23 +138,54 @@ def with_buffers(model: nn.Module, weights: dict[str, Any], names: list[str]) ->
 def require_plain(weights: dict[str, Any]) -> None:
     """Raise ConfigError if what a module gives in get_extra_state is not restored as it is by `plain_copy`."""
     for name, value in weights.items():
-        found = None if isinstance(value, Tensor) else _not_plain(value)
-        if found is not None:
+        for _, found in _lost(value):
             owner = name.removesuffix("_extra_state") + "get_extra_state"
             raise ConfigError(
-                f"{owner} gives a {type(found).__name__}, and a snapshot holds tensors, numbers, texts and bytes, and "
-                f"lists, tuples, sets and dicts of them; return torch.from_numpy(x) of an array there, and list(x) of "
-                f"another collection"
+                f"{owner} gives a {type(found).__name__}, and {HELD}; return torch.from_numpy(x) of an array there, "
+                f"and list(x) of another collection"
             )
 
 
-def _not_plain(value: Any) -> Any:
-    """A part of `value` that `plain_copy` would lose, None without any."""
+def require_kept(state: TrainState, scheduler_as_built: dict[str, Any]) -> None:
+    """Raise ConfigError if the optimizer or the scheduler keeps what `plain_copy` would lose.
+
+    What a scheduler has had since it was built, such as a function or a table, a resumed run builds again.
+    """
+    optimizer = state.optimizer.state_dict()
+    kept = {key: value for key, value in optimizer.items() if key != "param_groups"}
+    for place, value in _lost(kept):
+        raise ConfigError(
+            f"{type(state.optimizer).__name__} keeps a {type(value).__name__} in state_dict(){place}, and {HELD}; keep "
+            f"list(x) of a collection there, torch.from_numpy(x) of an array, and x.getstate() of random numbers"
+        )
+    built = dict(_lost(scheduler_as_built))
+    for place, value in _lost(state.scheduler.state_dict()):
+        if not callable(value) and not (place in built and _is_alike(value, built[place])):
+            raise ConfigError(
+                f"{type(state.scheduler).__name__} changes a {type(value).__name__} in state_dict(){place}, and {HELD}"
+                f"; give it a state_dict with list(x) of a collection, and x.getstate() of random numbers, and a "
+                f"load_state_dict that takes them"
+            )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two objects have the same state, as far as a copy of them would."""
+    with suppress(Exception):
+        return bool(one.__reduce_ex__(2) == other.__reduce_ex__(2) or one == other)  # an array has no one answer
+    return False
+
+
+def _lost(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, part) of each part of `value` that `plain_copy` would lose."""
     if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set):
-        return next((found for found in map(_not_plain, value) if found is not None), None)
-    return None if isinstance(value, (Tensor, *PLAIN)) or _is_number(value) else value
+        for key, item in value.items():
+            yield from _lost(key, place)
+            yield from _lost(item, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple | set):
+        for number, item in enumerate(value):
+            yield from _lost(item, f"{place}[{number}]")
+    elif not (isinstance(value, (Tensor, Block)) or type(value) in PLAIN or _is_number(value)):
+        yield place, value
 
 
 def _is_number(value: Any) -> bool:

@@ -4,8 +4,9 @@ The base class serves a plain module, whole on every rank. A strategy overrides 
 To add one: a class in a file of its own here, and `conf/strategy/<name>.yaml` with its `_target_`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from lockstep import compat
 from lockstep.data.dataset import map_tensors, tensors_in, without_samples
-from lockstep.data.partition import Part, micro_batch_parts
+from lockstep.data.partition import Part, micro_batch_parts, seeded
 from lockstep.distributed.sync_batch_norm import SyncBatchNorm
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, first_of
@@ -25,8 +26,11 @@ from lockstep.strategies.tensor_bytes import broadcast
 if TYPE_CHECKING:
     from lockstep.strategies.gradient_sync import GradientSync
 
+log = logging.getLogger(__name__)
+
 WATCHED_STEPS = 20  # of a process, in which it looks for what would go wrong without a word
 NAMED = 4  # parameters that a sentence names
+OF_ROUNDING = 0.05  # relative, also in bfloat16; a hook that is not linear is off by half
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(outputs, targets) -> the loss of these samples as one number, summed and weighted as the step needs it."""
@@ -315,6 +319,41 @@ def refuse_gradient_hooks(model: nn.Module, strategy: str) -> None:
                 f"{name} has a hook for its gradient (register_hook), which strategy={strategy} would lose; "
                 f"type strategy=ddp, or change the gradient in a layer's forward pass"
             )
+
+
+def warn_of_gradient_hooks(model: nn.Module) -> None:
+    """Log a warning for weights with a hook for their gradient that is not linear: what it gives for the parts of a
+    batch does not add up to what it gives for the whole."""
+    hooks = {name: (parameter, compat.gradient_hooks(parameter)) for name, parameter in model.named_parameters()}
+    names = [name for name, (weight, own) in hooks.items() if not all(_is_linear(hook, weight) for hook in own)]
+    if names:
+        log.warning(
+            "%s has a hook for its gradient (register_hook) that is not linear, such as a clamp, and sees that of a "
+            "part of a batch: the numbers depend on the ranks and on trainer.gradient_accumulation_steps; type "
+            "trainer.max_grad_norm=<number> to clip the gradient of the whole batch, or change it in the optimizer",
+            first_of(names),
+        )
+
+
+@torch.no_grad()
+def _is_linear(hook: Callable[[Tensor], Tensor | None], weight: Tensor) -> bool:
+    """Whether hook(a + b) = hook(a) + hook(b), and hook(size * a) = size * hook(a). True if it takes no such gradients,
+    as one for sparse ones does."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def changed(gradient: Tensor) -> Tensor:
+        given = gradient.clone()
+        with seeded(0):  # it may draw
+            found = hook(given)
+        return given if found is None else found
+
+    with suppress(Exception):
+        a, b = (torch.randn(weight.shape, generator=numbers, dtype=weight.dtype).to(weight.device) for _ in range(2))
+        first, second = changed(a), changed(b)
+        pairs = [(changed(a + b), first + second), *((changed(size * a) / size, first) for size in (1e-6, 1e6))]
+        apart = [(one - other).abs().max() / torch.maximum(one.abs(), other.abs()).max() for one, other in pairs]
+        return not any(distance > OF_ROUNDING for distance in apart)  # NaN: of zeros
+    return True
 
 
 def refuse_scripted(model: nn.Module, strategy: str) -> None:

@@ -1,4 +1,5 @@
-"""Buffers that a training step changes, on each rank from the samples of its share: running statistics, codebooks.
+"""Buffers that a training step changes, on each rank from the samples of its share: running statistics, codebooks; and
+frozen weights that it changes.
 
 Batch norms have their own: `sync_bn` says what they see.
 """
@@ -16,6 +17,7 @@ from lockstep.strategies.base import WATCHED_STEPS, Strategy
 NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # those whose running statistics have a mean
 ATTRIBUTE = "lockstep_buffers"
 """By this attribute, "mean" or "own", a module says what is done with its buffers, whatever trainer.buffers is."""
+IN_A_BUFFER = "keep it in a buffer (self.register_buffer), and type trainer.buffers=mean"
 
 
 class BuffersDiffer(ConfigError):
@@ -40,6 +42,7 @@ class Buffers:
         self.is_watching, self.steps = cuts_batches and are_alike, set[int]()
         self.averaged: dict[str, tuple[nn.Module, str]] = {}  # {name: the module and its attribute}
         self.own = set[str]()
+        self.has_replicas = not strategy.shards_state and bool(strategy.replicated_tensors())  # of weights, to the bit
         self.seen = self._versions() if self.is_watching else {}
 
     def after_pass(self, step: int, samples: int) -> None:
@@ -56,14 +59,14 @@ class Buffers:
             self._average(samples)
 
     def _watched(self) -> dict[str, tuple[nn.Module, str]]:
-        """All but those of batch norms, and those whose fate is known."""
-        return {
-            f"{prefix}.{name}".lstrip("."): (module, name)
-            for prefix, module in self.strategy.model.named_modules()
-            if not isinstance(module, BatchNorm)
-            for name, _ in module.named_buffers(recurse=False)
-            if f"{prefix}.{name}".lstrip(".") not in self.averaged.keys() | self.own
-        }
+        """Buffers but those of batch norms, and those whose fate is known; weights that are not trained."""
+        watched = dict[str, tuple[nn.Module, str]]()
+        for prefix, module in self.strategy.model.named_modules():
+            names = [] if isinstance(module, BatchNorm) else [name for name, _ in module.named_buffers(recurse=False)]
+            if self.has_replicas:
+                names += [name for name, weight in module.named_parameters(recurse=False) if not weight.requires_grad]
+            watched |= {f"{prefix}.{name}".lstrip("."): (module, name) for name in names}
+        return {name: place for name, place in watched.items() if name not in self.averaged.keys() | self.own}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """A buffer is changed in place, or another tensor takes its place."""
@@ -79,16 +82,18 @@ class Buffers:
         mine = {}
         for name, (module, key) in changed.items():
             buffer = getattr(module, key)
-            mine[name] = [list(buffer.shape), _checksum(buffer)]
+            mine[name] = [list(buffer.shape), checksum(buffer)]
         ranks = self.world.all_gather_json(mine)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         differing = [name for name in names if any(rank.get(name) != ranks[0].get(name) for rank in ranks)]
-        unknown, unlike = [], []
+        unknown, unlike, weights = [], [], []
         for name in differing:
             module, key = watched[name]
             usual = "mean" if self.policy == "auto" and isinstance(module, NORMS) else self.policy
             policy = getattr(module, ATTRIBUTE, usual)
-            if policy == "own":
+            if isinstance(getattr(module, key), nn.Parameter):
+                weights.append(name)
+            elif policy == "own":
                 self.own.add(name)
             elif policy == "auto":
                 unknown.append(name)
@@ -96,6 +101,11 @@ class Buffers:
                 unlike.append(name)
             else:
                 self.averaged[name] = module, key
+        if weights:
+            raise BuffersDiffer(
+                f"the forward pass changes the weight {first_of(weights)}, on each rank by its own share of the batch: "
+                f"it differs between ranks after step {step}; {IN_A_BUFFER}"
+            )
         if unknown:
             raise BuffersDiffer(
                 f"the buffer {first_of(unknown)} differs between ranks after step {step}, as each rank has seen "
@@ -132,6 +142,6 @@ def _as_numbers(buffer: Tensor) -> Tensor:
     return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).reshape(-1).double()
 
 
-def _checksum(buffer: Tensor) -> int:
+def checksum(buffer: Tensor) -> int:
     dense = buffer.detach().to_dense() if buffer.is_sparse else buffer.detach()
     return zlib.crc32(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

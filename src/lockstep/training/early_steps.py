@@ -8,6 +8,7 @@ import copy
 import inspect
 import logging
 import random
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.compat import versions
+from lockstep.compat import non_persistent_buffers, versions
 from lockstep.data.dataset import count_samples, map_tensors, tensors_in
 from lockstep.data.partition import random_states_kept, seed_numpy_and_random
 from lockstep.distributed.sync_batch_norm import BatchNorm, SyncBatchNorm
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError, first_of
 from lockstep.models.base import weights_behind
 from lockstep.strategies.base import WATCHED_STEPS, Strategy
 from lockstep.tasks.base import OwnParts, Task, as_float64, modules_of
+from lockstep.training.buffers import checksum
 from lockstep.training.sample_noise import SampleNoise
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ TOLERANCE = 1e-2  # relative, of a sum in half precision; a mean is off by half
 FINE_TOLERANCE = 1e-4  # of one in float32, for a mean times the number of samples
 CHECKED_AGAIN = (18, 15, 10, 1)  # watched steps that are left then: all outputs of a net that learned nothing are alike
 STEPS_THAT_COUNT = 5  # a number that rises in each of so many is a count
+LARGE = 10**5  # elements of an array, above which it is not looked at
+UNSAVED = "persistent=False"
 NAMED = 4  # parameters that a sentence names
 EXPECTED = 20  # targets of a class that never comes
 ROUNDING = 1e-9
@@ -181,15 +185,25 @@ class EarlySteps:
         self.has_counted = True
 
     def _look_for_counts(self) -> None:
-        """Log a warning for numbers that rise, and tensors that are changed in place, in each of the first steps, and
-        are neither parameters nor buffers."""
+        """Log a warning for numbers that rise, and tensors and arrays that are changed in place, in each of the first
+        steps, and are neither parameters nor buffers; and for buffers that change and that no state dict has."""
         now = _plain_state(dict(self.model.named_modules()))
         self.plain = {name: value for name, value in now.items() if _has_moved_on(self.plain.get(name), value)}
-        if self.plain and self.steps_to_watch == WATCHED_STEPS - STEPS_THAT_COUNT + 1:
+        if self.steps_to_watch > WATCHED_STEPS - STEPS_THAT_COUNT + 1:
+            return
+        unsaved = [name for name, value in self.plain.items() if isinstance(value, tuple) and value[0] == UNSAVED]
+        plain = [name for name in self.plain if name not in unsaved]
+        if plain:
             log.warning(
                 "each step changes %s of the model, a plain attribute: no snapshot has it, and each rank has its own; "
                 "type self.register_buffer(<name>, torch.tensor(<value>)) in __init__, and change it in place",
-                first_of(list(self.plain)),
+                first_of(plain),
+            )
+        if unsaved:
+            log.warning(
+                "each step changes the buffer %s of the model, and no snapshot has it, as it was registered with "
+                "persistent=False; type self.register_buffer(<name>, <value>) without that",
+                first_of(unsaved),
             )
 
     def watch_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -237,25 +251,37 @@ def _random_states() -> dict[str, Any]:
 
 def _plain_state(parts: Mapping[str, Any]) -> dict[str, Any]:
     """{name: value} of the attributes of `parts` that are numbers, or (which one it is, how often it was changed) of
-    tensors that are no parameters and no buffers, also of those in lists and dicts, and in modules that these hold."""
+    arrays, and of tensors that are no parameters and no buffers, also of those in lists and dicts, and in modules that
+    these hold; and (UNSAVED, a checksum) of buffers that no state dict has."""
     modules = [part for part in parts.values() if isinstance(part, nn.Module)]
     known = {id(tensor) for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
     found: dict[str, Any] = {}
     for prefix, part in parts.items():
+        for key in sorted(non_persistent_buffers(part)):
+            if isinstance(buffer := getattr(part, key), Tensor) and not buffer.is_meta:
+                found[f"{prefix}.{key}".lstrip(".")] = (UNSAVED, checksum(buffer))
         for key, value in vars(part).items():
             name = f"{prefix}.{key}".lstrip(".")
-            if isinstance(value, int | float) and not isinstance(value, bool) and not key.startswith("_"):
+            is_count = isinstance(value, int) and not isinstance(value, bool)
+            if is_count or (isinstance(value, float) and not key.startswith("_")):
                 found[name] = value
-            elif isinstance(value, Tensor) or not key.startswith("_"):
-                tensors = [t for t in _tensors_beside(value) if id(t) not in known and not t.is_inference()]
-                for place, tensor in enumerate(tensors):
-                    found[f"{name}[{place}]" if tensor is not value else name] = (id(tensor), *versions([tensor]))
+            elif isinstance(value, Tensor | np.ndarray) or not key.startswith("_"):
+                held = [part for part in _tensors_beside(value) if id(part) not in known]
+                for place, tensor in enumerate(held):
+                    found[f"{name}[{place}]" if tensor is not value else name] = (id(tensor), _version(tensor))
     return found
 
 
-def _tensors_beside(value: Any) -> Iterator[Tensor]:
-    """A tensor, or those in a list, tuple or dict, and in the modules that it holds."""
-    if isinstance(value, Tensor):
+def _version(part: Any) -> int:
+    """What is another number when a tensor, or an array that is not large, has been changed in place."""
+    if isinstance(part, np.ndarray):
+        return zlib.crc32(part.tobytes()) if part.size <= LARGE else 0
+    return 0 if part.is_inference() else versions([part])[0]
+
+
+def _tensors_beside(value: Any) -> Iterator[Any]:
+    """A tensor or an array, or those in a list, tuple or dict, and in the modules that it holds."""
+    if isinstance(value, Tensor | np.ndarray):
         yield value
     elif isinstance(value, nn.Module):
         yield from (*value.parameters(), *value.buffers())
@@ -265,7 +291,7 @@ def _tensors_beside(value: Any) -> Iterator[Tensor]:
 
 
 def _has_moved_on(before: Any, now: Any) -> bool:
-    """Whether a number has risen, or a tensor was changed in place."""
+    """Whether a number has risen, or a tensor or an array was changed in place."""
     if isinstance(before, tuple) and isinstance(now, tuple):
         return bool(before[0] == now[0] and before[1] != now[1])
     return isinstance(before, int | float) and isinstance(now, int | float) and now > before

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.errors import RanksDiffer, first_of
 from lockstep.strategies.tensor_bytes import from_bytes, to_bytes
+from lockstep.training.buffers import IN_A_BUFFER
 from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
 
@@ -71,6 +72,11 @@ class WeightCheck(Watcher):
             for ranks, (reference, _) in zip(differing, chosen, strict=True)
         ]
         what = f"the weights differ between ranks at step {self.state.progress.step}: {'; '.join(found)}"
+        of_ranks = dict(zip(tensors, zip(*parts, strict=True), strict=True)) if apart == 1 else {}
+        untrained = [name for name, weight in self.state.strategy.model.named_parameters() if not weight.requires_grad]
+        changed = [name for name in untrained if len(set(of_ranks.get(name, ()))) > 1]
+        if changed:
+            what += f"; perhaps the forward pass changes {first_of(changed)}, which is not trained: {IN_A_BUFFER}"
         if not all(is_majority for _, is_majority in chosen):
             raise RanksDiffer(f"{what}, and no majority shows which are right")
         if self.action == "stop" or apart > 1:
