@@ -56,7 +56,7 @@ def cosine(place: float, warmup: int, whole: int) -> float:
 
 
 def test_a_resumed_run_has_the_time_that_is_left(train: Any) -> None:
-    words = [*LONG, "hydra.run.dir=run", "logger=[]", "optimizer.momentum=0.5"]
+    words = [*LONG, "trainer.epochs=100000", "hydra.run.dir=run", "logger=[]", "optimizer.momentum=0.5"]
     folder = train(*words, "trainer.max_time=1s").cwd / "run"
     first = newest_snapshot(folder)
     train(*words, "trainer.max_time=1s")  # no time is left

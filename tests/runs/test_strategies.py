@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.errors import StoppedEarly
-from support.commands import Command
+from support.commands import Command, wait_for
 from support.configs import composed
 from support.worlds import distance, in_world, train, train_all, weights
 
@@ -50,8 +50,8 @@ def test_every_strategy_trains_to_the_numbers_of_one_process(tmp_path: Path) -> 
 
 
 def stop_after_two_steps(cfg: Any) -> str:
-    """Train about three steps, in mid-epoch, and be asked to stop."""
-    from lockstep.distributed.signals import StopVote
+    """Train two or three steps: be asked to stop after the second."""
+    from lockstep.distributed.signals import StopVote, stop_requested
     from lockstep.training import loop
 
     StopVote.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]  # no pause: a vote in every step
@@ -62,11 +62,12 @@ def stop_after_two_steps(cfg: Any) -> str:
         steps.append(state.progress.step)
         if len(steps) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(stop_requested, "signal")  # a busy machine delivers it late
 
     loop.update = update_and_ask
     with pytest.raises(StoppedEarly):
         train(cfg)
-    assert 2 <= len(steps) <= 7  # the vote takes a step or two, and a busy machine delivers a signal late
+    assert 2 <= len(steps) <= 3  # the vote is counted in the next step, or in an evaluation before it
     return str(cfg.strategy._target_.rpartition(".")[2])
 
 
