@@ -71,7 +71,7 @@ def test_killed_as_a_whole_and_started_again_by_hand_a_run_loses_no_bit(
     disturbed = tmp_path / "disturbed"
     run = start_faulty(*BY_HAND, "hydra.run.dir=disturbed")
     wait_for(lambda: position(disturbed)[0] >= 5, "first snapshot")
-    time.sleep(random.uniform(0, 0.5))
+    time.sleep(random.uniform(0, 0.2))
     ranks = ranks_under(run.process.pid)
     run.broken_at = time.time()
     for pid in [run.process.pid] * ("launcher" in victims) + ranks * ("ranks" in victims):

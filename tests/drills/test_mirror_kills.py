@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support.commands import TRAIN
+from support.commands import TRAIN, wait_for
 from support.object_store import URL, ObjectStore, listed
 
 KILLS = 20
@@ -31,12 +31,10 @@ def test_what_a_killed_run_has_listed_loads(start, tmp_path):
             folder = f"hydra.run.dir=run{number}"
             typed = [*words, f"snapshot.mirror={URL}", *resume, folder]
             run = start(sys.executable, TRAIN, *typed, **store.variables)
-            deadline = time.monotonic() + 60
-            while not list((tmp_path / f"run{number}").glob("snapshots/step_*.pt")) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            deadline = time.monotonic() + 60
-            while number % 4 == 3 and newest(store) <= seen[-1] and time.monotonic() < deadline:  # slow machines, too
-                time.sleep(0.1)
+            snapshots = tmp_path / f"run{number}" / "snapshots"
+            wait_for(lambda: list(snapshots.glob("step_*.pt")), "snapshot")  # noqa: B023
+            if number % 4 == 3:
+                wait_for(lambda: newest(store) > seen[-1], "newer snapshot in the store")
             time.sleep(draw.uniform(0, 2))
             assert run.process.poll() is None, run.finish(code=None).output
             os.killpg(run.process.pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ from support.sweep_tables import rows_of, states
 TESTS = str(Path(__file__).parents[1])
 SUBMIT = [*PYTHON_TRAIN, "launch=slurm", "launch.nodes=2", "launch.ntasks_per_node=1", "model=mlp"]
 OWN_SCRIPT = f"""#!/bin/bash
-srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=20
+srun --kill-on-bad-exit=1 {sys.executable} {TRAIN} model=mlp trainer.epochs=60
 code=$?; case $code in 75 | 76) scontrol requeue $SLURM_JOB_ID ;; esac; exit $code
 """
 
@@ -62,14 +62,14 @@ def wait_until_logged(cwd: Path, words: str) -> Path:
 
 
 def test_a_warning_before_the_limit_saves_and_requeues_the_job(start, slurm):
-    job, cwd = submit(start, slurm, "trainer.epochs=20")
+    job, cwd = submit(start, slurm, "trainer.epochs=60")
     wait_until_logged(cwd, "epoch 2/")
     slurm.run("scancel", "--batch", "--signal=USR1", job)  # what --signal=B:USR1@60 does before a time limit
     folder = wait_until_logged(cwd, "stopped early")
     assert slurm.wait_for_job(job, "COMPLETED") == {"JobState": "COMPLETED", "Restarts": "1", "ExitCode": "0:0"}
     log = read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in log
-    unbroken = start(*PYTHON_TRAIN, "launch=fork", "model=mlp", "trainer.epochs=20", "hydra.run.dir=unbroken").finish()
+    unbroken = start(*PYTHON_TRAIN, "launch=fork", "model=mlp", "trainer.epochs=60", "hydra.run.dir=unbroken").finish()
     assert unbroken.epochs[-1].split("samples")[0].strip() in log
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
@@ -86,7 +86,7 @@ def test_srun_in_a_script_of_ones_own_survives_preemption(start, slurm, tmp_path
     assert slurm.wait_for_job(job, "COMPLETED")["Restarts"] == "1", (tmp_path / "out").read_text()
     assert f"stopped early at step {stopped_at(folder)} as Slurm gives the nodes to another job; " in read_log(folder)
     assert f"resumed from {folder}/snapshots/step_{stopped_at(folder):08d}.pt" in read_log(folder)
-    assert "epoch 20/20" in read_log(folder)
+    assert "epoch 60/60" in read_log(folder)
 
 
 def test_a_cancelled_job_saves_and_is_not_requeued(start, slurm):
