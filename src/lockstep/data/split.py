@@ -125,9 +125,9 @@ def _of_samples(samples: int, classes: Tensor | None, split: Split) -> Tensor:
     """The numbers of the samples to hold out: at even distances, in a random order that is sorted by class."""
     order = torch.randperm(samples, generator=generator(split.seed))
     if classes is not None:
-        # Of 10**7 samples these lines are most of a start: numbers of 32 bits take less, and index_select than [].
-        small = classes.int() if int(classes.max()) < 2**31 else classes
-        order = order.index_select(0, small.index_select(0, order).sort(stable=True).indices)
+        # Of 10**7 samples these lines are most of a start: small numbers take less, and index_select than [].
+        kind = next(kind for kind in (torch.int16, torch.int32, torch.int64) if classes.max() <= torch.iinfo(kind).max)
+        order = order.index_select(0, classes.to(kind).index_select(0, order).sort(stable=True).indices)
     if split.fold is not None:
         number, folds = split.fold
         return order[number::folds]
