@@ -355,7 +355,7 @@ def has_gradient_hooks(tensor: Any) -> bool:
 
     Missing: no, and strategies that make other weights of a model's go on without the hooks.
     """
-    return bool(getattr(tensor, "_backward_hooks", None) or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def is_of_transform(tensor: Any) -> bool:

@@ -177,10 +177,7 @@ class FirstSteps(Watcher):
                 "strategy=ddp, or model.dropout=0 if the model has it"
             )
         elif state.noise is not None and state.noise.drawn_by_rank:
-            self.facts.likely.append(
-                "the model or the loss draws random numbers that belong to no sample, other ones on each rank; draw a "
-                "single number, or some for each sample of the batch, or type strategy=virtual_ranks"
-            )
+            self.facts.likely.append(state.noise.drawn_by_rank)
         if state.early_steps.shared_draws:
             self.facts.likely.append(state.early_steps.shared_draws)
         if self.loader.reader is not None and (drawn := self.loader.samples.draws_of_collate_fn()):

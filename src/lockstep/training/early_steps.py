@@ -140,12 +140,7 @@ class EarlySteps:
         before = _random_states()
         yield
         if self.noise is not None and self.noise.drawn_by_rank:
-            log.warning(
-                "%s draws random numbers that belong to no sample, other ones in each of the %d parts of a batch, so "
-                "the result depends on the number of ranks; draw a single number, or some for each sample in a first "
-                "dimension as long as the batch, or type strategy=virtual_ranks",
-                *(self.noise.drawn_by_rank, self.parts),
-            )
+            log.warning("%s", self.noise.drawn_by_rank)
             self.noise = None
         drawn_from = [name for name, state in _random_states().items() if state != before[name]]
         if drawn_from:

@@ -262,7 +262,7 @@ def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: Loaded
     """Seeds torch, numpy and random, and returns the block in which `part` is passed forward and backward.
 
     numpy and random give all parts the same numbers: one that decides about a layer, or mixes a batch, is that of one
-    process. So does torch, unless `SampleNoise` sees what is drawn, or no part can have numbers of its samples.
+    process. So does torch where `SampleNoise` sees no draw; without one, each part draws its own.
 
     step: the number of the optimizer step, counted from 1.
     """

@@ -68,7 +68,7 @@ class SampleNoise(TorchFunctionMode):
 
     is_needed: an attribute, whether anything was drawn yet, or the first block of an epoch has not ended. Models that
     draw nothing need not pay the microsecond that a look at each function takes.
-    drawn_by_rank: an attribute, the line of the first call of which each rank has drawn its own; empty without one.
+    drawn_by_rank: an attribute, what is said of the first call of which each rank has drawn its own; or "".
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,11 @@ class SampleNoise(TorchFunctionMode):
     def _note(self, has_drawn: bool, is_shared: bool) -> None:
         self.has_drawn |= has_drawn
         if has_drawn and not is_shared and not self.drawn_by_rank:
-            self.drawn_by_rank = _call_of_user()[0]
+            self.drawn_by_rank = (
+                f"{_call_of_user()[0]} draws random numbers that belong to no sample, other ones for each part of a "
+                f"batch, so the result depends on the number of ranks; draw a single number, or some for each sample "
+                f"in a first dimension as long as the batch, or type strategy=virtual_ranks"
+            )
 
     def batch_dimension(self, shape: Sequence[int]) -> int | None:
         """Which dimension counts samples. The first may have several rows of each: heads of an attention, windows."""
