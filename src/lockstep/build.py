@@ -1,20 +1,24 @@
-"""Builds the parts of a run from its config. What else reads the config: see CONTRIBUTING.md."""
+"""Builds the parts of a run in each rank: data, then model, then what trains, evaluates, saves and logs.
 
-from collections.abc import Mapping
+Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
+from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
-from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
-from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
-from lockstep.data.dataset import weight_of_each_sample
+from lockstep.config.schema import RunConfig
+from lockstep.data.dataset import class_names, weight_of_each_sample, whole_of
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.samples import Samples
@@ -23,12 +27,17 @@ from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_n
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
-from lockstep.loggers.base import LoggerList
+from lockstep.loggers.base import Logger, LoggerList, RunInfo
+from lockstep.loggers.run_json import RunJson, run_facts
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
-from lockstep.preflight import accumulates_more, check_batch_size
+from lockstep.modes.base import Mode
+from lockstep.preflight import Parts
+from lockstep.preflight_rules import accumulates_more, check_batch_size
+from lockstep.runs.record import read_run
 from lockstep.snapshots.data_fingerprint import data_fingerprint
-from lockstep.snapshots.initial_weights import freeze, load_initial_weights
+from lockstep.snapshots.initial_weights import file_of_weights, freeze, load_initial_weights
 from lockstep.snapshots.manager import SnapshotManager
+from lockstep.snapshots.resume import compared
 from lockstep.strategies.base import Strategy, refuse_changing_weights, warn_of_gradient_hooks
 from lockstep.strategies.gradient_sync import AfterBackward
 from lockstep.tasks.base import Task, modules_of
@@ -37,10 +46,22 @@ from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState, time_limit
+from lockstep.training.state import TrainSettings, TrainState, seconds_of
 from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
+
+WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
+
+
+class Data(NamedTuple):
+    """The data sets of a run, and what reads their samples. split: which samples validate, in words; None for none."""
+
+    sets: DataSets
+    train: Any
+    val: Any
+    test: Any
+    split: str | None
 
 
 class Loaders(NamedTuple):
@@ -57,48 +78,63 @@ class Loaders(NamedTuple):
     numbers: Tensor | None = None
 
 
-def model_and_data(
-    cfg: DictConfig, world: World, strategy: Strategy, loaded: DataSets | None = None
-) -> tuple[DictConfig, Loaders]:
+def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunConfig, Loaders]:
     """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of the data sets.
 
-    loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
-    hold only a part of it on this rank.
+    Nothing here keeps the model: a strategy may hold only a part of it on this rank.
     """
     reporter.enter("prepare")
-    if loaded is None:
-        world.once_per_machine(lambda: prepare(cfg))
-    config = as_dict(cfg)
-    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        for _, node in nodes_with_target(config.get(group)):
-            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
-                get_object(node["_target_"])  # a module that seeds torch when it is imported does so here
+    world.once_per_machine(lambda: prepare(config))
     reporter.enter("build")
+    import_nodes(config)
     require_same_code(world)
-    found = loaded or datasets(cfg)
+    config, data = build_data(config, world, parts.mode)
+    converter = build_model(config, world, parts, data)
+    return config, build_loaders(config, world, parts, data, converter)
+
+
+def import_nodes(config: RunConfig) -> None:
+    """A module that seeds torch when it is imported does so here."""
+    for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
+        value = getattr(config, group) if group != "dataset" else [config.dataset.train, config.dataset.test]
+        for _, node in nodes_in(value, group):
+            with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
+                get_object(node["_target_"])
+
+
+def build_data(config: RunConfig, world: World, mode: Mode) -> tuple[RunConfig, Data]:
+    """The data sets, the same on all ranks, and the config with what they tell. A collective."""
+    found = datasets(config, mode)
     require_same_data(world, "test data", len(found.test), data_fingerprint(found.test))
     split = None
     if found.val is not None:
         split = data_fingerprint(found.val) if found.held_out is None else str(found.held_out)
         require_same_data(world, "validation data", len(found.val), split)
-    cfg = completed(cfg, found.train)
-    check_sizes(cfg)
-    trainer, data = cfg.trainer, cfg.dataset
-    train_samples, test_samples = samples(cfg, found.train, "training data"), samples(cfg, found.test, "test data")
-    val_samples = None if found.val is None else samples(cfg, found.val, "validation data")
-    with seeded(cfg.seed):
+    config = completed(config, found.train)
+    check_sizes(config)
+    train, test = samples(config, found.train, "training data"), samples(config, found.test, "test data")
+    val = None if found.val is None else samples(config, found.val, "validation data")
+    return config, Data(found, train, val, test, split)
+
+
+def build_model(config: RunConfig, world: World, parts: Parts, data: Data) -> Converter:
+    """Hand the model to the strategy. Returns what brings samples to its device, type and memory layout."""
+    trainer, strategy = config.trainer, parts.strategy
+    with seeded(config.seed):
         torch.set_default_dtype(torch.float32)  # a file of the user's may have set another: `trainer.precision` decides
         with strategy.building(world.size):
-            model = instantiate_as(nn.Module, cfg.model, "model")
+            model = instantiate_as(nn.Module, config.model, "model")
         torch.set_default_dtype(torch.float32)  # a constructor, too
         memory_format = model_memory_format(model, trainer.channels_last, world.device)
         device, dtype = strategy.device_before_setup(world), model_dtype(trainer.precision)
         model = prepare_model(model, world, device, trainer.precision, memory_format, trainer.compile)
-        set_weights_from_data(model, train_samples, Converter(device, dtype, memory_format, data.mean, data.std))
-    load_initial_weights(model, cfg.init, cfg.new_layers)
-    freeze(model, cfg.freeze)
-    is_synced = strategy.syncs_batch_norm(cfg.sync_bn.mode, world.size)
-    if accumulates_more(cfg) and world.size > 1:
+        mean, std = config.dataset.mean, config.dataset.std
+        set_weights_from_data(model, data.train, Converter(device, dtype, memory_format, mean, std))
+    load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
+    freeze(model, config.parameters.freeze)
+    is_synced = strategy.syncs_batch_norm(config.sync_bn.mode, world.size)
+    is_after = accumulates_more(config) and world.size > 1
+    if is_after:
         refuse_batch_norms(model, BatchNorm if is_synced else nn.SyncBatchNorm)
     if is_synced:
         model = convert_sync_batch_norm(model, world)
@@ -107,37 +143,41 @@ def model_and_data(
     refuse_changing_weights(model, world.size)
     strategy.validate_model(model, world.size)
     checkpoint_activations(model, trainer.checkpoint_activations)
-    is_after = accumulates_more(cfg) and world.size > 1
-    gradient_sync = AfterBackward() if is_after else instantiate(cfg.gradient_sync)
-    strategy.setup(model, world, gradient_sync, trainer.precision)
+    strategy.setup(model, world, AfterBackward() if is_after else parts.gradient_sync, trainer.precision)
+    return Converter(world.device, dtype, memory_format, mean, std)
 
-    converter = Converter(world.device, dtype, memory_format, data.mean, data.std)
-    share = strategy.evaluation_share(world)
-    augment, transforms = Augment(**data.augment, epochs=trainer.epochs), batch_transforms(cfg)
+
+def build_loaders(config: RunConfig, world: World, parts: Parts, data: Data, converter: Converter) -> Loaders:
+    """What reads this rank's shares."""
+    section, share = config.dataset, parts.strategy.evaluation_share(world)
+    options = {name: getattr(section.augment, name) for name in ("pad", "flip", "sizes")}
+    augment, transforms = Augment(**options, epochs=config.trainer.epochs), batch_transforms(config)
     weights = None
-    if data.sampling is not None and instantiate(cfg.mode).reads_training_data:
-        weights = weight_of_each_sample(found.train, data.sampling)
-    if isinstance(train_samples, Samples) and train_samples.stream is not None:
-        train_samples.stream.share(*share)
-    train = BatchLoader(train_samples, converter, *share, cfg.seed, augment, data.workers, transforms, weights)
+    if section.sampling is not None and parts.mode.reads_training_data:
+        weights = weight_of_each_sample(data.sets.train, section.sampling)
+    if isinstance(data.train, Samples) and data.train.stream is not None:
+        data.train.stream.share(*share)
+    train = BatchLoader(data.train, converter, *share, config.seed, augment, section.workers, transforms, weights)
+    evaluated = [None if one is None else one for one in (data.val, data.test)]
     val, test = (
-        None if evaluated is None else BatchLoader(evaluated, converter, *share, cfg.seed, workers=data.workers)
-        for evaluated in (val_samples, test_samples)
+        None if one is None else BatchLoader(one, converter, *share, config.seed, workers=section.workers)
+        for one in evaluated
     )
     assert test is not None
     for loader in filter(None, (train, val, test)):
         world.resources.callback(loader.close)
-    return cfg, Loaders(train, val, test, split, None if found.held_out is None else found.held_out.numbers)
+    held_out = data.sets.held_out
+    return Loaders(train, val, test, data.split, None if held_out is None else held_out.numbers)
 
 
-def check_sizes(cfg: DictConfig) -> None:
+def check_sizes(config: RunConfig) -> None:  # until issue 40
     """Raise ConfigError for a size of training images that the model cannot take, though it takes that of the data."""
-    sizes, shape = cfg.dataset.augment.sizes, cfg.dataset.shape
-    if sizes is None:
+    sizes, shape = config.dataset.augment.sizes, config.dataset.shape
+    if sizes is None or shape is None:
         return
     with random_states_kept(), torch.no_grad(), torch.device("meta"):  # without weights
         try:
-            model = instantiate_as(nn.Module, cfg.model, "model")
+            model = instantiate_as(nn.Module, config.model, "model")
             model(torch.empty(2, *shape))
         except Exception:  # a model of the user's may need its weights; the first step shows what it takes
             return
@@ -164,58 +204,23 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
-def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
+def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
     takes_steps: False works on any number of ranks, also on more than the batch has samples.
     """
-    trainer = cfg.trainer
-    with seeded(cfg.seed):
-        task = instantiate_as(Task, cfg.task, "task")
-    shares = strategy.data_parallel_size(strategy.world.size)
-    for module in modules_of(task):
-        cast(module, "fp32" if trainer.precision == "bf16-true" else trainer.precision)  # losses are of float32
-        if strategy.world.device.type == "mps":  # weights of classes are of float64, which it lacks
-            module.float()
-        module.to(strategy.world.device)
-    (max_seconds, time_steps), over = time_limit(trainer.max_time), cfg.scheduler.over
-    settings = TrainSettings(
-        epochs=trainer.epochs,
-        epoch_samples=len(loader),
-        max_steps=trainer.max_steps,
-        max_seconds=max_seconds,
-        time_steps=time_steps,
-        schedule_over=over if isinstance(over, str) else list(over),
-        pause_after=trainer.pause_after,
-        batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
-        gradient_accumulation_steps=1 if accumulates_more(cfg) else trainer.gradient_accumulation_steps,
-        accumulates_more=accumulates_more(cfg),
-        max_grad_norm=trainer.max_grad_norm,
-        precision=trainer.precision,
-        eval_batch_size=cfg.evaluation.batch_size,
-        eval_every=cfg.evaluation.every if trainer.final is None else trainer.epochs,
-        patience=cfg.evaluation.patience,
-        log_every=cfg.logging.every,
-        draws_by_sample=not trainer.compile,
-    )
-    rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    options, scheduler = (
-        {key: value for key, value in cfg[group].items() if key not in NOT_PASSED[group]}
-        for group in ("optimizer", "scheduler")
-    )
-    if options.get("fused") == "auto":
-        options["fused"] = can_fuse(strategy.model)
-    make = instantiate(OmegaConf.create(options))
-    optimizer = rules.optimizer(make, strategy)
-    schedule = instantiate(OmegaConf.create(scheduler))
-    # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
-    facts = {
-        "steps_per_epoch": settings.steps_per_epoch,
-        "total_steps": settings.total_steps,
-        "objective_mode": task.mode(cfg.objective),
-    }
-    with_facts = partial(schedule, **matching_arguments(schedule, facts))
-    cuts_batches = strategy.world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
+    world, trainer = strategy.world, config.trainer
+    task = build_task(config, world)
+    settings = train_settings(config, loader, strategy.data_parallel_size(world.size), takes_steps)
+    rules = ParameterRules(config.parameters.no_decay, config.parameters.groups)
+    node = dict(config.optimizer)
+    if "fused" in node and node["fused"] is None:
+        node["fused"] = can_fuse(strategy.model)
+    optimizer = rules.optimizer(partial(instantiate, node), strategy)
+    facts = {"steps_per_epoch": settings.steps_per_epoch, "total_steps": settings.total_steps}
+    facts["objective_mode"] = "min" if config.objective is None else task.mode(config.objective)
+    schedule = partial(instantiate_as, object, config.scheduler, "scheduler", **facts)
+    cuts_batches = world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
     if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
         warn_of_gradient_hooks(strategy.model)
     return TrainState(
@@ -223,18 +228,52 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         task=task,
         strategy=strategy,
         optimizer=optimizer,
-        schedule=with_facts,
+        schedule=schedule,
         ema=trainer.ema,
-        nan=cfg.watch.nan,
+        nan=config.watch.nan,
         read=loader.read,
-        objective=cfg.objective,
-        keeps_gradients=_wanted(cfg).histograms,
+        objective=config.objective,
+        keeps_gradients=wanted_by(config.logger.values()).histograms,
         buffers=trainer.buffers,
     )
 
 
+def build_task(config: RunConfig, world: World) -> Task:
+    """The task, with its own modules on the rank's device."""
+    with seeded(config.seed):
+        task = instantiate_as(Task, config.task, "task")
+    precision = config.trainer.precision
+    for module in modules_of(task):
+        cast(module, "fp32" if precision == "bf16-true" else precision)  # losses are of float32
+        if world.device.type == "mps":  # weights of classes are of float64, which it lacks
+            module.float()
+        module.to(world.device)
+    return task
+
+
+def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_steps: bool) -> TrainSettings:
+    trainer = config.trainer
+    return TrainSettings(
+        epochs=trainer.epochs,
+        epoch_samples=len(loader),
+        max_steps=trainer.max_steps,
+        max_seconds=seconds_of(trainer.max_time),
+        pause_after=trainer.pause_after,
+        batch_size=check_batch_size(config, shares) if takes_steps else trainer.batch_size,
+        gradient_accumulation_steps=1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
+        accumulates_more=accumulates_more(config),
+        max_grad_norm=trainer.max_grad_norm,
+        precision=trainer.precision,
+        eval_batch_size=config.evaluation.batch_size,
+        eval_every=config.evaluation.every if trainer.final is None else trainer.epochs,
+        patience=config.evaluation.patience,
+        log_every=config.logging.every,
+        draws_by_sample=not trainer.compile,
+    )
+
+
 def snapshots(
-    cfg: DictConfig,
+    config: RunConfig,
     record: ConfigRecord,
     state: TrainState,
     loaders: Loaders,
@@ -245,22 +284,22 @@ def snapshots(
     count, data = len(loaders.train), data_fingerprint(loaders.train.dataset)
     require_same_data(state.strategy.world, "training data", count, data)
     fingerprint = model_config(record) | {
-        "optimizer": cfg.optimizer._target_,
+        "optimizer": config.optimizer["_target_"],
         "training samples": count,
         "training data": data,
-        "seed": cfg.seed,
+        "seed": config.seed,
     }
     if loaders.split is not None:
         fingerprint["validation data"] = loaders.split
     return SnapshotManager(
         state,
-        cfg.run_dir,
+        config.run_dir,
         fingerprint,
         agreed_on(record.shown),
-        every=cfg.snapshot.every,
-        keep_last=cfg.snapshot.keep_last,
-        form=cfg.snapshot.format,
-        mirror=cfg.snapshot.mirror,
+        every=config.snapshot.every,
+        keep_last=config.snapshot.keep_last,
+        form=config.snapshot.format,
+        mirror=config.snapshot.mirror,
         before_save=loggers.flush,  # the curves of a killed run reach as far as its snapshots
         compare_weights=weights.check_now,
     )
@@ -271,43 +310,120 @@ def model_config(record: ConfigRecord) -> dict[str, Any]:
     return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
-def weight_check(cfg: DictConfig, state: TrainState) -> WeightCheck:
-    """What compares the ranks' weights."""
-    return WeightCheck(state, cfg.watch.every, cfg.watch.weights)
-
-
-def running_metrics(cfg: DictConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
+def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
     world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
-    if cfg.profiler.enabled:
+    if config.profiler.enabled:
         from lockstep.training.step_records import StepProfiler
 
-        every, after, steps = cfg.profiler.every, cfg.profiler.trace_after, cfg.profiler.trace_steps
-        timer = StepProfiler(state, loggers, cfg.run_dir, every, after, steps)
-    if cfg.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
+        every, after, steps = config.profiler.every, config.profiler.trace_after, config.profiler.trace_steps
+        timer = StepProfiler(state, loggers, config.run_dir, every, after, steps)
+    if config.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
         return RunningMetrics(state, loggers), timer
     parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, cfg.watch.straggler, state.settings.log_every, timer)
+    stragglers = StragglerWatch(world, parameters, config.watch.straggler, state.settings.log_every, timer)
     return RunningMetrics(state, loggers, stragglers), stragglers
 
 
-def evaluators(cfg: DictConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
+def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
     """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
-    decides, wanted = cfg.objective.partition("/")[0], _wanted(cfg)
+    wanted = wanted_by(config.logger.values())
+    decides = None if config.objective is None else "val"
     at_each = {"val"} if loaders.val is not None else set()
-    at_each |= {decides} | ({"test"} if cfg.evaluation.test == "every" else set())
-    of_decided = {name: wanted if name == decides else Wanted(wanted.images) for name in ("val", "test")}
+    at_each |= {"test"} if config.evaluation.test == "every" else set()
+    shown = decides or ("val" if "val" in at_each else "test")
+    of_shown = {name: wanted if name == shown else Wanted(wanted.images) for name in ("val", "test")}
     evaluators = {
-        name: Evaluator(state, loader, loggers, of_decided[name], name)
+        name: Evaluator(state, loader, loggers, of_shown[name], name)
         for name, loader in (("val", loaders.val), ("test", loaders.test))
         if name in at_each and loader is not None
     }
-    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_decided["test"], "test")
-    return Evaluations(decides, evaluators, None if cfg.evaluation.test == "never" else test)
+    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_shown["test"], "test")
+    return Evaluations(decides, evaluators, None if config.evaluation.test == "never" else test)
 
 
-def _wanted(cfg: DictConfig) -> Wanted:
-    return wanted_by(cfg.get("logger", {}).values())  # logger=[] leaves no section
+# ---- What is written for people
+
+
+def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], None]) -> LoggerList:
+    """The loggers on rank 0, none on other ranks. before_writing: see LoggerList."""
+    members: list[Logger] = []
+    if state.strategy.world.is_rank_zero:
+        members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in config.logger.items()]
+        if config.trainer.digest != "off":
+            from lockstep.training.step_records import EVERY, StepDigests
+
+            members.append(StepDigests(state, EVERY if config.trainer.digest == "on" else config.trainer.digest))
+        is_paused = lambda: state.reached_limit == "trainer.pause_after"  # noqa: E731
+        name = config.objective or f"test/{state.task.monitor}"
+        members.append(RunJson(name, state.task.mode(name), is_paused))
+    return LoggerList(members, before_writing)
+
+
+def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager, loaders: Loaders) -> RunInfo:
+    """What loggers receive at the start. A collective."""
+    state, world = snapshots.state, snapshots.world
+    names = {"training_samples": "training samples", "training_data": "training data"}
+    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
+    if loaders.val is not None:
+        data |= {"validation_samples": len(loaders.val), "validation_data": loaders.split}
+    if loaders.numbers is not None and len(loaders.numbers) <= WRITTEN_NUMBERS:
+        data["validation_numbers"] = " ".join(map(str, loaders.numbers.tolist()))
+    data |= {"test_samples": len(loaders.test), "test_data": data_fingerprint(loaders.test.dataset)}
+    data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
+    text = getattr(whole_of(loaders.train.dataset), "text", None)
+    if text is not None:
+        data["symbols"] = text.symbols_hash
+    computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
+    facts = run_facts(world, state.progress.step, record, computed, data)
+    facts["classes"] = class_names(loaders.train.dataset)
+    return RunInfo(
+        run_dir=snapshots.run_dir,
+        config_yaml=record.files["config.yaml"],
+        hyperparameters=record.columns(world.size),
+        metrics=list(state.task.metrics),
+        world_size=world.size,
+        data_parallel_size=state.strategy.data_parallel_size(world.size),
+        train_samples=len(loaders.train),
+        val_samples=0 if loaders.val is None else len(loaders.val),
+        eval_samples=len(loaders.test),
+        batch_size=state.settings.batch_size,
+        epochs=state.settings.epochs,
+        start_step=state.progress.step,
+        best=state.progress.best,
+        best_step=state.progress.best_step,
+        objective=config.objective,
+        is_final=config.trainer.final is not None,
+        facts=facts,
+        script=Path(record.script),
+        flags=record.flags,
+    )
+
+
+def earlier_test(run: RunInfo, world: World) -> Any:
+    """The test that run.json has of an earlier start of this run: {"step": of the weights, "metrics"}. None if there is
+    none, if the run goes on from a step before it, or if the test data is other data now. A collective."""
+    found = None
+    if world.is_rank_zero and run.start_step > 0:
+        with suppress(ConfigError):
+            before = read_run(run.run_dir)
+            test, data = before.get("test"), before["data"].get("test_data")
+            if test and test["step"] <= run.start_step and data == run.facts["data"]["test_data"]:
+                found = test
+    return world.broadcast_json(found)
+
+
+def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
+    """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
+    files = {} if init is None else {"init": file_of_weights(init)}
+    before = snapshots.resumed_from
+    if before is not None:
+        files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
+    hashes = {}
+    for key, path in files.items():
+        with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot
+            hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return hashes
 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:

@@ -1,17 +1,19 @@
+# until issue 40
 """Builds the data sets of a run from its config, and completes the config from the data."""
 
 import logging
 from collections.abc import Sized
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.compat import changes_colours
-from lockstep.config.schema import as_dict, nodes_with_target, show
-from lockstep.config.targets import instantiate
+from lockstep.config.check import show
+from lockstep.config.nodes import instantiate, nodes_in
+from lockstep.config.schema import Node, RunConfig
 from lockstep.data.dataset import (
     IGNORED,
     InMemoryDataset,
@@ -58,19 +60,19 @@ class DataSets(NamedTuple):
     held_out: HeldOut | None = None
 
 
-def prepare(cfg: DictConfig) -> None:
+def prepare(config: RunConfig) -> None:
     """Call dataset.prepare, for images also with those of a folder val/."""
-    with seeded(cfg.seed):
-        instantiate(cfg.dataset.prepare)
-        if cfg.dataset.validation == "auto" and validation_node(cfg) is not None:
-            instantiate(_of_validation(cfg.dataset.prepare, "test"))
+    with seeded(config.seed):
+        instantiate(config.dataset.prepare)
+        if config.dataset.validation == "auto" and validation_node(config) is not None:
+            instantiate(_of_validation(config.dataset.prepare, "test"))
 
 
-def validation_node(cfg: DictConfig) -> Any:
+def validation_node(config: RunConfig) -> Any:
     """The node that reads validation data of its own: the user's, or with dataset.validation=auto that of a folder val/
     of images. None if validation data is held out of the training data, or if there is none."""
-    data = cfg.dataset
-    if OmegaConf.is_config(data.validation):
+    data = config.dataset
+    if isinstance(data.validation, dict):
         return data.validation
     files = data.test.get("files")
     if data.validation != "auto" or data.folds is not None or not has_validation(files):
@@ -78,44 +80,43 @@ def validation_node(cfg: DictConfig) -> Any:
     return _of_validation(data.test, "files")
 
 
-def _of_validation(node: DictConfig | None, files: str) -> DictConfig | None:
+def _of_validation(node: Node | None, files: str) -> Node | None:
     """`node` with the images of the folder val/ in the place of those for tests. files: its key of their list."""
     if node is None or files not in node:
         return None
-    values = as_dict(node)
-    return OmegaConf.create(values | {files: values[files] | {"test_split": VALIDATION}})
+    return node | {files: node[files] | {"test_split": VALIDATION}}
 
 
-def held_out_of(cfg: DictConfig, train: Any) -> HeldOut | None:
+def held_out_of(config: RunConfig, train: Any) -> HeldOut | None:
     """What the config holds out of the training data, None if it does not."""
-    data = cfg.dataset
-    if cfg.trainer.final is not None:
+    data = config.dataset
+    if config.trainer.final is not None:
         return None
     fold = None if data.folds is None else (data.fold, data.folds)
-    if fold is None and (data.validation is None or validation_node(cfg) is not None):
+    if fold is None and (data.validation is None or validation_node(config) is not None):
         return None
     size = SHARE if data.validation == "auto" else data.validation
     return hold_out(train, Split(size, fold, data.split_seed, data.groups))
 
 
-def datasets(cfg: DictConfig) -> DataSets:
+def datasets(config: RunConfig) -> DataSets:
     """The data sets for training, validation and tests.
 
     A mode that does not read the training data takes the tests' in its place, where it has no samples. Raises
     ConfigError if one has no samples, or if a class number stands for another class in each of them.
     """
-    with seeded(fold_in(cfg.seed, TRAINING)):
-        train = instantiate(cfg.dataset.train)
-    with seeded(fold_in(cfg.seed, TESTS)):
-        test = instantiate(cfg.dataset.test)
-    with seeded(fold_in(cfg.seed, VALIDATIONS)):
-        val = instantiate(validation_node(cfg))
-    if val is not None and cfg.trainer.final is not None:
+    with seeded(fold_in(config.seed, TRAINING)):
+        train = instantiate(config.dataset.train)
+    with seeded(fold_in(config.seed, TESTS)):
+        test = instantiate(config.dataset.test)
+    with seeded(fold_in(config.seed, VALIDATIONS)):
+        val = instantiate(validation_node(config))
+    if val is not None and config.trainer.final is not None:
         raise ConfigError(
-            f"trainer.final={cfg.trainer.final} trains on what is held out of the training data, and the validation "
+            f"trainer.final={config.trainer.final} trains on what is held out of the training data, and the validation "
             f"images are those of a folder val/; type trainer.final=null, or move them to train/"
         )
-    mode, held_out = instantiate(cfg.mode), None
+    mode, held_out = instantiate(config.mode), None
     for name, data in (("test", test), ("training", train), ("validation", val)):
         source = getattr(data, "source", None)
         missing = source.first_without_target if isinstance(source, ImageFiles) else None
@@ -132,14 +133,14 @@ def datasets(cfg: DictConfig) -> DataSets:
         "the test data",
         "give both the same attribute `classes`, or type dataset=image_folder, which compares names",
     )
-    if train is test and class_weights(cfg) == "balanced":
+    if train is test and class_weights(config) == "balanced":
         raise ConfigError(
             "task.class_weights=balanced counts the classes of the training data, which has no samples here; "
             "type task.class_weights=<the list in the run.json of the run>"
         )
-    mixes = any(transform.mixes for transform in batch_transforms(cfg))
-    require_stream(train, "training data", cfg.dataset.workers, mixes, cfg.dataset.on_error)
-    require_stream(test, "test data", cfg.dataset.workers, False, cfg.dataset.on_error)
+    mixes = any(transform.mixes for transform in batch_transforms(config))
+    require_stream(train, "training data", config.dataset.workers, mixes, config.dataset.on_error)
+    require_stream(test, "test data", config.dataset.workers, False, config.dataset.on_error)
     require_samples(train, "training data", "dataset.train")
     require_samples(test, "test data", "dataset.test")
     if val is not None:
@@ -150,10 +151,10 @@ def datasets(cfg: DictConfig) -> DataSets:
             "the validation data",
             "give both the same attribute `classes`, or type dataset.validation=0.1",
         )
-        require_stream(val, "validation data", cfg.dataset.workers, False, cfg.dataset.on_error)
+        require_stream(val, "validation data", config.dataset.workers, False, config.dataset.on_error)
         require_samples(val, "validation data", "dataset.validation")
     elif train is not test:
-        held_out = held_out_of(cfg, train)
+        held_out = held_out_of(config, train)
     return (
         DataSets(train, val, test)
         if held_out is None
@@ -161,12 +162,12 @@ def datasets(cfg: DictConfig) -> DataSets:
     )
 
 
-def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
+def batch_transforms(config: RunConfig) -> list[BatchTransform]:
     """What changes training batches on the device. Raises ConfigError for what cannot do it alike on all ranks, and for
     what takes normalised pixels for colours."""
-    transforms = instantiate(cfg.dataset.batch_transforms)
+    transforms = instantiate(config.dataset.batch_transforms)
     for transform in transforms:
-        if changes_colours(transform) and (cfg.dataset.mean is not None or cfg.dataset.std is not None):
+        if changes_colours(transform) and (config.dataset.mean is not None or config.dataset.std is not None):
             raise ConfigError(
                 f"{type(transform).__name__} changes colours from 0 to 1, and dataset.batch_transforms get pixels that "
                 f"dataset.mean and dataset.std have normalised; type dataset.transforms=[...] with it, or "
@@ -175,24 +176,24 @@ def batch_transforms(cfg: DictConfig) -> list[BatchTransform]:
     return as_batch_transforms(transforms)
 
 
-def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
+def samples(config: RunConfig, dataset: Any, name: str) -> InMemoryDataset | Samples:
     """`dataset` as a loader reads it. name: "training data", "validation data" or "test data".
 
     Raises ConfigError if data in memory has targets that the task does not take, and if unreadable samples are left
     out and many in a row are.
     """
-    data = cfg.dataset
-    with seeded(cfg.seed):
+    data = config.dataset
+    with seeded(config.seed):
         transforms, plain = instantiate(data.transforms), instantiate(data.test_transforms)
         collate = instantiate(data.collate_fn)
     if name != "training data":
         transforms = plain
-    kind = _class_of_task(cfg)
+    kind = _class_of_task(config)
     are_classes, are_masks = issubclass(kind, Classification), issubclass(kind, Segmentation)
     # A task of the user's may be derived from Classification for other targets.
     is_plain = are_classes and kind.__module__.startswith("lockstep.")
     are_numbers = are_masks or issubclass(kind, LanguageModelling)
-    ignored = None if is_plain else cfg.task.get("ignored_label", IGNORED)
+    ignored = None if is_plain else config.task.get("ignored_label", IGNORED)
     source = getattr(whole_of(dataset), "source", None)
     if isinstance(source, ImageFiles):
         if issubclass(kind, Regression) and kind.__module__.startswith("lockstep.") and source.classes:
@@ -219,7 +220,7 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
         return dataset
     counts_samples = kind.count in (Task.count, Classification.count)
     labels = allowed(data.classes if are_classes or are_numbers else None, one_each=counts_samples)
-    found = Samples(dataset, name, cfg.seed, transforms, plain, data.on_error, collate, labels)
+    found = Samples(dataset, name, config.seed, transforms, plain, data.on_error, collate, labels)
     if name == "validation data" and numbers_of(dataset) is not None and found.draws():
         log.warning(
             "the training data draws in __getitem__, so that the validation samples that are held out of it are "
@@ -235,66 +236,57 @@ def samples(cfg: DictConfig, dataset: Any, name: str) -> InMemoryDataset | Sampl
     return found
 
 
-def completed(cfg: DictConfig, dataset: Any) -> DictConfig:
-    """A copy of `cfg` in which every `shape` and `classes` that is null has its value, from the training data.
+def completed(config: RunConfig, dataset: Any) -> RunConfig:
+    """A copy of `config` in which every `shape` and `classes` that is null has its value, from the training data.
 
     Raises ConfigError where the data and a value in the config contradict each other.
     """
-    cfg = cfg.copy()
-    read = samples(cfg, dataset, "training data")
+    config = config.copy()
+    read = samples(config, dataset, "training data")
     inputs, targets = read.one() if isinstance(read, InMemoryDataset) else read.one(epoch=0)
-    require_channels(inputs, mean=cfg.dataset.mean, std=cfg.dataset.std)
+    require_channels(inputs, mean=config.dataset.mean, std=config.dataset.std)
     if isinstance(read, Samples) and read.stream is None:
         with suppress(SampleError, ConfigError):  # training names it
             read.warn_of_other_samples()
-    asked = [key for key in _unknown(cfg) if not key.startswith("dataset.") or "[" in key]
-    names = {key.rpartition(".")[2] for key in asked}
-    found: dict[str, Any] = {}
-    if "shape" in names:
-        found["shape"] = sample_shape(inputs)
-    if "classes" in names:
-        found["classes"] = class_count(dataset, targets, are_values=issubclass(_class_of_task(cfg), Regression))
-    for key in _unknown(cfg):
-        name = key.rpartition(".")[2]
-        if name in found:
-            OmegaConf.update(cfg, key, found[name])
+    asked = _unknown(config)
+    shape = sample_shape(inputs) if "shape" in asked else None
+    is_regression = issubclass(_class_of_task(config), Regression)
+    classes = class_count(dataset, targets, are_values=is_regression) if "classes" in asked else None
+    config = config.completed(shape, classes)
     if isinstance(dataset, InMemoryDataset):
-        check_shape(dataset, inputs, cfg.model.get("shape"))
-    check_class_weights(cfg)
-    if class_weights(cfg) == "balanced":
-        weights = balanced_weights(dataset, cfg.dataset.classes, cfg.task.get("ignored_label"))
-        OmegaConf.update(cfg, "task.class_weights", weights)
-    if issubclass(_class_of_task(cfg), Classification) and cfg.dataset.classes == 1:
+        check_shape(dataset, inputs, config.model.get("shape"))
+    check_class_weights(config)
+    if class_weights(config) == "balanced":
+        weights = balanced_weights(dataset, config.dataset.classes, config.task.get("ignored_label"))
+        config = replace(config, task=config.task | {"class_weights": weights})
+    if issubclass(_class_of_task(config), Classification) and config.dataset.classes == 1:
         log.warning("the data has one class, so a classification is right from the start, and learns nothing")
-    return cfg
+    return config
 
 
-def class_weights(cfg: DictConfig) -> Any:
+def class_weights(config: RunConfig) -> Any:
     """task.class_weights of a task that this project has; None of others, where a key of this name may be anything."""
-    weighs = issubclass(_class_of_task(cfg), Classification | Segmentation)
-    return cfg.task.get("class_weights") if weighs else None
+    weighs = issubclass(_class_of_task(config), Classification | Segmentation)
+    return config.task.get("class_weights") if weighs else None
 
 
-def check_class_weights(cfg: DictConfig) -> None:
+def check_class_weights(config: RunConfig) -> None:
     """Raise ConfigError if task.class_weights has another number of weights than there are classes."""
-    weights, classes = class_weights(cfg), cfg.dataset.classes
-    if isinstance(weights, ListConfig) and classes not in (None, len(weights)):
+    weights, classes = class_weights(config), config.dataset.classes
+    if isinstance(weights, list) and classes not in (None, len(weights)):
         raise ConfigError(
-            f"task.class_weights={show(list(weights))} has {len(weights)} weights, and there are {classes} classes; "
+            f"task.class_weights={show(weights)} has {len(weights)} weights, and there are {classes} classes; "
             f"type task.class_weights=balanced, or a list of {classes} numbers"
         )
 
 
-def _class_of_task(cfg: DictConfig) -> type[Any]:
+def _class_of_task(config: RunConfig) -> type[Any]:
     """`Task` where the config names a function."""
-    task = get_object(cfg.task._target_)
+    task = get_object(config.task["_target_"])
     return task if isinstance(task, type) else Task
 
 
-def _unknown(cfg: DictConfig) -> list[str]:
-    """The keys `shape` and `classes` that are null: of the groups, and of what changes batches."""
-    nodes = [("dataset", cfg.dataset), ("model", cfg.model), ("task", cfg.task)]
-    nodes += nodes_with_target(as_dict(cfg.dataset).get("batch_transforms"), "dataset.batch_transforms")
-    return [
-        f"{key}.{name}" for key, node in nodes for name in ("shape", "classes") if name in node and node[name] is None
-    ]
+def _unknown(config: RunConfig) -> set[str]:
+    """Which of `shape` and `classes` is null in the model, the task or what changes batches."""
+    nodes = [config.model, config.task, *(node for _, node in nodes_in(config.dataset.batch_transforms, ""))]
+    return {name for node in nodes for name in ("shape", "classes") if name in node and node[name] is None}

@@ -1,119 +1,110 @@
-"""A run's config as it is compared and written. Made once, before ranks start: OmegaConf reads all keys in 5 ms."""
+"""What a run folder keeps of its config. Made once, before ranks start."""
 
-import hashlib
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from hydra.conf import HydraConf
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import LEFT_OUT, as_written, notice_of_unread_overrides, values_as_written
-from lockstep.config.schema import CONF, as_dict, flatten
+from lockstep.config.check import flatten, show
+from lockstep.config.schema import RunConfig
+from lockstep.source_code import ROOT
+
+# Where a run is, and how it was started: not what it computes.
+NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
+NOT_COLUMNS = ("launch", "logger", "mode.", "backend.", "sweep.", "hydra/")
+
+Column = bool | int | float | str
 
 
 @dataclass(frozen=True)
 class ConfigRecord:
     """Plain values, which ranks get beside their config.
 
-    flat: {key: value}, resolved.
-    shown: the same, as files and messages may have it: without the values that environment variables decide.
-    hydra_files: {name: text} of what Hydra writes to a run's `.hydra`. Rank 0 writes it itself, once it holds the run
-        folder's lock: a refused command must not overwrite the record of a running one.
-    options: {config group: the option chosen, or the class where another one than the option's is chosen}.
-    run_json: what run.json says of the command.
-    notice: what is logged when the run begins.
+    flat: {key: value}, resolved. shown: the same, as files and messages may have it: in the place of a value that an
+        environment variable decides stands its text, such as ${oc.env:KEY}.
+    options: {config group: the option chosen, or the class if another one was typed}.
+    overrides: those typed. command: what gives the same run, in a shell; flags: its words that name config folders.
+    files: {name: text} of the folder .hydra. Rank 0 writes them when it holds the run folder's lock: a refused command
+        must not overwrite the record of a running one.
     """
 
     flat: Mapping[str, Any]
     shown: Mapping[str, Any]
-    hydra_files: Mapping[str, str]
     options: Mapping[str, str | None]
-    run_json: Mapping[str, Any]
-    notice: str = ""
+    overrides: Sequence[str]
+    command: str
+    flags: Sequence[str]
+    files: Mapping[str, str]
 
-    def completed(self, cfg: DictConfig) -> "ConfigRecord":
-        """With the values of `cfg` for what was null or balanced, which the data have given since, and without the
-        arguments of an option that the chosen class does not take.
-        """
-        now = flatten(as_dict(cfg))
-        left = [key for key, value in self.flat.items() if value in (None, "balanced") and key in now]
-        found = plain_values({key: now[key] for key in left})
+    def completed(self, config: RunConfig) -> "ConfigRecord":
+        """With the values of `config` for what was null or balanced, which the data have given since."""
+        now = flatten({key: getattr(config, key) for key in ("model", "task")})
+        now |= {"dataset.shape": config.dataset.shape, "dataset.classes": config.dataset.classes}
 
         def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: found.get(key, value) for key, value in values.items() if key in now}
+            return {key: now.get(key, value) if value in (None, "balanced") else value for key, value in values.items()}
 
-        run_json = {**self.run_json, "config": complete(self.run_json["config"])}
-        return replace(self, flat=complete(self.flat), shown=complete(self.shown), run_json=run_json)
+        return replace(self, flat=complete(self.flat), shown=complete(self.shown))
+
+    def columns(self, world_size: int) -> dict[str, Column]:
+        """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
+        TensorBoard would show all values of the key as text."""
+        columns = dict(self.options) | dict(self.shown) | {"world_size": world_size}
+        return {
+            key: value if isinstance(value, bool | int | float | str) else show(value)
+            for key, value in columns.items()
+            if value is not None
+            and key not in NOT_A_COLUMN
+            and not key.startswith(NOT_COLUMNS)
+            and not key.endswith(("._target_", "._partial_"))
+        }
 
 
-def record_config(
-    composed: DictConfig, cfg: DictConfig, hydra_cfg: HydraConf, argv: Sequence[str], flags: Sequence[str]
-) -> ConfigRecord:
-    """What is recorded of a config.
-
-    composed: with its interpolations, such as ${oc.env:KEY}.
-    cfg: `composed`, checked and resolved.
-    argv: the command.
-    flags: its words that say which folders of configs it is composed from.
-    """
-    flat = plain_values(flatten(as_dict(cfg)))
-    shown = as_written(flat, values_as_written(composed))
+def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv: Sequence[str]) -> ConfigRecord:
+    """The record of `cfg`, which has its interpolations, and of `config`, which was made of it. argv: the command."""
+    flat = flatten(OmegaConf.to_container(cfg, resolve=True)) | {"run_dir": config.run_dir}
+    written = flatten(OmegaConf.to_container(cfg, resolve=False))
     # ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it.
-    overrides = [str(word) for word in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
-    hydra_files = {
-        "config.yaml": OmegaConf.to_yaml(composed),
-        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra_cfg})),
-        "overrides.yaml": OmegaConf.to_yaml(hydra_cfg.overrides.task),
-    }
-    options = {
-        str(group): _option_or_class(str(group), name, flat) for group, name in hydra_cfg.runtime.choices.items()
-    }
+    overrides = [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
+    options = {str(group): name for group, name in hydra_cfg.runtime.choices.items()}
+    for group in options:
+        typed = [one.partition("=")[2] for one in overrides if one.lstrip("+").startswith(f"{group}._target_=")]
+        options |= {group: typed[-1]} if typed else {}
     script, *words = argv
-    if not script.endswith("train.py"):  # another program than the shell has started this: what gives the same run
-        script, words = "src/train.py", [*overrides, *flags]
-    config, folder = dict(shown), shown["run_dir"]
-    for key, value in shown.items():  # loggers name a place in the run folder; equal configs shall have the same hash
-        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-            config[key] = value.replace(folder, "${run_dir}", 1)
-    hidden = [key for key, value in flat.items() if shown[key] != value and key not in LEFT_OUT]
-    run_json = {
-        "values": {key: _short_digest(flat[key]) for key in hidden},
-        "command": shlex.join(["python", script, *words]),
-        "flags": list(flags),
-        "overrides": overrides,
-        "cwd": os.getcwd(),
-        "seed": shown["seed"],
-        "options": {group: option for group, option in options.items() if not group.startswith("hydra/")},
-        "config": config,
+    flags = config_flags(words)
+    if not script.endswith("train.py"):  # another program than the shell has started this
+        script, words = str(Path(os.path.relpath(ROOT / "src" / "train.py"))), [*overrides, *flags]
+    command = shlex.join(["python", script, *words])
+    files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
+    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
+
+
+def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat` without the values that an environment variable decides, directly or by another key. written: its text."""
+
+    def is_secret(text: object, depth: int = 0) -> bool:
+        named = [key for key in written if f"${{{key}}}" in str(text)]
+        return "oc.env" in str(text) or (depth < 9 and any(is_secret(written[key], depth + 1) for key in named))
+
+    secret = {key: text for key, text in written.items() if "${" in str(text) and is_secret(text)}
+    return {
+        key: next((text for one, text in secret.items() if f"{key}.".startswith(f"{one}.")), value)
+        for key, value in flat.items()
     }
-    return ConfigRecord(flat, shown, hydra_files, options, run_json, notice_of_unread_overrides(composed, hydra_cfg))
 
 
-def _short_digest(value: object) -> str:
-    """16 bits of a hash: two values are told apart, and nobody can find a secret again by trying words."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
-
-
-def _option_or_class(group: str, option: str | None, flat: Mapping[str, Any]) -> str | None:
-    """The option of a group; the class if another one than the option's is chosen, as by model._target_=my.Net."""
-    target = flat.get(f"{group}._target_")
-    path = CONF / group / f"{option}.yaml"
-    own = re.search(r"^_target_: (\S+)", path.read_text(), re.MULTILINE) if target and path.is_file() else None
-    return str(target) if own is not None and own[1] != target else option
-
-
-def plain_values(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """`flat` with lists, dicts and plain values only, as a snapshot can store it. Other values become text."""
-    return {key: _plain_value(value) for key, value in flat.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, list | tuple | ListConfig):
-        return [_plain_value(item) for item in value]
-    if isinstance(value, dict):
-        return plain_values(value)
-    return value if type(value) in (bool, int, float, str, type(None)) else str(value)
+def config_flags(words: Sequence[str]) -> list[str]:
+    """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
+    names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
+    found = []
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if names.get(name, name) in names.values():
+            value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
+            found.append(f"{names.get(name, name)}={value}")
+    return found + [word for word in words if word.startswith("hydra.searchpath=")]

@@ -1,0 +1,211 @@
+# until issue 42
+"""What the options of a training contradict, as far as strategies, sync and step do not say it themselves."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import get_object
+
+from lockstep.config.nodes import instantiate, instantiate_as
+from lockstep.config.schema import RunConfig
+from lockstep.data.partition import global_batch_size, seeded
+from lockstep.distributed.backend import uses_mps, validate_backend
+from lockstep.distributed.sync_batch_norm import refuse_batch_norms, validate_batch_norms
+from lockstep.errors import ConfigError
+from lockstep.failures.record import exception_record
+from lockstep.launchers.base import Launcher
+from lockstep.models.base import has_lazy_layers
+from lockstep.modes.base import Mode
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
+from lockstep.snapshots.manager import SaveInterval, validate_format
+from lockstep.snapshots.mirror import validate_mirror
+from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
+from lockstep.strategies.base import JobSpec, Strategy, refuse_changing_weights
+from lockstep.strategies.gradient_sync import Auto, GradientSync
+from lockstep.tasks.base import Task
+from lockstep.training.checkpointing import checkpointed_blocks
+from lockstep.training.setup import cast, model_memory_format
+
+
+def check_options(
+    config: RunConfig, launcher: Launcher, mode: Mode, strategy: Strategy, gradient_sync: GradientSync
+) -> None:
+    """Raise ConfigError for what options and machine contradict."""
+    check_task(config)
+    job = job_spec(config, launcher)
+    check_mode(config, mode, job)
+    validate_training(job)
+    strategy.validate(job)
+    strategy.validate_gradient_sync(gradient_sync, job)
+    validate_accumulation(config, strategy, gradient_sync, job)
+    ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
+    validate_nan_policy(job, ranks_agree)
+    validate_format(config.snapshot.format, strategy)
+    if mode.trains:
+        snapshot = config.snapshot
+        validate_mirror(snapshot.mirror, snapshot.format, strategy, config.resume, Path(config.run_dir))
+    if config.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
+        raise ConfigError(
+            f"trainer.digest={config.trainer.digest} needs the same weights and gradients on all ranks, which this "
+            f"strategy or gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
+        )
+    if not mode.needs_run:
+        check_batch_size(config, strategy.data_parallel_size(job.world_size))
+    if launcher.starts_processes:
+        check_model(config, strategy, job.world_size)
+
+
+def check_task(config: RunConfig) -> None:
+    """Raise ConfigError for whatever the task's constructor raises, and for a monitor that it does not measure.
+
+    A task that needs what only the training data tells, such as the number of classes, is made by the ranks.
+    """
+    try:
+        with seeded(config.seed):
+            task = instantiate_as(Task, config.task, "task")
+    except ConfigError:
+        raise
+    except Exception as error:
+        if any(config.task.get(key, "given") is None for key in ("shape", "classes")):
+            return
+        failed = exception_record(error)
+        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
+        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
+        advice = "correct that, or type task=classification"
+        raise ConfigError(f"task._target_={config.task['_target_']} failed{place} ({said}); {advice}") from error
+    if config.objective is not None:
+        task.mode(config.objective)
+
+
+def check_mode(config: RunConfig, mode: Mode, job: JobSpec) -> None:
+    """Raise ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
+    if mode.trains:
+        find_snapshots(config.resume, Path(config.run_dir))
+        return
+    if mode.needs_run:
+        snapshots_to_try(config.resume, mode.snapshot, mode.name)
+    elif config.resume is not None:
+        raise ConfigError(
+            f"mode={mode.name} reads no run; leave resume={config.resume} out, or type parameters.init=<a run> for its "
+            f"weights"
+        )
+    mode.validate(job)
+
+
+def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
+    """What the config asks for. Raises ConfigError if this machine lacks the backend."""
+    world_size, ranks_here = launcher.num_ranks()
+    backend = config.backend.name
+    if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
+        backend = validate_backend(backend, ranks_here, config.backend.socket_ifname)
+    trainer = config.trainer
+    return JobSpec(
+        world_size=world_size,
+        ranks_here=ranks_here,
+        device_type="cuda" if backend == "nccl" else "mps" if uses_mps(config.backend.name, world_size) else "cpu",
+        precision=trainer.precision,
+        sync_bn=config.sync_bn.mode,
+        # What refuses two refuses a number that may grow.
+        gradient_accumulation_steps=2 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
+        compile=trainer.compile,
+        deterministic=trainer.deterministic,
+        profile=config.profiler.enabled,
+        nan=config.watch.nan,
+        save_unit=SaveInterval(config.snapshot.every).unit,
+        optimizer=get_object(config.optimizer["_target_"]),
+        fused_optimizer=config.optimizer.get("fused") is True,
+    )
+
+
+def check_batch_size(config: RunConfig, shares: int) -> int:
+    """Samples of a global batch. Raises ConfigError if a rank would get none."""
+    trainer = config.trainer
+    steps = 1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps)
+    return global_batch_size(shares, trainer.batch_size, trainer.batch_size_per_rank, steps)
+
+
+def accumulates_more(config: RunConfig) -> bool:
+    """Whether a batch is cut into more micro-batches when a step runs out of memory."""
+    return config.trainer.gradient_accumulation_steps == "auto"
+
+
+def validate_accumulation(config: RunConfig, strategy: Strategy, gradient_sync: GradientSync, job: JobSpec) -> None:
+    """Raise ConfigError where one rank that runs out of memory would leave the others waiting in its pass."""
+    if not accumulates_more(config):
+        return
+    auto = "trainer.gradient_accumulation_steps=auto"
+    if strategy.own_epoch() is not None:
+        raise ConfigError(
+            f"{auto} needs steps that all ranks take together; type strategy=ddp, or "
+            f"trainer.gradient_accumulation_steps=2"
+        )
+    if job.world_size == 1:
+        return
+    if strategy.communicates_in_forward or not strategy.ranks_agree:
+        raise ConfigError(
+            f"{auto} does a step again that ran out of memory on one rank, while with this strategy the others would "
+            f"wait in their passes; type strategy=ddp, or trainer.gradient_accumulation_steps=2"
+        )
+    if type(gradient_sync) not in (Auto, GradientSync):
+        raise ConfigError(
+            f"{auto} averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it; "
+            f"type gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
+        )
+
+
+def check_model(config: RunConfig, strategy: Strategy, world_size: int) -> None:
+    """Build the model without weights, so that what does not fit is said once and not by every rank."""
+    if any(config.model.get(key, "given") is None for key in ("shape", "classes")):
+        return  # the training data tells, which the ranks read
+    try:
+        with torch.device("meta"):
+            model: Any = instantiate(config.model)
+            load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
+            freeze(model, config.parameters.freeze)
+            cast(model, config.trainer.precision)
+            checkpointed_blocks(model, config.trainer.checkpoint_activations)
+    except ConfigError:
+        raise
+    except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
+        return
+    # is_available() would start CUDA, and launch=fork could not fork
+    on_gpus = config.backend.name != "gloo" and torch.cuda.device_count() > 0
+    model_memory_format(model, config.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
+    refuse_changing_weights(model, world_size)
+    if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
+        strategy.validate_model(model, world_size)
+        if strategy.syncs_batch_norm(config.sync_bn.mode, world_size):
+            validate_batch_norms(model)
+            if accumulates_more(config) and world_size > 1:
+                refuse_batch_norms(model)
+
+
+def validate_training(job: JobSpec) -> None:
+    """Raise ConfigError for training options that do not go together, whatever the strategy."""
+    if job.device_type == "mps" and job.precision == "fp64":
+        raise ConfigError(
+            "trainer.precision=fp64 needs a device with float64, and Apple's GPU has none; type backend=gloo, or "
+            "trainer.precision=fp32"
+        )
+    if job.compile == "reduce-overhead" and job.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
+            "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
+        )
+
+
+def validate_nan_policy(job: JobSpec, ranks_agree: bool) -> None:
+    """Raise ConfigError for `watch.nan=skip` where a rank cannot know alone that all ranks have a broken gradient."""
+    if job.nan != "skip":
+        return
+    if not ranks_agree and job.world_size > 1:
+        raise ConfigError(
+            "watch.nan=skip needs the same gradient on all ranks, which this strategy or gradient_sync does not give; "
+            "type watch.nan=stop or watch.nan=rollback, or strategy=ddp gradient_sync=auto"
+        )
+    if job.precision == "fp16":
+        raise ConfigError(
+            "watch.nan=skip and the loss scaling of fp16 would both leave out updates; "
+            "type watch.nan=stop, or trainer.precision=bf16"
+        )
