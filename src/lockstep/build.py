@@ -10,7 +10,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
+from lockstep.build_data import batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import NOT_PASSED, as_dict, nodes_with_target
 from lockstep.config.targets import instantiate, instantiate_as, matching_arguments
@@ -57,17 +57,13 @@ class Loaders(NamedTuple):
     numbers: Tensor | None = None
 
 
-def model_and_data(
-    cfg: DictConfig, world: World, strategy: Strategy, loaded: DataSets | None = None
-) -> tuple[DictConfig, Loaders]:
+def model_and_data(cfg: DictConfig, world: World, strategy: Strategy) -> tuple[DictConfig, Loaders]:
     """Hand the model to the strategy. Returns the config with what the data tells, and the loaders of the data sets.
 
-    loaded: `build_data.datasets(cfg)`, if this process has them already. Nothing here keeps the model: a strategy may
-    hold only a part of it on this rank.
+    Nothing here keeps the model: a strategy may hold only a part of it on this rank.
     """
     reporter.enter("prepare")
-    if loaded is None:
-        world.once_per_machine(lambda: prepare(cfg))
+    world.once_per_machine(lambda: prepare(cfg))
     config = as_dict(cfg)
     for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
         for _, node in nodes_with_target(config.get(group)):
@@ -75,7 +71,7 @@ def model_and_data(
                 get_object(node["_target_"])  # a module that seeds torch when it is imported does so here
     reporter.enter("build")
     require_same_code(world)
-    found = loaded or datasets(cfg)
+    found = datasets(cfg)
     require_same_data(world, "test data", len(found.test), data_fingerprint(found.test))
     split = None
     if found.val is not None:

@@ -85,7 +85,7 @@ OPTUNA = "optuna"
 HYDRA_FLAGS = "python src/train.py --hydra-help to see the flags"
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")  # of Hydra, which does one of them
 OWN_SWEEPERS = ("lockstep", "basic")  # they draw nothing at random
-TRAIN, CHECK, FIND_LR, DRY = "train", "check", "find_lr", "dry"
+TRAIN, CHECK, FIND_LR = "train", "check", "find_lr"
 # Where and how a run computed, and what it wrote: another command says that itself. The numbers do not depend on it.
 NOT_TAKEN: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir")
 NOT_TAKEN += ("backend", "strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "trainer.compile")
@@ -372,18 +372,16 @@ def with_trained_run(argv: list[str]) -> list[str]:
     """The command with the overrides of the run that `resume=` names before what is typed, which wins.
 
     Unchanged for mode=train and mode=find_lr. The log of the command goes to a folder of the mode inside the run
-    folder, so that no new run folder is made; mode=check and launch=dry get one that is removed. Raises ConfigError for
-    a run without a record, and for what only its user may type.
+    folder, so that no new run folder is made; mode=check gets one that is removed. Raises ConfigError for a run without
+    a record, and for what only its user may type.
     """
     typed = argv[1:]
     mode, resume = typed_value("mode", typed) or TRAIN, typed_value("resume", typed)
-    plans = mode == TRAIN and typed_value("launch", typed) == DRY
-    if not plans and (mode in (TRAIN, FIND_LR) or (mode != CHECK and resume in (None, "null"))):
+    if mode in (TRAIN, FIND_LR) or (mode != CHECK and resume in (None, "null")):
         return argv
     if MULTIRUN_FLAGS & set(typed):
-        what = f"launch={DRY}" if plans else f"mode={mode}"
-        raise ConfigError(f"{what} is no training, and a sweep trains; type the command without -m, run by run")
-    if plans or mode == CHECK:
+        raise ConfigError(f"mode={mode} is no training, and a sweep trains; type the command without -m, run by run")
+    if mode == CHECK:
         from multiprocessing.util import get_temp_dir
 
         folder = Path(get_temp_dir(), CHECK)  # Hydra makes a run folder before a config is checked; run_main removes it

@@ -57,8 +57,8 @@ def preflight_job(cfg: DictConfig, words: Sequence[str]) -> None:
     """
     check_arguments(cfg, ("launch", "mode"))
     launcher, mode = instantiate_as(Launcher, cfg.launch, "launch"), instantiate_as(Mode, cfg.mode, "mode")
-    if launcher.plans or not mode.trains:
-        chosen = "launch=dry" if launcher.plans else f"mode={mode.name}"
+    if not mode.trains:
+        chosen = f"mode={mode.name}"
         raise ConfigError(f"{chosen} is no training, and a sweep trains; leave {chosen} out of the sweep")
     cfg, _ = without_untaken(cfg, words)
     check_model(cfg, *check_options(cfg, launcher))
@@ -136,7 +136,7 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
             "trainer.compile needs a C++ compiler, and this machine has none; type apt install g++, or "
             "trainer.compile=false"
         )
-    mode = check_mode(cfg, launcher, job)
+    mode = check_mode(cfg, job)
     validate_training(job)
     validate_time(cfg)
     strategy.validate(job)
@@ -145,22 +145,12 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     ranks_agree = strategy.ranks_agree and gradient_sync.ranks_agree
     validate_nan_policy(job, ranks_agree)
     validate_format(cfg.snapshot.format, strategy)
-    if mode.trains and not launcher.plans:
+    if mode.trains:
         validate_mirror(cfg.snapshot.mirror, cfg.snapshot.format, strategy, cfg.resume, Path(cfg.run_dir))
     if cfg.trainer.digest != "off" and job.world_size > 1 and not ranks_agree:  # rank 0 does not hold all weights
         raise ConfigError(
             f"trainer.digest={cfg.trainer.digest} needs the same weights and gradients on all ranks, which this "
             f"strategy or gradient_sync does not give; type trainer.digest=off, or strategy=ddp gradient_sync=auto"
-        )
-    if launcher.plans and not gradient_sync.sends_as_much_each_step:
-        raise ConfigError(
-            f"launch=dry plans the first step, and gradient_sync={gradient_sync.name} sends less or more in others; "
-            f"type gradient_sync=auto, or launch=fork"
-        )
-    if launcher.plans and strategy.needs_other_ranks():
-        raise ConfigError(
-            "launch=dry plans one rank without the others, and a rank of this strategy acts on their messages; "
-            "type strategy=ddp, or launch=fork"
         )
     shares = strategy.data_parallel_size(job.world_size)
     if not mode.needs_run:
@@ -168,14 +158,12 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
     return strategy, job.world_size
 
 
-def check_mode(cfg: DictConfig, launcher: Launcher, job: JobSpec) -> Mode:
+def check_mode(cfg: DictConfig, job: JobSpec) -> Mode:
     """The mode. Raises ConfigError if there is no snapshot to start from, or if the mode cannot be had."""
     mode = instantiate_as(Mode, cfg.mode, "mode")
     if mode.trains:
         find_snapshots(cfg.resume, Path(cfg.run_dir))
         return mode
-    if launcher.plans:
-        raise ConfigError(f"launch=dry plans a training, and mode={mode.name} is none; type mode=train")
     if mode.needs_run:
         snapshots_to_try(cfg.resume, mode.snapshot, mode.name)
     elif cfg.resume is not None:

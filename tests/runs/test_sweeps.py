@@ -46,9 +46,8 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
             "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; leave model.depht out, or",
         ),
         (["model=mlp", "mode=train,check"], "the job mode=check: mode=check is no training, and a sweep trains; leave"),
-        (["model=mlp", "launch=env,dry"], "the job launch=dry: launch=dry is no training, and a sweep trains; leave"),
     ],
-    ids=["model", "strategy", "argument", "mode", "plan"],
+    ids=["model", "strategy", "argument", "mode"],
 )
 def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
     run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
