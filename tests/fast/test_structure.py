@@ -12,7 +12,7 @@ SRC = ROOT / "src" / "lockstep"
 TESTS = ROOT / "tests"
 
 # What each package may import besides itself. `train.py`, `build*.py`, `preflight.py`,
-# `notebook.py`, `doctor.py` and `modes/` may import everything.
+# `notebook.py` and `modes/` may import everything.
 ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "errors": set(),
@@ -69,7 +69,7 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
 def test_imports_point_one_way(path: Path) -> None:
     package = package_of(module_name(path) + ".")
     exempt = ("build", "build_sweep", "build_data", "build_loggers", "modes", "preflight")
-    exempt += ("rank_imports", "__init__", "__main__", "notebook", "doctor")
+    exempt += ("rank_imports", "__init__", "__main__", "notebook")
     if package in exempt:
         return
     names = {name for name in imports(ast.parse(path.read_text())) if name.startswith("lockstep.")}
