@@ -7,7 +7,7 @@ import sys
 
 from lockstep.source_code import ROOT
 
-VERBS = ("table", "compare", "why", "again")  # of src/runs.py
+VERBS = ("table", "compare")  # of src/runs.py
 
 
 def main() -> None:
