@@ -174,14 +174,11 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         if strategy.world.device.type == "mps":  # weights of classes are of float64, which it lacks
             module.float()
         module.to(strategy.world.device)
-    (max_seconds, time_steps), over = time_limit(trainer.max_time), cfg.scheduler.over
     settings = TrainSettings(
         epochs=trainer.epochs,
         epoch_samples=len(loader),
         max_steps=trainer.max_steps,
-        max_seconds=max_seconds,
-        time_steps=time_steps,
-        schedule_over=over if isinstance(over, str) else list(over),
+        max_seconds=time_limit(trainer.max_time),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(cfg, shares) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=1 if accumulates_more(cfg) else trainer.gradient_accumulation_steps,
@@ -195,15 +192,12 @@ def train_state(cfg: DictConfig, strategy: Strategy, loader: BatchLoader, takes_
         draws_by_sample=not trainer.compile,
     )
     rules = ParameterRules(cfg.optimizer.get("no_decay") or (), cfg.optimizer.get("groups") or ())
-    options, scheduler = (
-        {key: value for key, value in cfg[group].items() if key not in NOT_PASSED[group]}
-        for group in ("optimizer", "scheduler")
-    )
+    options = {key: value for key, value in cfg.optimizer.items() if key not in NOT_PASSED["optimizer"]}
     if options.get("fused") == "auto":
         options["fused"] = can_fuse(strategy.model)
     make = instantiate(OmegaConf.create(options))
     optimizer = rules.optimizer(make, strategy)
-    schedule = instantiate(OmegaConf.create(scheduler))
+    schedule = instantiate(cfg.scheduler)
     # By name, and only what the signature has: torch's own schedulers have no parameter for these facts.
     facts = {
         "steps_per_epoch": settings.steps_per_epoch,

@@ -42,7 +42,7 @@ def loggers(cfg: DictConfig, state: TrainState, before_writing: Callable[[], Non
             members.append(StepDigests(state, EVERY if cfg.trainer.digest == "on" else cfg.trainer.digest))
         mode = state.task.mode(cfg.objective)
         is_paused = lambda: state.reached_limit == "trainer.pause_after"  # noqa: E731
-        members.append(RunJson(cfg.objective, mode, is_paused, lambda: state.progress.time_shares))
+        members.append(RunJson(cfg.objective, mode, is_paused))
     return LoggerList(members, before_writing)
 
 

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from lockstep.build_data import check_class_weights, prepare
 from lockstep.config.check import check_arguments
-from lockstep.config.schema import show
 from lockstep.config.targets import instantiate, instantiate_as, without_untaken
 from lockstep.data.partition import global_batch_size, seeded
 from lockstep.distributed.backend import uses_mps, validate_backend
@@ -35,7 +34,6 @@ from lockstep.strategies.gradient_sync import Auto, GradientSync
 from lockstep.tasks.base import Task
 from lockstep.training.checkpointing import checkpointed_blocks
 from lockstep.training.setup import cast, model_memory_format
-from lockstep.training.state import time_limit
 
 
 def preflight(cfg: DictConfig, launcher: Launcher) -> DictConfig:
@@ -138,7 +136,6 @@ def check_options(cfg: DictConfig, launcher: Launcher) -> tuple[Strategy, int]:
         )
     mode = check_mode(cfg, job)
     validate_training(job)
-    validate_time(cfg)
     strategy.validate(job)
     strategy.validate_gradient_sync(gradient_sync, job)
     validate_accumulation(cfg, strategy, gradient_sync, job)
@@ -272,22 +269,6 @@ def validate_training(job: JobSpec) -> None:
         raise ConfigError(
             "trainer.compile=reduce-overhead overwrites gradients that are accumulated (pytorch issue 169545); "
             "type trainer.compile=true, or trainer.gradient_accumulation_steps=1"
-        )
-
-
-def validate_time(cfg: DictConfig) -> None:
-    """Raise ConfigError for a schedule over a time that is not given."""
-    over, (seconds, steps) = cfg.scheduler.over, time_limit(cfg.trainer.max_time)
-    if over == "time" and seconds is None:
-        given = cfg.trainer.max_time or "null"
-        raise ConfigError(
-            f"scheduler.over=time plays the schedule in the time of trainer.max_time, which is {given}; "
-            f"type trainer.max_time=30min, or scheduler.over=steps"
-        )
-    if not isinstance(over, str) and (len(over) % 2 or steps is None):
-        raise ConfigError(
-            f"scheduler.over={show(list(over))} repeats a run with its trainer.max_time=<steps>, both as python "
-            f"src/runs.py again prints them; type scheduler.over=steps for another run"
         )
 
 

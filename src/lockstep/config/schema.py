@@ -370,11 +370,11 @@ class Trainer:
     ]
     max_time: Annotated[
         str | None,
-        "End with an evaluation and a snapshot after this time of training, or, to repeat such a run, after its steps.",
+        "End with an evaluation and a snapshot after this time of training.",
         Limits(
-            pattern=r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)|(?!0+\D)\d+\s*steps",
-            must_be="a time such as 90s, 30min or 2h, or the steps of such a run, such as 1200steps",
-            units=("s", "min", "h", "steps"),
+            pattern=r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)",
+            must_be="a time such as 90s, 30min or 2h",
+            units=("s", "min", "h"),
             example="30min",
         ),
     ]
@@ -669,17 +669,6 @@ class OptimizerKeys:
 
 
 @dataclass(frozen=True)
-class SchedulerKeys:
-    """Keys of every scheduler, which the scheduler itself does not get."""
-
-    over: Annotated[
-        list[Count] | Literal["steps", "time"],
-        "time: the schedule ends when trainer.max_time does; a list of steps and shares repeats such a run.",
-        Limits(must_be="steps or time, or the list that runs.py again prints"),
-    ]
-
-
-@dataclass(frozen=True)
 class SGD:
     lr: Annotated[Positive, "Learning rate."]
     momentum: Annotated[Fraction, "Momentum."]
@@ -707,7 +696,7 @@ OF_TORCH: dict[str, type] = {
     "torch.optim.AdamW": AdamW,
     "torch.optim.lr_scheduler.ExponentialLR": ExponentialLR,
 }
-KEYS_BESIDE: dict[str, type] = {"optimizer": OptimizerKeys, "scheduler": SchedulerKeys}
+KEYS_BESIDE: dict[str, type] = {"optimizer": OptimizerKeys}
 NOT_PASSED = {group: frozenset(rules(keys)) for group, keys in KEYS_BESIDE.items()}
 
 
