@@ -16,7 +16,7 @@ WHOLE := -n 4 --dist loadfile --no-loadscope-reorder
 DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
+.PHONY: help train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,9 +73,6 @@ scaling: $(BENCH) ## step times on up to 4096 ranks: collectives and meetings fi
 
 size: ## lines, files, functions, private names and attributes set from outside in src/
 	python3 bench/size.py
-
-doctor: $(READY) ## what this machine can do, what will be slow, what to type
-	@PYTHONPATH=src $(PYTHON) -m lockstep doctor
 
 board: $(READY) ## TensorBoard over all runs
 	$(VENV)/bin/tensorboard --logdir outputs

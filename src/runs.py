@@ -1,9 +1,7 @@
-"""What the runs in a folder were, how they compare, and what to type to train one again. It trains nothing itself.
+"""What the runs in a folder were, and how they compare. It trains nothing itself.
 
 python src/runs.py table outputs --sort objective --filter optimizer.lr=0.1
-python src/runs.py why outputs/a outputs/b
 python src/runs.py compare outputs/multirun/a optimizer.lr=0.1 optimizer.lr=0.01
-python src/runs.py again outputs/a
 """
 
 import argparse
@@ -11,7 +9,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__" and sys.flags.safe_path:  # python -P
@@ -38,9 +35,6 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
     table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
-    why = verbs.add_parser("why", help="what two runs differ in, and the first step at which they part")
-    why.add_argument("a", type=Path, metavar="A", help="a run folder")
-    why.add_argument("b", type=Path, metavar="B", help="another one")
     compare = verbs.add_parser("compare", help="which of two settings is better, and how sure that is")
     compare.add_argument(
         "sides",
@@ -54,24 +48,16 @@ def parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
     compare.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="of both sides")
-    again = verbs.add_parser("again", help="what to type to go on with a run, or to train it again and compare")
-    again.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     return top
 
 
 def answer(options: argparse.Namespace) -> Iterable[str]:
     """The lines that the verb prints."""
-    from lockstep.runs.compare import again, why
     from lockstep.runs.difference import compare
-    from lockstep.runs.record import read_run
     from lockstep.runs.table import default_columns, filtered, grouped, read_runs, sorted_groups, table
 
-    if options.verb == "why":
-        return why(read_run(options.a), read_run(options.b))
     if options.verb == "compare":
         return compare(options.sides, options.pair, options.metric, options.filter)
-    if options.verb == "again":
-        return again(read_run(options.run))
     runs, problems = read_runs(options.folders)
     for problem in problems:
         print(f"lockstep: {problem}", file=sys.stderr)

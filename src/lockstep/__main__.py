@@ -1,21 +1,16 @@
-"""The command `lockstep`: `lockstep <words>` is `python src/train.py <words>`, `lockstep table` is `python src/runs.py
-table`, and so on. `lockstep doctor` shows what this machine can do.
+"""The command `lockstep`: `lockstep <words>` is `python src/train.py <words>`, and `lockstep table` and `lockstep
+compare` are those of `python src/runs.py`.
 """
 
 import os
 import sys
 
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED
 from lockstep.source_code import ROOT
 
-VERBS = ("table", "compare", "why", "again")  # of src/runs.py
+VERBS = ("table", "compare")  # of src/runs.py
 
 
 def main() -> None:
-    if sys.argv[1:] == ["doctor"]:
-        from lockstep.doctor import examine
-
-        sys.exit(EXIT_FINISHED if examine() else EXIT_FAILED)
     script = "runs.py" if sys.argv[1:2] and sys.argv[1] in VERBS else "train.py"
     os.execv(sys.executable, [sys.executable, str(ROOT / "src" / script), *sys.argv[1:]])
 

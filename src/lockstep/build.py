@@ -46,7 +46,7 @@ from lockstep.training.checkpointing import checkpoint_activations
 from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
 from lockstep.training.parameter_groups import ParameterRules, can_fuse
 from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState, seconds_of
+from lockstep.training.state import TrainSettings, TrainState, time_limit
 from lockstep.training.timing import StepTimer, StragglerWatch
 from lockstep.training.watchers import RunningMetrics
 from lockstep.training.weight_check import WeightCheck
@@ -257,7 +257,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
         epochs=trainer.epochs,
         epoch_samples=len(loader),
         max_steps=trainer.max_steps,
-        max_seconds=seconds_of(trainer.max_time),
+        max_seconds=time_limit(trainer.max_time),
         pause_after=trainer.pause_after,
         batch_size=check_batch_size(config, shares) if takes_steps else trainer.batch_size,
         gradient_accumulation_steps=1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),

@@ -90,18 +90,8 @@ def hidden_from_profiler() -> Iterator[None]:
         enable(True)
 
 
-def fake_store() -> Any:
-    """A store for the process group `fake`, whose collectives end at once: a rank of a world that is not there.
-
-    Missing: an ImportError, and launch=dry cannot be had.
-    """
-    from torch.testing._internal.distributed import fake_pg  # its import makes the group known to torch
-
-    return fake_pg.FakeStore()
-
-
 def dispatch_mode() -> Any:
-    """The class of blocks that see each of torch's operators, collectives too. Missing: as for `fake_store`."""
+    """The class of blocks that see each of torch's operators, collectives too. Missing: an ImportError."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
@@ -202,14 +192,6 @@ def set_last_lr(scheduler: "LRScheduler", rates: "list[float | Tensor]") -> None
 def has_forward_hooks(module: Any) -> bool:
     """Whether hooks run with this module's forward pass. Missing: False, and a layer that is replaced loses them."""
     return bool(getattr(module, "_forward_hooks", {}) or getattr(module, "_forward_pre_hooks", {}))
-
-
-def group_named(name: str) -> Any:
-    """The process group of that name: the operators of DTensor know no more of it. Missing: as for `fake_store`."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    group: Any = _resolve_process_group
-    return group(name)
 
 
 # Files and functions of torch whose frames tell what a rank waits for. With other names the verdict on a hang, and who

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.launchers.dry import about_job
 from lockstep.modes.base import require_place
 from lockstep.modes.predict import table
-from lockstep.training.state import TrainSettings
 from support.made_runs import make_run
 
 
@@ -33,18 +31,3 @@ def test_names_of_classes_stand_for_predictions_and_targets_only() -> None:
     rows = list(table(columns, ["cat", "dog"]))
     assert rows == ["index,prediction,length,sure,truth\n", "0,dog,1,False,dog\n", "1,cat,0,True,cat\n"]
     assert list(table({"prediction": numbers == 0}, ["cat", "dog"]))[1] == "0,False\n"
-
-
-@pytest.mark.parametrize(
-    ("samples", "ranks", "said"),
-    [
-        (64, 4, ""),
-        (66, 1, "; the last batch of an epoch has 2"),
-        (66, 4, "; the last batch of an epoch has 2, one for each of 2 ranks and none for 2"),
-        (1, 4, "; the last batch of an epoch has 1, for one rank and none for 3"),
-        (1, 1, "; the last batch of an epoch has 1"),
-    ],
-)
-def test_a_plan_says_what_is_left_of_an_epoch(samples: int, ranks: int, said: str) -> None:
-    lines = about_job(TrainSettings(epochs=1, epoch_samples=samples, batch_size=64), ranks, ranks)
-    assert lines.partition(" in the run")[2] == said

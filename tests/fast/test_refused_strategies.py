@@ -12,7 +12,6 @@ from lockstep.strategies.base import JobSpec
 from support.configs import composed
 
 THREE = ["launch=spawn", "launch.nproc_per_node=3"]
-DRY = ["launch=dry", "launch.ranks=1024"]
 TENSOR = ["strategy=tensor_parallel", "model=mlp"]
 ADAFACTOR = ["optimizer._target_=torch.optim.Adafactor"]
 ADAFACTOR += ["~optimizer.momentum", "~optimizer.nesterov", "~optimizer.fused"]
@@ -75,18 +74,6 @@ ASYNC = ["strategy=async_parameter_server", *THREE]
         ([*ASYNC, "trainer.precision=fp16"], "type trainer.precision=bf16"),
         ([*ASYNC, "profiler.enabled=true"], "type profiler.enabled=false"),
         ([*ASYNC, "snapshot.every=5steps"], "type snapshot.every=1epochs"),
-        (
-            [*DRY, "strategy=async_parameter_server", "trainer.batch_size=1024"],
-            "acts on their messages; type strategy=",
-        ),
-        (
-            [*DRY, "gradient_sync=powersgd", "trainer.batch_size=1024"],
-            "powersgd sends less or more in others; type",
-        ),
-        ([*DRY, "gradient_sync=local_sgd", "trainer.batch_size=1024"], "type gradient_sync=auto, or launch=fork"),
-        (DRY, "trainer.batch_size=64 is too small for 1024 ranks; type trainer.batch_size=1024"),
-        ([*DRY, "strategy=fsdp", "strategy.replicas=3"], "3 groups of two or more of 1024 ranks; type strategy.rep"),
-        ([*DRY, "mode=evaluate", "resume=a"], "mode=evaluate is none; type mode=train"),
         (["snapshot.format=sharded", *THREE], "type snapshot.format=auto, or strategy=fsdp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

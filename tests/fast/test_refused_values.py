@@ -41,23 +41,9 @@ OUT_OF_RANGE = [
     ("dataset=cifar10 dataset.std=[0.1,0.2]", "must be a list of 3, one number for each channel"),
     ("dataset=cifar10 dataset.mean=[0.5]", "of images of shape [3,32,32]; type dataset.mean=[0.5,0.5,0.5] or"),
     ("dataset.std=[0]", "must be a list of items, each a number above 0, or null"),
-    (
-        "trainer.max_time=30",
-        "must be a time such as 90s, 30min or 2h, or the steps of such a run, such as 1200steps, or",
-    ),
+    ("trainer.max_time=30", "must be a time such as 90s, 30min or 2h, or null"),
     ("trainer.max_time=0s", "must be a time such as 90s, 30min or 2h"),
-    ("trainer.max_time=1.5steps", "must be a time such as 90s, 30min or 2h"),
-    (
-        "scheduler.over=time",
-        "plays the schedule in the time of trainer.max_time, which is null; type trainer.max_time=30",
-    ),
-    ("trainer.max_time=9steps scheduler.over=time", "which is 9steps; type trainer.max_time=30min, or scheduler.over="),
-    ("trainer.max_time=1min scheduler.over=[1,2]", "repeats a run with its trainer.max_time=<steps>, both as python"),
-    ("trainer.max_time=9steps scheduler.over=[1]", "repeats a run with its trainer.max_time=<steps>, both as python"),
-    (
-        "scheduler.over=epochs",
-        "must be steps or time, or the list that runs.py again prints; type scheduler.over=steps",
-    ),
+    ("trainer.max_time=9steps", "must be a time such as 90s, 30min or 2h"),
     (
         "dataset.sampling=even",
         "must be balanced or weights, or null; type dataset.sampling=balanced or dataset.sampling=weights",

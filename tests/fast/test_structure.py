@@ -11,8 +11,8 @@ from support.commands import ROOT
 SRC = ROOT / "src" / "lockstep"
 TESTS = ROOT / "tests"
 
-# What each package may import besides itself. `train.py`, `build*.py`, `launchers/dry.py`, `preflight.py`,
-# `notebook.py`, `doctor.py` and `modes/` may import everything.
+# What each package may import besides itself. `train.py`, `build*.py`, `preflight.py`,
+# `notebook.py` and `modes/` may import everything.
 ALLOWED: dict[str, set[str]] = {
     "text": set(),
     "errors": set(),
@@ -69,8 +69,8 @@ def imports(tree: ast.AST, top_level_only: bool = False) -> set[str]:
 def test_imports_point_one_way(path: Path) -> None:
     package = package_of(module_name(path) + ".")
     exempt = ("build", "build_sweep", "build_data", "build_loggers", "modes", "preflight")
-    exempt += ("rank_imports", "__init__", "__main__", "notebook", "doctor")
-    if package in exempt or module_name(path) == "lockstep.launchers.dry":  # it builds a run, as a mode does
+    exempt += ("rank_imports", "__init__", "__main__", "notebook")
+    if package in exempt:
         return
     names = {name for name in imports(ast.parse(path.read_text())) if name.startswith("lockstep.")}
     if package != "config":  # a constructor says what its options accept in the words of this module

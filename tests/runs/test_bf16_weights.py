@@ -1,5 +1,6 @@
-"""trainer.precision=bf16-true: weights and optimizer state in bfloat16, losses in float32."""
+"""trainer.precision=bf16-true: weights and optimizer state in bfloat16, losses in float32. And the warning of bf16."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.data.builtin import digits
 from lockstep.data.loader import Converter
+from lockstep.distributed.host import has_native_bf16
 from lockstep.models.linear import linear
 from lockstep.training.setup import cast
-from support.commands import PYTHON_TRAIN
+from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed
 from support.reference import saved_parameters, train_reference
 from support.run_folders import newest_snapshot
@@ -117,3 +119,8 @@ def test_what_is_cast_and_what_stays() -> None:
     half, single, double = torch.bfloat16, torch.float32, torch.float64
     kinds = {"0": half, "1": single, "2": half, "3": double, "scale": half}
     assert found == {name: kinds[name.partition(".")[0]] for name in found}
+
+
+def test_bf16_on_a_cpu_without_it_gets_a_warning(train: Callable[..., Command]) -> None:
+    output = train("model=mlp", "trainer.precision=bf16", "trainer.max_steps=1").finish().output
+    assert ("bf16 is up to 8 times slower than fp32; type trainer.precision=fp32" in output) != has_native_bf16()

@@ -1,4 +1,4 @@
-"""mode=check and launch=dry as whole commands."""
+"""mode=check as whole commands."""
 
 import os
 import signal
@@ -184,19 +184,3 @@ def test_a_check_takes_the_options_of_a_training_on_more_ranks(start: Start) -> 
     words = ["mode=check", "strategy=fsdp", "strategy.replicas=2", "launch=fork", "launch.nproc_per_node=4"]
     output = start(*PYTHON_TRAIN, *words, "model=mlp").finish().output
     assert output.endswith("the two ranks were checked with strategy.replicas=1, not 2\n")
-
-
-def test_a_job_of_1024_ranks_is_planned_and_nothing_is_written(start: Start, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = ["launch=dry", "launch.ranks=1024", "trainer.batch_size=1100", "model=linear", "hydra.run.dir=mine"]
-    output = start(*PYTHON_TRAIN, *words, TMPDIR=temporary).finish().output
-    assert output.startswith("launch=dry: 1024 ranks; of these 0, 512, 1023 took a step here, and nothing was started")
-    assert "\na batch:    1100 samples, 1 or 2 for each of 1024 ranks\n" in output
-    last = "the last batch of an epoch has 193, one for each of 193 ranks and none for 831"
-    assert f"\nsteps:      2 in an epoch, 10 in the run; {last}\n" in output
-    # 650 weights of 4 bytes, of which 2 * 1023/1024 are sent and received.
-    assert "\nrank 512:   2.5 KiB of parameters, 2.5 KiB of gradients, 2.5 KiB of optimizer state; " in output
-    assert output.count("a step sends 5.1 KiB and receives 5.1 KiB") == 3
-    assert list(tmp_path.iterdir()) == [temporary]
-    assert not left_in(temporary)

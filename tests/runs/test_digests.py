@@ -1,4 +1,4 @@
-"""`trainer.digest`, and the first step at which two runs part."""
+"""`trainer.digest`: what stands in digests.bin, and that it tells the first step at which two runs part."""
 
 import resource
 from pathlib import Path
@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.runs import compare
-from lockstep.runs.compare import read_digests
-from lockstep.runs.record import read_run
-from lockstep.training.step_records import StepDigests, in_memory_order
+from lockstep.training.step_records import StepDigests, StepTable, in_memory_order, read_digests
 from lockstep.training.weight_check import digest
 from support.configs import composed
 from support.worlds import in_world, train, train_all
@@ -45,10 +42,21 @@ def damaged(at_step: int, parameter: int) -> list[str]:
     return [*DAMAGED, f"+optimizer.at_step={at_step}", f"+optimizer.parameter={parameter}", "+optimizer.change=bit"]
 
 
-def why(one: Path, other: Path) -> tuple[list[str], str]:
-    """(the other lines, what is said of the steps) of `runs.py why`."""
-    *lines, steps = compare.why(read_run(one), read_run(other))
-    return lines, steps.removeprefix("steps:").strip()
+def table_of(folder: Path) -> StepTable:
+    table = read_digests(folder)
+    assert table is not None
+    return table
+
+
+def first_difference(one: Path, other: Path, with_loss: bool = True) -> tuple[int, list[str]] | None:
+    """The first step at which two runs have other digests, and the names of these. None if all are the same."""
+    first, second = table_of(one), table_of(other)
+    assert first.names == second.names
+    for step in [step for step in first.rows if step in second.rows]:
+        pairs = zip(first.names, first.rows[step], second.rows[step], strict=True)
+        if names := [name for name, a, b in pairs if a != b and (with_loss or name != "loss")]:
+            return step, names
+    return None
 
 
 def test_a_change_of_one_bit_is_found_at_its_step_under_its_name(tmp_path: Path) -> None:
@@ -62,26 +70,21 @@ def test_a_change_of_one_bit_is_found_at_its_step_under_its_name(tmp_path: Path)
     }
     folders = {name: tmp_path / name for name in options}
     in_world(1, train_all, [composed(f"run_dir={folders[name]}", *SMALL, *options[name]) for name in options])
-    lines, steps = why(folders["whole"], folders["seventh"])
-    assert [line.split() for line in lines if line.startswith("config")] == [
-        ["config", "optimizer.at_step", "1000", "7"],
-        ["config", "optimizer.parameter", "0", "2"],
-    ]
-    assert "the same: code, environment, data, ranks" in lines
-    assert "weights: the two model.pt hold other bits" in lines
-    after = "the loss and all gradients are the same, and after the update"
-    assert steps == f"the runs part at step 7: {after} 4.weight differs (1 of 6 weights and buffers)"
-    coarse = why(folders["whole"], folders["coarse"])[1]
-    assert coarse.startswith("the runs part at step 20: the loss ")  # in float32 one bit need not change the loss
-    assert "the digests of step 10 are the same, and the steps between have none: type trainer.digest=1" in coarse
+    differs = {name: first_difference(folders["whole"], folders[name]) for name in options if name != "off"}
+    assert differs["whole"] is None
+    assert differs["seventh"] == (7, ["4.weight"])
+    assert differs["coarse"] is not None
+    assert differs["coarse"][0] == 20  # the damage is in step 13, and step 10 is the last one before with digests
+    assert list(table_of(folders["coarse"]).rows) == [10, 20, 30]
     # Gradients are those before clipping, of the whole batch.
-    assert why(folders["whole"], folders["clipped"])[1].startswith(f"the runs part at step 1: {after} 1.weight, 1.bias")
-    assert "at step 1: the loss differs" in why(folders["whole"], folders["accumulated"])[1]
-    assert "off has no digests; type trainer.digest=on" in why(folders["whole"], folders["off"])[1]
-    assert not (folders["off"] / "digests.bin").exists()
+    assert differs["clipped"] is not None
+    assert differs["clipped"][0] == 1
+    assert differs["clipped"][1][:2] == ["1.weight", "1.bias"]
+    assert differs["accumulated"] is not None
+    assert (differs["accumulated"][0], differs["accumulated"][1][0]) == (1, "loss")
+    assert read_digests(folders["off"]) is None
 
-    table = read_digests(folders["seventh"])
-    assert table is not None
+    table = table_of(folders["seventh"])
     assert list(table.rows) == list(range(1, 31))
     saved = torch.load(folders["seventh"] / "model.pt", weights_only=True)
     last = dict(zip(table.names, table.rows[30], strict=True))
@@ -107,11 +110,7 @@ def test_a_buffer_that_is_replaced_is_digested(tmp_path: Path) -> None:
     in_world(
         1, train_all, [composed(f"run_dir={folders[scale]}", *words, f"+model.scale={scale}") for scale in folders]
     )
-    steps = why(*folders.values())[1]
-    assert steps.endswith(
-        "at step 1: the loss and all gradients are the same, and after the update mean differs (1 of 3 "
-        "weights and buffers)"
-    )
+    assert first_difference(*folders.values()) == (1, ["mean"])
 
 
 def test_a_resumed_run_has_the_digests_of_an_unbroken_one(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_a_resumed_run_has_the_digests_of_an_unbroken_one(tmp_path: Path) -> Non
     ]
     in_world(1, _stopped_and_resumed, configs, one)
     assert (one / "digests.bin").read_bytes() == (other / "digests.bin").read_bytes()
-    assert why(one, other)[1] == "all digests are the same, of 10 steps from 3 to 30"
+    assert list(table_of(one).rows) == list(range(3, 31, 3))
 
 
 def test_gradients_are_averaged_before_they_are_digested(tmp_path: Path) -> None:
@@ -132,9 +131,9 @@ def test_gradients_are_averaged_before_they_are_digested(tmp_path: Path) -> None
     virtual = [*SMALL, "strategy=virtual_ranks", "trainer.max_steps=4"]
     for ranks in (1, 2):
         in_world(ranks, train, composed(f"run_dir={tmp_path / str(ranks)}", *virtual))
-    lines, steps = why(tmp_path / "1", tmp_path / "2")
-    assert steps == "all digests are the same, of 4 steps from 1 to 4"
-    assert ["ranks", "number", "in", "each", "life", "[1]", "[2]"] in [line.split() for line in lines]
+    # The loss is that of rank 0's samples.
+    assert first_difference(tmp_path / "1", tmp_path / "2", with_loss=False) is None
+    assert list(table_of(tmp_path / "1").rows) == list(table_of(tmp_path / "2").rows) == [1, 2, 3, 4]
 
 
 def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
@@ -142,8 +141,7 @@ def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
     data = [*halves, "+dataset.train.broken=[100]", "+dataset.test.broken=[]", "dataset.mean=null", "dataset.std=null"]
     options = ["watch.nan=rollback", "snapshot.every=4steps", "trainer.batch_size=64", "dataset.train.train=true"]
     in_world(1, train, composed(f"run_dir={tmp_path}", *SMALL, *data, *options))
-    table = read_digests(tmp_path)
-    assert table is not None
+    table = table_of(tmp_path)
     assert list(table.rows) == list(range(1, 31))
     assert "back to step" in (tmp_path / "train.log").read_text()
     width = 8 * (len(table.names) + 1)
@@ -173,6 +171,4 @@ def test_a_full_disk_leaves_no_part_of_a_row(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert digests.path.stat().st_size == size
     digests.flush()
-    found = read_digests(tmp_path)
-    assert found is not None
-    assert list(found.rows) == [1, 2]
+    assert list(table_of(tmp_path).rows) == [1, 2]

@@ -132,7 +132,6 @@ def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
             ["resume=outputs/a"],
             "mode=find_lr reads no run; leave resume=outputs/a out, or type init=<a run> for its weig",
         ),
-        (["launch=dry"], "launch=dry plans a training, and mode=find_lr is none; type mode=train"),
         (["~optimizer.lr"], "mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1"),
     ],
 )

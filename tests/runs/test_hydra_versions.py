@@ -25,7 +25,6 @@ COMMANDS = [
     ([*SHORT, "launch=spawn", *TWO], 0, "finished:"),
     ([*SHORT, "launch=torchrun", *TWO], 0, "finished:"),
     ([*SHORT, "launch=slurm", "launch.dry_run=true"], 0, "#SBATCH"),
-    ([*SHORT, "launch=dry", "backend=gloo"], 0, "rank"),
     ([*SHORT, "+model.nothing=1"], 2, "takes no nothing; leave model.nothing out"),
     ([*SWEEP, "seed=1,2"], 0, "sweep: 2 finished"),
     ([*SWEEP, "optimizer=sgd,adamw"], 0, "sweep: 2 finished"),

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import termios
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from PIL import Image
 
 from lockstep.cli import resume_sweep
 from lockstep.errors import ConfigError
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
 from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -46,9 +45,8 @@ def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
             "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; leave model.depht out, or",
         ),
         (["model=mlp", "mode=train,check"], "the job mode=check: mode=check is no training, and a sweep trains; leave"),
-        (["model=mlp", "launch=env,dry"], "the job launch=dry: launch=dry is no training, and a sweep trains; leave"),
     ],
-    ids=["model", "strategy", "argument", "mode", "plan"],
+    ids=["model", "strategy", "argument", "mode"],
 )
 def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
     run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
@@ -110,15 +108,6 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     check_changes_are_refused(start, command, folder)
 
     first = rows_of(folder)
-    again = start(sys.executable, str(ROOT / "src" / "runs.py"), "again", "s/0_optimizer.lr=0.1").finish()
-    (typed,) = re.findall("^train again: +(.*)$", again.output, re.MULTILINE)
-    start(*PYTHON_TRAIN, *shlex.split(typed)[2:]).finish()
-    (compared,) = re.findall("^compare: +python src/runs.py (.*)$", again.output, re.MULTILINE)
-    why = start(sys.executable, str(ROOT / "src" / "runs.py"), *shlex.split(compared)).finish()
-    assert "the same: config, code, environment, data, ranks" in why.output
-    assert "weights: the two model.pt hold the same bits" in why.output
-    assert (folder / "0_optimizer.lr=0.1-again" / "model.pt").exists()  # beside the jobs, and no job
-
     more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)
     assert re.findall(r"^sweep: job (\d+),", more.output, re.MULTILINE) == ["3"]
     assert rows_of(folder)[:3] == first

@@ -15,7 +15,7 @@ from support.small_data import write_small_data
 
 CONF = ROOT / "conf"
 NOT_COMBINED = ("experiment", "hydra", "local", "mode")  # a preset is a choice of the other groups; modes need a run
-NOT_HERE = ("launch=slurm", "launch=dry")  # its answer is the cluster's; it trains nothing
+NOT_HERE = ("launch=slurm",)  # its answer is the cluster's
 # New processes would refuse the small files for their checksums; support.small_commands does not look at them.
 NOT_TOGETHER = [
     {data, f"launch={name}"} for data in ("dataset=cifar10", "model=airbench") for name in ("spawn", "torchrun")

@@ -66,16 +66,12 @@ def micro_batch_parts(batch: Tensor, accumulation_steps: int, rank: int, size: i
 
 
 def shares_in_words(batch: int, ranks: int, shares: int) -> str:
-    """ ", 21 or 22 for each of 3 ranks", ", one for each of 2 ranks and none for 1": how many samples of a batch a rank
-    gets. Empty for one rank.
+    """ ", 21 or 22 for each of 3 ranks": how many samples of a batch a rank gets. Empty for one rank.
 
     shares: that `ranks` ranks cut it into.
     """
     if ranks == 1:
         return ""
-    if batch < shares == ranks:
-        first = "for one rank" if batch == 1 else f"one for each of {batch} ranks"
-        return f", {first} and none for {ranks - batch}"
     smallest, rest = divmod(batch, shares)
     share = f"{smallest} or {smallest + 1}" if rest else f"{smallest}"
     return f", {share} for each of {ranks} ranks"

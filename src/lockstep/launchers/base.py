@@ -22,8 +22,6 @@ class Launcher:
     """Whether `launch` starts the ranks as processes of this machine."""
     runs_elsewhere: bool = False
     """Whether the ranks run later, perhaps on machines that are unlike this one."""
-    plans: bool = False
-    """Whether `launch` trains nothing, and shows what the job would do."""
 
     def prepare(self, rank_imports: str) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.

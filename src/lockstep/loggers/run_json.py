@@ -44,16 +44,13 @@ class RunJson(Logger):
     and the versions of packages, is asked in a thread while the first steps run.
     """
 
-    def __init__(
-        self, objective: str, mode: str, is_paused: Callable[[], bool], time_shares: Callable[[], Sequence[int]]
-    ) -> None:
+    def __init__(self, objective: str, mode: str, is_paused: Callable[[], bool]) -> None:
         """
         objective: such as "val/loss".
         mode: "min" or "max".
         is_paused: whether a run that ends shall go on later.
-        time_shares: see `Progress`, when a run ends.
         """
-        self.objective, self.mode, self.is_paused, self.time_shares = objective, mode, is_paused, time_shares
+        self.objective, self.mode, self.is_paused = objective, mode, is_paused
         self.run: dict[str, Any] = {}
         self.life: dict[str, Any] | None = None  # begins with the first epoch: a finished run may be started again
         self.tested: dict[str, Any] | None = None  # the test of an earlier start
@@ -133,8 +130,6 @@ class RunJson(Logger):
         if self.life is None and self.has_no_end:  # it was killed after its last epoch
             self._begin_life()
         self.run["objective"]["last"] = metrics[self.objective.partition("/")[2]]
-        if shares := list(self.time_shares()):
-            self.run["time_shares"] = shares
         self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:

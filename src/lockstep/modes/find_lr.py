@@ -71,7 +71,7 @@ class FindLr(Mode):
             cfg, loaders = build.model_and_data(cfg, world, strategy)
             changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
             changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
-            rising = {"first": self.min_lr / typed, "last": self.max_lr / typed, "over": "steps"}
+            rising = {"first": self.min_lr / typed, "last": self.max_lr / typed}
             changes["scheduler"] = {"_target_": RISING, "_partial_": True} | rising
             state = build.train_state(with_values(cfg, changes), strategy, loaders.train)
             finder, divergence = RateFinder(state), None

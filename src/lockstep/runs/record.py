@@ -105,14 +105,6 @@ def _below(folder: str, seen: set[str]) -> Iterator[Path]:
         yield from _below(path, seen)
 
 
-def configs_of(run: Run) -> list[dict[str, Any]]:
-    """The config of each life. A life that a later one has resumed with other values holds those values only."""
-    configs = [dict(run["config"])]
-    for life in reversed(run["lives"][:-1]):
-        configs.append(configs[-1] | life.get("config", {}))
-    return configs[::-1]
-
-
 def best_of(run: Run) -> tuple[float | None, int | None]:
     """(objective, step) of the best evaluation. Of a run that ended before its first one, those of its end."""
     objective = run["objective"]

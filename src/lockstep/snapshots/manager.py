@@ -236,11 +236,12 @@ class SnapshotManager(Watcher):
         if not self.has_looked:  # here, not at the first snapshot: it may come hours later
             self.has_looked = True
             require_kept(self.state, self.fresh_schedule)
-        due, share = self.interval.due_by_clock(), self.state.time_share
-        stop, due_by_clock, agreed_share = self.vote.cast(signals.stop_requested(), due, share)
+        due, is_over = self.interval.due_by_clock(), self.state.time_is_over
+        stop, due_by_clock, time_is_over = self.vote.cast(signals.stop_requested(), due, is_over)
         due_by_step = self.interval.due_after_step(progress.step)
         self.is_due = self.is_due or bool(due_by_clock) or due_by_step
-        self.state.agree_on_time(agreed_share)
+        if time_is_over:
+            self.state.end_here()
         if stop:
             self.stop_before_evaluation()
         if self.is_due and progress.samples < self.state.settings.epoch_samples:

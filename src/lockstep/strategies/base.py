@@ -101,10 +101,6 @@ class Strategy:
     def validate_model(self, model: nn.Module, world_size: int) -> None:
         """Raise ConfigError for a model that this strategy cannot spread over `world_size` ranks."""
 
-    def needs_other_ranks(self) -> bool:
-        """Whether a rank acts on messages of others, so that it cannot be planned alone."""
-        return False
-
     def binds_one_device(self) -> bool:
         """Whether a rank computes on one device only."""
         return True

@@ -32,7 +32,6 @@ class GradientSync:
     is_exact: whether that gradient is the mean of the ranks' own, up to rounding.
     needs_hooks: whether it works only in a strategy that runs DistributedDataParallel.
     in_backward: whether DistributedDataParallel averages while the backward pass runs.
-    sends_as_much_each_step: whether the first step tells what a later one sends.
     """
 
     name = "all_reduce"
@@ -41,7 +40,6 @@ class GradientSync:
     is_exact = True
     needs_hooks = False
     in_backward = True
-    sends_as_much_each_step = True
 
     def validate(self, job: JobSpec) -> None:
         """Raise ConfigError for what does not go together. Called before any process starts."""
@@ -145,7 +143,6 @@ class PowerSGD(GradientSync):
     is_exact = False
     replicas_bitwise_equal = False  # on some CPUs a few weights differ between ranks in their last bit
     needs_hooks = True
-    sends_as_much_each_step = False  # the first steps are plain
 
     def __init__(
         self,
@@ -197,7 +194,6 @@ class LocalSGD(GradientSync):
     is_exact = False
     needs_hooks = True
     ranks_agree = False
-    sends_as_much_each_step = False
 
     def __init__(self, sync_every: Count) -> None:
         self.sync_every = sync_every

@@ -65,9 +65,6 @@ class Pipeline(Strategy):
         self.schedule_name, self.micro_batches = schedule, micro_batches
         self.schedules: dict[tuple[int, torch.Size, bool], PipelineScheduleSingle] = {}
 
-    def needs_other_ranks(self) -> bool:
-        return True  # torch's stages tell each other their shapes
-
     def validate(self, job: JobSpec) -> None:
         if job.sync_bn == "on":
             raise ConfigError(

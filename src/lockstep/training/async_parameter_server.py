@@ -62,9 +62,6 @@ class AsyncParameterServer(Strategy):
                 f"{name} saves only when its ranks synchronise; type snapshot.every=1epochs or snapshot.every=10min"
             )
 
-    def needs_other_ranks(self) -> bool:
-        return True
-
     def data_parallel_size(self, world_size: int) -> int:
         return 1  # a worker computes whole batches
 

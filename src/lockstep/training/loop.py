@@ -55,9 +55,7 @@ def fit(
         while not state.finished:
             epoch, samples_before = progress.epoch + 1, progress.samples
             reporter.epoch_starts(epoch)
-            # Where the time alone ends the run, more epochs than planned may fit.
-            epochs = settings.epochs if settings.schedule_over == "steps" else max(settings.epochs, epoch + 1)
-            loggers.on_epoch_start(epoch, epochs, len(loader), samples_before)
+            loggers.on_epoch_start(epoch, settings.epochs, len(loader), samples_before)
             try:
                 samples = train(state, loader, timer, [*watchers, speed])
                 means = state.nan.require_finite(state.meter.means(), progress.step)
@@ -81,7 +79,7 @@ def fit(
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
-                epochs=epochs,
+                epochs=settings.epochs,
                 step=progress.step,
                 metrics=metrics,
                 samples_per_second=samples_per_second,
@@ -255,7 +253,7 @@ def update(state: TrainState, step: int, is_last: bool) -> None:
     else:  # torch warns of a schedule that steps before the first update
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
     optimizer.zero_grad(set_to_none=True)
-    state.step_schedule(step)
+    state.scheduler.step()
 
 
 def draws_of(state: TrainState, seed: int, step: int, batch: Batch, part: LoadedPart) -> AbstractContextManager[Any]:

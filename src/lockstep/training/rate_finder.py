@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.training.state import WHOLE_TIME, TrainState
+from lockstep.training.state import TrainState
 from lockstep.training.watchers import Watcher
 
 START = 10  # steps whose losses tell where the loss begins, and how much batches differ
@@ -35,7 +35,7 @@ class RateFinder(Watcher):
         begin, newest = fmean(self.losses[:START]), fmean(self.losses[-START:])
         self.lowest = min(self.lowest, newest)
         if newest > begin + max(abs(begin), begin - self.lowest):
-            state.agree_on_time(WHOLE_TIME)
+            state.end_here()
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

@@ -2,20 +2,17 @@
 
 import math
 import re
-import sys
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy
 from lockstep.tasks.base import Task
 from lockstep.training.buffers import Buffers
@@ -29,19 +26,16 @@ from lockstep.training.schedulers import FollowsObjective, constant, require_sch
 from lockstep.training.setup import grad_scaler
 from lockstep.training.trained_parameters import TrainedParameters
 
-WHOLE_TIME = 10**6  # shares of trainer.max_time are in millionths
-SHARES = 50  # that the ranks agree on and keep, with scheduler.over=time
 SECONDS = {"s": 1, "min": 60, "h": 3600}
-ENDLESS = sys.maxsize  # epochs
 
 
-def time_limit(max_time: str | None) -> tuple[float | None, int | None]:
-    """(seconds, steps) of trainer.max_time, of which one is None; both without it."""
+def time_limit(max_time: str | None) -> float | None:
+    """The seconds of trainer.max_time, None without it."""
     if max_time is None:
-        return None, None
+        return None
     match = re.fullmatch(r"([\d.]+)\s*(\w+)", max_time)
     assert match is not None  # the config was checked
-    return (None, int(match[1])) if match[2] == "steps" else (float(match[1]) * SECONDS[match[2]], None)
+    return float(match[1]) * SECONDS[match[2]]
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,7 @@ class TrainSettings:
 
     epoch_samples: of an epoch, over all ranks.
     batch_size: of a global batch, over all ranks. eval_batch_size: of one forward pass on one rank.
-    max_seconds, time_steps: as trainer.max_time, which is one or the other.
-    schedule_over: as scheduler.over.
+    max_seconds: as trainer.max_time.
     accumulates_more: more micro-batches than `gradient_accumulation_steps` where memory runs out.
     draws_by_sample: dropout belongs to the samples. False: to a rank, which a compiled model needs.
     """
@@ -60,8 +53,6 @@ class TrainSettings:
     epoch_samples: int
     max_steps: int | None = None
     max_seconds: float | None = None
-    time_steps: int | None = None
-    schedule_over: str | Sequence[int] = "steps"
     pause_after: int | None = None  # epochs
     batch_size: int = 64
     gradient_accumulation_steps: int = 1
@@ -77,8 +68,6 @@ class TrainSettings:
     @property
     def last_epoch(self) -> int:
         """The number of the last epoch, counted from 0, if nothing ends the run before."""
-        if self.schedule_over != "steps":  # the time ends it
-            return (ENDLESS if self.pause_after is None else self.pause_after) - 1
         return (self.epochs if self.pause_after is None else min(self.epochs, self.pause_after)) - 1
 
     @property
@@ -104,8 +93,6 @@ class Progress:
     epoch: whole epochs done. samples: global samples used of the current epoch. step: optimizer steps done.
     best, best_step: the best evaluation so far, and the step of it. evals_since_best: evaluations since then.
     evaluation_pending: the run stopped early after its last step and before the evaluation of it.
-    time_shares: with scheduler.over=time what the ranks agreed on: a step, the share of the time that was over by then,
-        in millionths, a later step, ...
     draws: whether a forward pass has drawn random numbers; None where that is not known.
     """
 
@@ -116,7 +103,6 @@ class Progress:
     best_step: int | None = None
     evals_since_best: int = 0
     evaluation_pending: bool = False
-    time_shares: list[int] = field(default_factory=list)
     draws: bool | None = None
 
 
@@ -166,15 +152,9 @@ class TrainState:
         self.ema = average_of(strategy, optimizer, ema)
         objective = objective or f"test/{task.monitor}"
         self.objective = objective, task.mode(objective)
-        if settings.schedule_over != "steps" and not isinstance(self.scheduler, LambdaLR | OneCycleLR):
-            raise ConfigError(
-                f"scheduler.over=time needs a schedule that is a function of the step, and "
-                f"{type(self.scheduler).__name__} goes on from the rate before; type scheduler=cosine, or "
-                f"scheduler.over=steps"
-            )
         self.progress = Progress()
         self.started, self.seconds_before = time.monotonic(), 0.0
-        self.time_ends_at, self.newest_share = settings.time_steps, 0
+        self.time_ends_at: int | None = None  # the step at which trainer.max_time ends the run
         self.trained = TrainedParameters(strategy, optimizer)
         self.buffers = Buffers(strategy, buffers)
         shares = strategy.data_parallel_size(strategy.world.size)
@@ -203,7 +183,7 @@ class TrainState:
             return "trainer.max_time"
         if settings.patience is not None and progress.evals_since_best >= settings.patience:
             return "evaluation.patience"
-        if progress.epoch >= settings.epochs and settings.schedule_over == "steps":
+        if progress.epoch >= settings.epochs:
             return "trainer.epochs"
         if settings.pause_after is not None and progress.epoch >= settings.pause_after:
             return "trainer.pause_after"
@@ -235,38 +215,19 @@ class TrainState:
             self.time_ends_at = self.progress.step
 
     @property
-    def time_share(self) -> int:
-        """How much of trainer.max_time is over by rank 0's clock, in millionths; 0 on other ranks, and without it."""
+    def time_is_over(self) -> bool:
+        """Whether trainer.max_time is over by rank 0's clock; False on other ranks, and without it."""
         limit = self.settings.max_seconds
-        if limit is None or not self.strategy.world.is_rank_zero:
-            return 0
-        return min(WHOLE_TIME, int(WHOLE_TIME * self.seconds / limit))
+        return limit is not None and self.strategy.world.is_rank_zero and self.seconds >= limit
 
-    def agree_on_time(self, share: int) -> None:
-        """share: `time_share` of rank 0 a moment ago, the same on all ranks; 0 if they have not asked."""
-        if share >= WHOLE_TIME and self.time_ends_at is None:
+    def end_here(self) -> None:
+        """End the run at this step, on which all ranks have agreed, as if its time was up."""
+        if self.time_ends_at is None:
             self.time_ends_at = self.progress.step
-        elif self.settings.schedule_over == "time" and share - self.newest_share >= WHOLE_TIME // SHARES:
-            self.progress.time_shares += [self.progress.step, share]
-            self.newest_share = share
 
     @property
     def time_is_up(self) -> bool:
         return self.time_ends_at is not None and self.progress.step >= self.time_ends_at
-
-    def step_schedule(self, step: int) -> None:
-        """Set the learning rate for after optimizer step `step`.
-
-        Over time a schedule is as far in all its steps as the clock is in trainer.max_time. Between two shares that the
-        ranks agreed on, the steps are taken to go on as fast as they did on average.
-        """
-        over = self.settings.schedule_over
-        shares = {"steps": [], "time": self.progress.time_shares}[over] if isinstance(over, str) else over
-        known = bisect_left(shares[::2], step)  # shares that were agreed on before
-        if known:
-            at, share = shares[2 * known - 2 : 2 * known]
-            self.scheduler.last_epoch = min(1.0, share / WHOLE_TIME * step / at) * self.settings.total_steps - 1
-        self.scheduler.step()
 
     def begin_epoch(self) -> None:
         """An epoch, or the rest of one, is about to be trained."""
@@ -352,7 +313,7 @@ class TrainState:
         recorded: the same run with more steps would not have evaluated there.
         """
         is_cut = self.reached_limit in ("trainer.pause_after", "trainer.max_steps", "trainer.max_time")
-        is_before_end = self.progress.epoch < self.settings.epochs or self.settings.schedule_over != "steps"
+        is_before_end = self.progress.epoch < self.settings.epochs
         is_extra = is_cut and is_before_end and not self._evaluates_each_time
         if self.progress.samples or is_extra or math.isnan(value):
             return False

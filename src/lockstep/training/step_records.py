@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from lockstep.loggers.base import Logger, RunInfo
 from lockstep.loggers.csv_logger import append
-from lockstep.runs.compare import DIGESTS, read_digests, row_bytes
 from lockstep.training.state import TrainState
 from lockstep.training.timing import StepTimer, StepTimes
 from lockstep.training.weight_check import digest
 
 log = logging.getLogger(__name__)
 
+# A line of JSON with the names, then rows of 64-bit numbers: the step, and a digest for each name.
+DIGESTS = "digests.bin"
 EVERY = 10  # steps between two digests, for trainer.digest=on
 PENDING = 20  # rows in memory at most: reading one from a GPU waits for its step
 
@@ -237,6 +241,33 @@ class StepDigests(Logger):
             header = file.readline()
             file.truncate(len(header) + len(kept) * row_bytes(len(self.names)))
         self.last_step = kept[-1] if kept else 0
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """names: what a row has a digest of. rows: {step: digests}, in the order of steps."""
+
+    names: list[str]
+    rows: Mapping[int, Sequence[int]]
+
+
+def row_bytes(names: int) -> int:
+    """The length of a row."""
+    return 8 * (names + 1)
+
+
+def read_digests(folder: Path) -> StepTable | None:
+    """What trainer.digest has left in a run folder. None without the file."""
+    path = folder / DIGESTS
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        names = list(json.loads(file.readline())["names"])
+        content = file.read()
+    width = len(names) + 1
+    numbers = array("q", content[: len(content) // row_bytes(len(names)) * row_bytes(len(names))])  # a kill cuts a row
+    rows = {numbers[start]: numbers[start + 1 : start + width] for start in range(0, len(numbers), width)}
+    return StepTable(names, rows)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
