@@ -36,6 +36,7 @@ from lockstep.data.split import HeldOut, Split, hold_out
 from lockstep.data.text import TextWindows
 from lockstep.data.transforms import BatchTransform, as_batch_transforms
 from lockstep.errors import ConfigError
+from lockstep.modes.base import Mode
 from lockstep.tasks.base import Task
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.language_modelling import LanguageModelling
@@ -99,7 +100,7 @@ def held_out_of(config: RunConfig, train: Any) -> HeldOut | None:
     return hold_out(train, Split(size, fold, data.split_seed, data.groups))
 
 
-def datasets(config: RunConfig) -> DataSets:
+def datasets(config: RunConfig, mode: Mode) -> DataSets:
     """The data sets for training, validation and tests.
 
     A mode that does not read the training data takes the tests' in its place, where it has no samples. Raises
@@ -116,7 +117,7 @@ def datasets(config: RunConfig) -> DataSets:
             f"trainer.final={config.trainer.final} trains on what is held out of the training data, and the validation "
             f"images are those of a folder val/; type trainer.final=null, or move them to train/"
         )
-    mode, held_out = instantiate(config.mode), None
+    held_out = None
     for name, data in (("test", test), ("training", train), ("validation", val)):
         source = getattr(data, "source", None)
         missing = source.first_without_target if isinstance(source, ImageFiles) else None

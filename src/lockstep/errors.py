@@ -26,6 +26,9 @@ EXIT_PROMISES = 7  # mode=check found a promise that does not hold for this mode
 EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
+# What a command ends with. The other ones are told inside, and a command that they end ends with EXIT_FAILED.
+EXIT_CODES = (EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
+EXIT_CODES += (EXIT_INTERRUPTED,)
 
 
 class ConfigError(Exception):

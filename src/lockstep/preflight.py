@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.check import default_of, word
@@ -20,7 +19,7 @@ from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import JobSpec, Strategy
+    from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
 GROUPS = ("launch", "mode", "model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")

@@ -8,11 +8,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
@@ -306,7 +305,7 @@ def _missing_option(error: MissingConfigException, words: list[str]) -> tuple[st
     meant = get_close_matches(option, options, 1)
     folder = "" if any("config-dir" in one for one in words) else f", or --config-dir=<a folder with {group}/{option}.yaml>"
     known = f"{group} has the options {', '.join(options)}"
-    return f"{group}={option} is no option: {known}; type {group}={meant[0] if meant else f'<one of them>'}{folder}", False
+    return f"{group}={option} is no option: {known}; type {group}={meant[0] if meant else '<one of them>'}{folder}", False
 
 
 def _unreadable(typed: str, words: list[str]) -> tuple[str, bool]:

@@ -154,10 +154,14 @@ def instantiate(node: Node | Sequence[Node] | None, *first: Any, **later: Any) -
         return None
     if not isinstance(node, dict):
         return [instantiate(item) for item in node]
+    called_later = bool(first or later)  # Hydra would copy what it passes on
     try:
-        return hydra.utils.instantiate(node, *first, _convert_="all", **hydra_may_call_all(), **later)
+        if called_later:
+            node = node | {"_partial_": True}
+        made = hydra.utils.instantiate(node, _convert_="all", **hydra_may_call_all())
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
+    return made(*first, **later) if called_later else made
 
 
 def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later: Any) -> Kind:

@@ -28,7 +28,8 @@ class ConfigRecord:
     flat: {key: value}, resolved. shown: the same, as files and messages may have it: in the place of a value that an
         environment variable decides stands its text, such as ${oc.env:KEY}.
     options: {config group: the option chosen, or the class if another one was typed}.
-    overrides: those typed. command: what gives the same run, in a shell; flags: its words that name config folders.
+    overrides: those typed. command: what gives the same run, in a shell; script: of it; flags: its words that name
+        config folders.
     files: {name: text} of the folder .hydra. Rank 0 writes them when it holds the run folder's lock: a refused command
         must not overwrite the record of a running one.
     """
@@ -38,6 +39,7 @@ class ConfigRecord:
     options: Mapping[str, str | None]
     overrides: Sequence[str]
     command: str
+    script: str
     flags: Sequence[str]
     files: Mapping[str, str]
 
@@ -81,7 +83,7 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
         script, words = str(Path(os.path.relpath(ROOT / "src" / "train.py"))), [*overrides, *flags]
     command = shlex.join(["python", script, *words])
     files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
-    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
+    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, script, flags, files)
 
 
 def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:

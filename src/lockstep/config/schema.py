@@ -243,6 +243,17 @@ class RunConfig(Section):
             return f"val/{self.task.get('monitor', 'loss')}" if self.holds_out else None
         return self.monitor
 
+    def changed(self, values: dict[str, Any]) -> "RunConfig":
+        """A copy with other values: {"trainer.epochs": 3, "scheduler": {...}}."""
+        config = self
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            part = getattr(config, section)
+            if name:
+                value = part | {name: value} if isinstance(part, dict) else replace(part, **{name: value})
+            config = replace(config, **{section: value})
+        return config
+
     def completed(self, shape: list[int] | None, classes: int | None) -> "RunConfig":
         """With these in the place of each `shape` and `classes` that is null: what the training data has told."""
         told = {"shape": shape, "classes": classes}

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import Count, Limits
+from lockstep.config.schema import Count
 from lockstep.data.dataset import IGNORED
 from lockstep.data.shard_formats import (
     ENDS,
@@ -140,8 +140,8 @@ class TokenFiles(IndexedFiles):
         train: bool,
         format: Documents,
         field: str,
-        tokenizer: Annotated[str, Limits(example="bytes")],
-        separator: Annotated[str | None, Limits(example="<|endoftext|>")],
+        tokenizer: str,
+        separator: str | None,
         index_dir: str,
     ) -> None:
         self.file = None if tokenizer in SYMBOLS else FileVocabulary(tokenizer)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lockstep.config.schema import Count, Limits
+from lockstep.config.schema import Count
 from lockstep.data.builtin import one_at_a_time, say
 from lockstep.data.partition import generator as seeded_generator
 from lockstep.data.samples import EVALUATION, Key
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 VERSION = 4  # one more when the same shards give another index
 COLUMNS = ("begin", "length", "target")  # of the index: int64, a number for each sample
 
-Urls = Annotated[str | list[str], Limits(example="data/train-*.tar")]
+Urls = str | list[str]
 Kind = Literal["auto", "tar", "jsonl", "parquet", "arrow"]
-Fieldnames = Annotated[str | list[str], Limits(example="jpg")]
+Fieldnames = str | list[str]
 
 
 class IndexedFiles:
@@ -228,7 +228,7 @@ class HuggingFaceFiles(ShardFiles):
 
     def __init__(
         self,
-        path: Annotated[str, Limits(example="data/imdb")],
+        path: str,
         train_split: str,
         test_split: str,
         train: bool,

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal, NoReturn
 import numpy as np
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Le, Len
 from torch import Tensor
 
 from lockstep.compat import is_of_torchvisions_first, moves_pixels, standard_gamma
-from lockstep.config.schema import Classes, Limits, Positive
+from lockstep.config.schema import Classes, Positive
 from lockstep.data.dataset import (
     TARGET_KEYS,
     TOLERANCE,
@@ -464,9 +465,9 @@ class RandomErasing(BatchTransform):
 
     def __init__(
         self,
-        p: Annotated[float, Limits(min=0, max=1)],
-        scale: Annotated[Sequence[float], Limits(min=0, max=1, length=2)] = (0.02, 0.33),
-        ratio: Annotated[Sequence[Positive], Limits(length=2)] = (0.3, 3.3),
+        p: Annotated[float, Ge(0), Le(1)],
+        scale: Annotated[Sequence[Annotated[float, Ge(0), Le(1)]], Len(2, 2)] = (0.02, 0.33),
+        ratio: Annotated[Sequence[Positive], Len(2, 2)] = (0.3, 3.3),
     ) -> None:
         self.p, self.scale, self.ratio = p, scale, ratio
 

@@ -26,7 +26,7 @@ class Launcher:
     def prepare(self, rank_imports: str) -> None:
         """Begin what takes time, such as imports. Called first. Raises ConfigError if it cannot begin.
 
-        rank_imports: the module that imports what ranks need, see `lockstep.rank_imports`.
+        rank_imports: the module that imports what ranks need, see `lockstep.launchers.rank_imports`.
         """
 
     def validate(self) -> None:
@@ -42,6 +42,22 @@ class Launcher:
         Raises RankFailed for a rank that fails, StoppedEarly if a signal stopped the ranks, and a rank's ConfigError.
         """
         raise NotImplementedError
+
+
+class CalledHere(Launcher):
+    """Calls the worker once, in this process, which starts ranks itself. launcher: of the job that it is about."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+
+    def validate(self) -> None:
+        self.launcher.validate()
+
+    def num_ranks(self) -> tuple[int, int]:
+        return self.launcher.num_ranks()
+
+    def launch(self, worker: Worker, *args: Any) -> Any:
+        return worker(*args)
 
 
 def refuse_nesting(name: str) -> None:

@@ -24,7 +24,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from lockstep.config.schema import Count, Limits, Ranks, StartMethod, Whole
+from annotated_types import Ge, Le
+
+from lockstep.config.schema import Count, Ranks, StartMethod, Whole
 from lockstep.distributed import signals
 from lockstep.distributed.environment import RankInfo, node_rank_info
 from lockstep.distributed.host import LAUNCHER, cpu_count, end_with_parent
@@ -184,7 +186,7 @@ class SpawnLauncher(LocalLauncher):
         nnodes: Count,
         node_rank: Whole,
         master_addr: str,
-        master_port: Annotated[int, Limits(min=0, max=65535, example=29500)],
+        master_port: Annotated[int, Ge(0), Le(65535)],
     ) -> None:
         name = "fork" if start_method == "fork" else "spawn"
         super().__init__(name, start_method, nproc_per_node, 0, nnodes, node_rank, master_addr, master_port)

@@ -25,7 +25,6 @@ import tqdm
 from torch.utils.serialization import config  # of torch.save
 
 import lockstep.build
-import lockstep.build_loggers
 import lockstep.loggers.console
 import lockstep.loggers.rank_logs
 import lockstep.loggers.tensorboard

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import unquote
 
-from lockstep.config.schema import Count, Limits, Whole
+from lockstep.config.schema import Count, Pattern, Whole
 from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
 from lockstep.launchers.base import Launcher, Worker, print_line, refuse_nesting
@@ -35,15 +35,15 @@ exit $code
 """
 
 
-TimeLimit = Annotated[
-    str | int | Literal["UNLIMITED", "INFINITE"],
-    Limits(
-        min=1,
-        pattern=r"\d+|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}",
-        must_be="minutes, such as 30, or a time, such as 08:00:00",
-        example=30,
-    ),
-]
+TimeLimit = (
+    Count
+    | Annotated[
+        str,
+        Pattern(
+            r"UNLIMITED|INFINITE|\d+(:\d+){1,2}|\d+-\d+(:\d+){0,2}", "minutes, such as 30, or a time, such as 08:00:00"
+        ),
+    ]
+)
 
 
 class SlurmLauncher(Launcher):

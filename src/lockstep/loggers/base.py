@@ -44,11 +44,11 @@ class RunInfo:
     batch_size: samples of a global batch.
     start_step: optimizer steps already done, 0 for a fresh run.
     best, best_step: the best evaluation of the objective so far, and its step; None without one.
-    objective: such as "val/accuracy". is_final: a training on all data, where nothing is chosen.
+    objective: such as "val/accuracy"; None: nothing is chosen. is_final: a training on all data.
     val_samples: of the validation set, 0 without one. eval_samples: of the test set.
     facts: plain values for run.json, see `lockstep.loggers.run_json`.
     script: the path of src/train.py, as typed.
-    trusted: words that a command with this run has to repeat, as the record of a run may not choose what they choose.
+    flags: words that a command with this run has to repeat: they name folders of configs.
     """
 
     run_dir: Path
@@ -64,12 +64,12 @@ class RunInfo:
     start_step: int
     best: float | None = None
     best_step: int | None = None
-    objective: str = "test/loss"
+    objective: str | None = None
     is_final: bool = False
     val_samples: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     script: Path = Path("src/train.py")
-    trusted: Sequence[str] = ()
+    flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,11 @@ class ConsoleLogger(Logger):
             run.batch_size,
             shares_in_words(run.batch_size, run.world_size, run.data_parallel_size),
         )
-        self._decides, _, name = run.objective.partition("/")
         if run.is_final:
             log.info("trained on training and validation data: nothing is chosen, and its number is the test's alone")
-        elif self._decides == "test":
-            way = "leave objective out" if run.val_samples else "type dataset.validation=0.1"
-            log.info("chosen on the test set: %s of it decides, and is better than on new data; %s", name, way)
+        elif run.objective is None:
+            way = "" if run.val_samples else "; type dataset.validation=0.1 to hold some data out"
+            log.info("nothing is chosen: the last weights are the result%s", way)
 
     def on_epoch_end(self, summary: EpochSummary) -> None:
         """For example: epoch 5/5   step 115   train loss 0.0180 accuracy 0.9979   val loss 0.0447   3667 samples/s"""
@@ -54,11 +53,11 @@ class ConsoleLogger(Logger):
         log.info("%s", "   ".join(columns))
 
     def on_test(self, metrics: dict[str, float], step: int, is_logged: bool) -> None:
-        chosen = ", chosen on the test set" if self._decides == "test" else f", chosen on {self._decides}"
-        self._test = f"{_in_words(metrics)}, with the weights of step {step}{'' if self._run.is_final else chosen}"
+        chosen = ", the last ones" if self._run.objective is None else ", chosen on val"
+        self._test = f"{_in_words(metrics)}, with the weights of step {step}{chosen}"
 
     def on_fit_end(self, run_dir: Path, metrics: dict[str, float]) -> None:
-        log.info("finished: %s %s", self._decides, _in_words(metrics))
+        log.info("finished: %s", f"val {_in_words(metrics)}" if metrics else "nothing was evaluated on the way")
         if self._test:
             log.info("test:       %s", self._test)
         log.info("run folder: %s", run_dir)
@@ -70,10 +69,10 @@ class ConsoleLogger(Logger):
             file = "model.pt" if last.best_step == last.step else "model_best.pt"
             # It is not there if the run was resumed in another folder, and has not become better since.
             where = f", in {file}; mode.snapshot=best takes its weights" if (run_dir / file).exists() else ""
-            log.info("best:       %s %s %.4f at step %s%s", self._decides, name, value, last.best_step, where)
+            log.info("best:       val %s %.4f at step %s%s", name, value, last.best_step, where)
         run = self._run
         resume = f"resume={path_value(run_dir)}"
-        log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.trusted]))
+        log.info("evaluate:   %s", shlex.join(["python", str(run.script), "mode=evaluate", resume, *run.flags]))
         table = ["python", str(run.script.with_name("runs.py")), "table", str(run_dir.parent)]
         log.info("table:      %s", shlex.join(table))
         if last.epoch == last.epochs:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.record import ConfigRecord
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.world import World
 from lockstep.errors import EXIT_FINISHED, ConfigError, StoppedEarly, TrainingDiverged, exit_code_of
@@ -46,7 +48,7 @@ class RunJson(Logger):
 
     def __init__(self, objective: str, mode: str, is_paused: Callable[[], bool]) -> None:
         """
-        objective: such as "val/loss".
+        objective: such as "val/loss"; where nothing is chosen, test/loss of the last weights.
         mode: "min" or "max".
         is_paused: whether a run that ends shall go on later.
         """
@@ -129,7 +131,8 @@ class RunJson(Logger):
     def on_fit_end(self, run_dir: object, metrics: dict[str, float]) -> None:
         if self.life is None and self.has_no_end:  # it was killed after its last epoch
             self._begin_life()
-        self.run["objective"]["last"] = metrics[self.objective.partition("/")[2]]
+        name, tested = self.objective.partition("/")[2], self.run["test"] or {"metrics": {}}
+        self.run["objective"]["last"] = metrics.get(name, tested["metrics"].get(name))
         self._end(PAUSED if self.is_paused() else FINISHED, EXIT_FINISHED)
 
     def on_fit_stop(self, error: BaseException) -> None:
@@ -188,22 +191,30 @@ def _ended(life: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def run_facts(
-    world: World, step: int, command: Mapping[str, Any], computed: Sequence[str], data: Mapping[str, Any]
+    world: World, step: int, record: ConfigRecord, computed: Sequence[str], data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Plain values for run.json, before its first step. A collective.
 
     step: optimizer steps already done.
-    command: what was typed, "config", {key: value}, and "values", {key: digest} of those from environment variables.
     computed: the keys of the config that say what is computed.
     data: the number of samples and a fingerprint of the data.
     """
-    compared = {key: command["config"][key] for key in sorted(computed)}
-    config_hash = hashlib.sha256(json.dumps(compared).encode()).hexdigest()[:16]
+    config, folder = dict(record.shown), str(record.shown["run_dir"])
+    for key, value in config.items():  # loggers name a place in the run folder; equal configs shall have the same hash
+        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+            config[key] = value.replace(folder, "${run_dir}", 1)
+    compared = {key: config[key] for key in sorted(computed)}
+    config_hash = hashlib.sha256(json.dumps(compared, default=str).encode()).hexdigest()[:16]
     hosts = list(dict.fromkeys(world.all_gather_json(socket.gethostname())))
     device = world.device
-    values = {f"value of {key}": digest for key, digest in command["values"].items()}
     return {
-        **{key: value for key, value in command.items() if key != "values"},
+        "command": record.command,
+        "flags": list(record.flags),
+        "overrides": list(record.overrides),
+        "cwd": os.getcwd(),
+        "seed": config["seed"],
+        "options": {group: option for group, option in record.options.items() if not group.startswith("hydra/")},
+        "config": config,
         "config_hash": config_hash,
         "data": dict(data),
         "code": {},
@@ -212,7 +223,6 @@ def run_facts(
             "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            **values,
         },
         "life": {
             "from_step": step,

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Len
 from torch import Tensor, nn
 
-from lockstep.config.schema import Classes, ImageShape, Limits
+from lockstep.config.schema import Classes, Count, ImageShape
 from lockstep.errors import ConfigError
 from lockstep.models.base import image_shape
 
@@ -21,7 +22,7 @@ SMALLEST_SIDE = 9  # pixels: the whitening takes one, and each of three blocks h
 def airbench(
     shape: ImageShape,
     classes: Classes,
-    widths: Annotated[Sequence[int], Limits(min=1, length=3)],
+    widths: Annotated[Sequence[Count], Len(3, 3)],
     views: Literal["one", "mirrored", "mirrored_and_shifted"],
 ) -> nn.Module:
     """(N, *shape) images -> (N, classes) logits. Raises ConfigError for images of less than 9x9 pixels.

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from lockstep.config.targets import instantiate_as
 from lockstep.distributed import signals
 from lockstep.errors import ConfigError, exits_are_failures
 from lockstep.failures import reporter
@@ -25,10 +22,12 @@ from lockstep.runs.record import NAME, read_run
 if TYPE_CHECKING:
     from lockstep.build import Loaders
     from lockstep.config.record import ConfigRecord
+    from lockstep.config.schema import RunConfig
     from lockstep.data.loader import BatchLoader
     from lockstep.distributed.world import World
     from lockstep.loggers.rank_logs import RankLogs
-    from lockstep.strategies.base import JobSpec, Strategy
+    from lockstep.preflight import Parts
+    from lockstep.strategies.base import JobSpec
     from lockstep.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class Mode:
     def validate(self, job: "JobSpec") -> None:
         """Raise ConfigError for what this mode cannot do. Called before any process starts."""
 
-    def work(self, cfg: DictConfig, record: "ConfigRecord") -> Any:
+    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> Any:
         """What every rank does from start to end. Rank 0's value is what the command returns.
 
         Here: bring the trained net back, and `run`.
@@ -127,12 +126,12 @@ class Mode:
         from lockstep import build
         from lockstep.snapshots.resume import restore_trained, snapshots_to_try
 
-        with join(cfg) as (world, strategy, logs):
-            begin(cfg, record, world, logs)
-            cfg, loaders = build.model_and_data(cfg, world, strategy)
-            state = build.train_state(cfg, strategy, loaders.train, takes_steps=False)
-            record = record.completed(cfg)
-            paths = snapshots_to_try(cfg.resume, self.snapshot, self.name)
+        with join(config, parts) as (world, logs):
+            begin(config, record, world, logs)
+            config, loaders = build.model_and_data(config, world, parts)
+            state = build.train_state(config, parts.strategy, loaders.train, takes_steps=False)
+            record = record.completed(config)
+            paths = snapshots_to_try(config.resume, self.snapshot, self.name)
             saved, snapshot = restore_trained(state, paths, build.model_config(record))
             trained = TrainedRun(state, loaders, snapshot, saved, record.shown)
             _require_same_classes(trained)
@@ -146,34 +145,30 @@ class Mode:
 
 
 @contextmanager
-def join(cfg: DictConfig) -> Iterator[tuple["World", "Strategy", "RankLogs"]]:
+def join(config: "RunConfig", parts: "Parts") -> Iterator[tuple["World", "RankLogs"]]:
     """Inside the block this rank has met the others. What fails there is reported, and signals are listened to."""
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.rank_logs import rank_logs
-    from lockstep.strategies.base import Strategy
     from lockstep.training.setup import set_determinism
 
-    signals.listen(cfg.run_dir)
-    strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
+    signals.listen(config.run_dir)
     with (
         rank_logs() as logs,
         exits_are_failures("this rank left before the end of the training"),
         reporter.failures(),
-        init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world,
+        init_distributed(**vars(config.backend), bind_device=parts.strategy.binds_one_device()) as world,
     ):
-        set_determinism(cfg.seed, cfg.trainer.deterministic, cfg.trainer.tf32)
-        yield world, strategy, logs
+        set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
+        yield world, logs
 
 
-def begin(cfg: DictConfig, record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
+def begin(config: "RunConfig", record: "ConfigRecord", world: "World", logs: "RankLogs") -> None:
     """Open the log files, tell the monitor where they are, and check that all ranks have the same config."""
     from lockstep import build
     from lockstep.distributed.world import join_monitor
 
-    logs.open(cfg.run_dir)
-    if record.notice:
-        log.warning("%s", record.notice)
-    join_monitor(world, cfg.run_dir, cfg.watch.timeout, cfg.watch.on_hang)
+    logs.open(config.run_dir)
+    join_monitor(world, config.run_dir, config.watch.timeout, config.watch.on_hang)
     build.check_same_config(record, world)
 
 

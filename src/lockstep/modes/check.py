@@ -10,21 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from lockstep.config.schema import with_values
-from lockstep.config.targets import instantiate_as
 from lockstep.distributed.environment import read_rank_info
 from lockstep.errors import EXIT_PROMISES, ConfigError, StoppedEarly, first_of
-from lockstep.launchers.base import Launcher
 from lockstep.modes.base import Mode
 from lockstep.text import aligned
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
+    from lockstep.config.schema import RunConfig
     from lockstep.launchers.local import SpawnLauncher
     from lockstep.modes.first_steps import Facts
-    from lockstep.strategies.base import JobSpec, Strategy
+    from lockstep.preflight import Parts
+    from lockstep.strategies.base import JobSpec
 
 RANKS = 2
 FEW_SAMPLES = 7  # of a rank; seldom another size of a tensor, which draws could be taken for
@@ -120,46 +117,34 @@ class Check(Mode):
                 f"type python src/train.py mode=check"
             )
 
-    def work(self, cfg: DictConfig, record: "ConfigRecord") -> None:
+    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
         """Ends the process with EXIT_PROMISES if a promise does not hold."""
         from multiprocessing.util import get_temp_dir
 
-        from lockstep.preflight import (
-            accumulates_more,
-            as_taken,
-            check_batch_size,
-            check_model,
-            check_options,
-            prepare_data,
-        )
+        from lockstep.preflight import build_parts, prepare_data
+        from lockstep.preflight_rules import accumulates_more, check_batch_size
 
-        if cfg.resume is not None:
-            raise ConfigError(
-                f"mode=check looks at what a command would train, and reads no run; leave resume={cfg.resume} out and "
-                f"type the words of that run, which are in its .hydra/overrides.yaml"
-            )
-        cfg = as_taken(cfg)
-        strategy, ranks = check_options(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
+        ranks, _ = parts.launcher.num_ranks()
         changes: dict[str, Any] = {"backend.name": "gloo", "profiler.enabled": False}
-        batch_size = check_batch_size(cfg, strategy.data_parallel_size(ranks))
+        batch_size = check_batch_size(config, parts.strategy.data_parallel_size(ranks))
         changes |= {"trainer.batch_size": batch_size, "trainer.batch_size_per_rank": None}
-        if accumulates_more(cfg):  # as long as the memory suffices
+        if accumulates_more(config):  # as long as the memory suffices
             changes["trainer.gradient_accumulation_steps"] = 1
         notes = []
-        if cfg.strategy.get("replicas", 1) > 1:  # each has two ranks or more
+        replicas = config.strategy.get("replicas", 1)
+        if replicas > 1:  # each has two ranks or more
             changes["strategy.replicas"] = 1
-            notes.append(f"the two ranks were checked with strategy.replicas=1, not {cfg.strategy.replicas}")
-        here = with_values(cfg, changes)
+            notes.append(f"the two ranks were checked with strategy.replicas=1, not {replicas}")
+        here = config.changed(changes)
         try:
-            for count in (1, RANKS):
-                check_options(here, _forks(count))
+            of_ranks = {count: build_parts(here, _forks(count), self) for count in (1, RANKS)}
         except ConfigError as error:
             raise ConfigError(f"mode=check runs on 1 and on {RANKS} ranks: {error}") from None
         prepare_data(here)
-        check_model(here, strategy, RANKS)
-        few = FEW_SAMPLES * max(RANKS, strategy.data_parallel_size(RANKS)) * here.trainer.gradient_accumulation_steps
+        shares = of_ranks[RANKS].strategy.data_parallel_size(RANKS)
+        few = FEW_SAMPLES * max(RANKS, shares) * int(here.trainer.gradient_accumulation_steps)
         # A folder that goes with this process, also at Ctrl-C.
-        rows, found = checked(here, Path(get_temp_dir()), few, known_before(cfg, strategy))
+        rows, found = checked(here, Path(get_temp_dir()), few, known_before(config, parts), of_ranks)
         notes += found
         print("\n".join([*table(rows), *([""] if notes else []), *notes]), flush=True)
         if any(row.reasons for row in rows):
@@ -171,19 +156,16 @@ def _forks(ranks: int) -> "SpawnLauncher":
     from lockstep.launchers.local import SpawnLauncher
 
     launcher = SpawnLauncher("fork", ranks, 1, 0, "127.0.0.1", 0)
-    launcher.prepare("lockstep.rank_imports")
+    launcher.prepare("lockstep.launchers.rank_imports")
     return launcher
 
 
-def known_before(cfg: DictConfig, strategy: "Strategy") -> list[str]:
+def known_before(config: "RunConfig", parts: "Parts") -> list[str]:
     """Why the numbers depend on the number of ranks, whatever the first step shows."""
-    from lockstep.strategies.gradient_sync import GradientSync
-
-    reasons = []
-    sync = instantiate_as(GradientSync, cfg.gradient_sync, "gradient_sync")
+    reasons, sync = [], parts.gradient_sync
     if not sync.is_exact:
         reasons.append(f"gradient_sync={sync.name} is not the exact mean; type gradient_sync=auto")
-    if cfg.trainer.batch_size_per_rank is not None and strategy.data_parallel_size(RANKS) > 1:
+    if config.trainer.batch_size_per_rank is not None and parts.strategy.data_parallel_size(RANKS) > 1:
         reasons.append("trainer.batch_size_per_rank makes the batch grow with the ranks; type trainer.batch_size=<all>")
     return reasons
 
@@ -197,12 +179,15 @@ class Row:
     seen: str
 
 
-def checked(cfg: DictConfig, folder: Path, few: int, known: Sequence[str]) -> tuple[list[Row], list[str]]:
+def checked(
+    config: "RunConfig", folder: Path, few: int, known: Sequence[str], of_ranks: Mapping[int, "Parts"]
+) -> tuple[list[Row], list[str]]:
     """The promises, and lines about what breaks none.
 
     folder: of what worlds leave for each other.
     few: samples of a batch that are enough in float64.
     known: reasons why the numbers depend on the number of ranks, whatever the first step shows.
+    of_ranks: the parts for a number of ranks.
     """
     import torch
 
@@ -211,12 +196,12 @@ def checked(cfg: DictConfig, folder: Path, few: int, known: Sequence[str]) -> tu
     torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
 
     def take(variant: Variant, may_fail: bool = False) -> "Facts":
-        facts: Facts = _forks(variant.ranks).launch(find_facts, used, folder, variant, may_fail)
+        facts: Facts = _forks(variant.ranks).launch(find_facts, used, of_ranks[variant.ranks], folder, variant, may_fail)
         return facts
 
-    plain = with_values(cfg, {"trainer.compile": False})
-    batch_size = min(cfg.trainer.batch_size, few)
-    used = with_values(plain, {"trainer.precision": "fp64", "trainer.batch_size": batch_size})
+    plain = config.changed({"trainer.compile": False})
+    batch_size = min(config.trainer.batch_size, few)
+    used = plain.changed({"trainer.precision": "fp64", "trainer.batch_size": batch_size})
     one, why_not = take(ONE, may_fail=True), ""
     if one.failed:
         why_not, used = one.failed, plain
@@ -229,7 +214,7 @@ def checked(cfg: DictConfig, folder: Path, few: int, known: Sequence[str]) -> tu
     stage, cause = parting(TWO, distances, TOLERANCE_OF_HALVES if has_halves else TOLERANCE)
     unchecked = two.unchecked or one.unchecked
     numbers = [unchecked] if unchecked else [*one.numbers, *two.numbers, *known]
-    if cfg.trainer.compile and one.draws and not unchecked:
+    if config.trainer.compile and one.draws and not unchecked:
         numbers.append("compiled, dropout and noise are drawn for a rank; type trainer.compile=false")
     if cause and not unchecked:
         numbers = [*two.likely, *numbers] or [cause]

@@ -12,16 +12,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.config.schema import with_values
 from lockstep.errors import ConfigError, printable
 from lockstep.failures.record import exception_record
 from lockstep.modes.base import Mode, TrainedRun, cannot_write, require_place
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from torch import Tensor
 
     from lockstep.config.record import ConfigRecord
+    from lockstep.config.schema import RunConfig
+    from lockstep.preflight import Parts
     from lockstep.modes.trained_net import TrainedNet
     from lockstep.strategies.base import JobSpec
 
@@ -69,9 +69,9 @@ class Export(Mode):
         if job.world_size > 1:
             raise ConfigError(f"mode=export is the work of one process, not of {job.world_size}; type launch=env")
 
-    def work(self, cfg: "DictConfig", record: "ConfigRecord") -> None:
+    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> None:
         # On the CPU: a program keeps the device that it was traced on.
-        super().work(with_values(cfg, {"backend.name": "gloo"}), record)
+        super().work(config.changed({"backend.name": "gloo"}), record, parts)
 
     def run(self, trained: TrainedRun) -> None:
         """Raises ConfigError if the file cannot be written, or computes something else."""

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
-
-from lockstep.config.schema import Count, Positive, as_dict, show, with_values
-from lockstep.config.targets import instantiate
+from lockstep.config.check import show
+from lockstep.config.nodes import instantiate
+from lockstep.config.schema import Count, Node, Positive, RunConfig
 from lockstep.errors import ConfigError, TrainingDiverged
 from lockstep.failures import reporter
 from lockstep.files import write_whole
@@ -20,6 +19,7 @@ from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
+    from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)
@@ -54,26 +54,26 @@ class FindLr(Mode):
         if self.steps < LEAST_STEPS:
             raise ConfigError(f"mode.steps={self.steps} are too few for a curve; type mode.steps={LEAST_STEPS} or more")
 
-    def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
+    def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
         from lockstep import build
         from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.training.loop import train_epoch
         from lockstep.training.rate_finder import RateFinder, suggested
 
-        with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world):
-            begin(cfg, record, world, logs)
-            if strategy.own_epoch() is not None:
+        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world):
+            begin(config, record, world, logs)
+            if parts.strategy.own_epoch() is not None:
                 raise ConfigError("mode=find_lr needs steps that all ranks take together; type strategy=ddp")
-            typed = cfg.optimizer.get("lr")
+            typed = config.optimizer.get("lr")
             if not typed:
                 raise ConfigError("mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1")
-            cfg, loaders = build.model_and_data(cfg, world, strategy)
+            config, loaders = build.model_and_data(config, world, parts)
             changes: dict[str, Any] = {"trainer.max_steps": self.steps, "trainer.epochs": self.steps}
             changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
             rising = {"first": self.min_lr / typed, "last": self.max_lr / typed}
-            changes["scheduler"] = {"_target_": RISING, "_partial_": True} | rising
-            state = build.train_state(with_values(cfg, changes), strategy, loaders.train)
+            changes["scheduler"] = {"_target_": RISING} | rising
+            state = build.train_state(config.changed(changes), parts.strategy, loaders.train)
             finder, divergence = RateFinder(state), None
             try:
                 while not state.finished:
@@ -86,48 +86,47 @@ class FindLr(Mode):
             rates = [self.min_lr * ratio ** (step / (self.steps - 1)) for step in range(len(losses))]
             found = suggested(rates, losses)
             if world.is_rank_zero:
-                write_curves(cfg, rates, losses, found)
+                write_curves(config, rates, losses, found)
             if found is None and divergence is not None:
                 raise divergence
             if found is None:
                 raise ConfigError(
                     f"the loss does not fall by more than batches differ from optimizer.lr={rates[0]:.2g} to "
-                    f"{rates[-1]:.2g}, see {Path(cfg.run_dir) / PICTURE}; type mode=check to see whether the model "
+                    f"{rates[-1]:.2g}, see {Path(config.run_dir) / PICTURE}; type mode=check to see whether the model "
                     f"learns at all, or mode.max_lr={show(100 * self.max_lr)} mode.steps={2 * self.steps}"
                 )
-            log.info("picture: %s", Path(cfg.run_dir) / PICTURE)
-            log.info("type %s", words_of(cfg.optimizer, found / typed))
+            log.info("picture: %s", Path(config.run_dir) / PICTURE)
+            log.info("type %s", words_of(config, found / typed))
             return found
 
 
-def words_of(optimizer: DictConfig, factor: float) -> str:
+def words_of(config: RunConfig, factor: float) -> str:
     """What to type for rates that are `factor` times those of the config."""
 
-    def scaled(node: dict[str, Any]) -> dict[str, Any]:
+    def scaled(node: Node) -> Node:
         return {
             key: float(f"{value * factor:.2g}") if key == "lr" or key.endswith("_lr") else value
             for key, value in node.items()
         }
 
-    config = as_dict(optimizer)
-    words = [f"optimizer.{key}={show(value)}" for key, value in scaled(config).items() if value != config[key]]
-    groups = config.get("groups") or []
+    optimizer, groups = config.optimizer, config.parameters.groups
+    words = [f"optimizer.{key}={show(value)}" for key, value in scaled(optimizer).items() if value != optimizer[key]]
     if any("lr" in group for group in groups):
-        words.append(f"optimizer.groups={show([scaled(group) for group in groups])}")
+        words.append(f"parameters.groups={show([scaled(group) for group in groups])}")
     return shlex.join(words)
 
 
-def write_curves(cfg: DictConfig, rates: Sequence[float], losses: Sequence[float], found: float | None) -> None:
+def write_curves(config: RunConfig, rates: Sequence[float], losses: Sequence[float], found: float | None) -> None:
     """The picture in the run folder, and the curves for TensorBoard if that is a logger."""
     try:
-        draw(Path(cfg.run_dir) / PICTURE, rates, losses, found)
-        for node in cfg.get("logger", {}).values():
-            if get_object(node._target_).__name__ == "TensorBoardLogger":
+        draw(Path(config.run_dir) / PICTURE, rates, losses, found)
+        for node in config.logger.values():
+            if get_object(node["_target_"]).__name__ == "TensorBoardLogger":
                 logger = instantiate(node)
                 for step, (rate, loss) in enumerate(zip(rates, losses, strict=True), start=1):
                     logger.log_metrics({"find_lr/loss": loss, "find_lr/lr": rate}, step)
     except OSError as error:
-        log.warning("the curve cannot be written (%s); free some space in %s", error, cfg.run_dir)
+        log.warning("the curve cannot be written (%s); free some space in %s", error, config.run_dir)
 
 
 def draw(path: Path, rates: Sequence[float], losses: Sequence[float], found: float | None) -> None:

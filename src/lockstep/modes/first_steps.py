@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lockstep import build
 from lockstep.compat import is_of_transform
-from lockstep.config.schema import with_values
-from lockstep.config.targets import instantiate_as
+from lockstep.config.nodes import instantiate_as
+from lockstep.config.schema import RunConfig
 from lockstep.data.dataset import tensors_in
 from lockstep.data.loader import BatchLoader
 from lockstep.distributed import signals
@@ -28,6 +27,7 @@ from lockstep.distributed.world import OtherData, init_distributed, require_same
 from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures, first_of
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
+from lockstep.preflight import Parts
 from lockstep.modes.check import ONE, REREAD, Variant
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
@@ -69,30 +69,31 @@ class Facts:
     trained: int = 0  # how many numbers have a gradient
 
 
-def find_facts(cfg: DictConfig, folder: Path, variant: Variant, may_fail: bool) -> Facts:
+def find_facts(config: RunConfig, parts: Parts, folder: Path, variant: Variant, may_fail: bool) -> Facts:
     """What one rank does in the world of `variant`. It leaves what its steps computed in `folder`.
 
     may_fail: an error of the step is a fact. Some models cannot compute in float64.
     """
     signals.listen()
-    strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
-    needs_all = not cfg.strategy.get("find_unused_parameters", True)
+    strategy = parts.strategy
+    needs_all = not config.strategy.get("find_unused_parameters", True)
     if needs_all and not strategy.shards_state:  # a rank alone would see what it lacks, while others wait for it
-        cfg = with_values(cfg, {"strategy.find_unused_parameters": True})
-        strategy = instantiate_as(Strategy, cfg.strategy, "strategy")
+        config = config.changed({"strategy.find_unused_parameters": True})
+        strategy = instantiate_as(Strategy, config.strategy, "strategy")
+        parts = replace(parts, strategy=strategy)
     with rank_logs() as logs, exits_are_failures("this rank left before the end of the check"), reporter.failures():
         logs.leave_console()  # warnings are shown below the table, once
-        with init_distributed(**cfg.backend, bind_device=strategy.binds_one_device()) as world:
-            reporter.set_hang_rules(cfg.watch.timeout, cfg.watch.on_hang, world.timeout)
+        with init_distributed(**vars(config.backend), bind_device=strategy.binds_one_device()) as world:
+            reporter.set_hang_rules(config.watch.timeout, config.watch.on_hang, world.timeout)
             random.seed()  # as in the processes of a launcher that does not fork
             np.random.seed()
-            set_determinism(cfg.seed, cfg.trainer.deterministic, cfg.trainer.tf32)
+            set_determinism(config.seed, config.trainer.deterministic, config.trainer.tf32)
             try:
-                cfg, loaders = build.model_and_data(cfg, world, strategy)
+                config, loaders = build.model_and_data(config, world, parts)
                 loader = loaders.train
                 fingerprint = data_fingerprint(loader.dataset)
                 require_same_data(world, "training data", len(loader), fingerprint)
-                state = build.train_state(cfg, strategy, loader)
+                state = build.train_state(config, strategy, loader)
                 facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])
@@ -186,7 +187,7 @@ class FirstSteps(Watcher):
             self.facts.numbers.append("parameters without a gradient, see below")
             self.facts.fits.append(
                 f"parameters without a gradient: {first_of(self.unused)}; type strategy.find_unused_parameters=true, "
-                f"or freeze=[{','.join(self.unused[:4])}]"
+                f"or parameters.freeze=[{','.join(self.unused[:4])}]"
             )
         for name in state.early_steps.no_sums:
             self.facts.numbers.append(

@@ -1,9 +1,9 @@
 """mode=sample: text that a trained language model writes."""
 
 import logging
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from lockstep.config.schema import Count, Limits, NotNegative, Seed
+from lockstep.config.schema import Count, NotNegative, Seed
 from lockstep.errors import ConfigError
 from lockstep.modes.base import Mode, TrainedRun
 
@@ -34,7 +34,7 @@ class Sample(Mode):
         prompt: str,
         length: Count,
         temperature: NotNegative,
-        top_k: Annotated[Count | None, Limits(example=40)],
+        top_k: Count | None,
         seed: Seed,
     ) -> None:
         self.snapshot, self.prompt, self.length = snapshot, prompt, length

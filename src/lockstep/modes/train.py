@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from lockstep.distributed import signals
 from lockstep.failures import reporter
 from lockstep.modes.base import Mode, begin, join
 
 if TYPE_CHECKING:
     from lockstep.config.record import ConfigRecord
+    from lockstep.config.schema import RunConfig
+    from lockstep.preflight import Parts
 
 
 class Train(Mode):
@@ -18,33 +18,34 @@ class Train(Mode):
 
     name, trains = "train", True
 
-    def work(self, cfg: DictConfig, record: "ConfigRecord") -> float:
-        """Returns `cfg.objective` of the weights that it chose."""
-        from lockstep import build, build_loggers
+    def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
+        """Returns the objective of the weights that it chose, None if nothing is chosen."""
+        from lockstep import build
         from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.snapshots.resume import write_hydra_files
         from lockstep.training.loop import fit
+        from lockstep.training.weight_check import WeightCheck
 
-        with join(cfg) as (world, strategy, logs), hold_run_folder(cfg.run_dir, world) as held:
-            begin(cfg, record, world, logs)
-            cfg, loaders = build.model_and_data(cfg, world, strategy)
-            record = record.completed(cfg)
-            state = build.train_state(cfg, strategy, loaders.train)
-            weights = build.weight_check(cfg, state)
+        with join(config, parts) as (world, logs), hold_run_folder(config.run_dir, world) as held:
+            begin(config, record, world, logs)
+            config, loaders = build.model_and_data(config, world, parts)
+            record = record.completed(config)
+            state = build.train_state(config, parts.strategy, loaders.train)
+            weights = WeightCheck(state, config.watch.every, config.watch.weights)
             with (
-                build_loggers.loggers(cfg, state, held.restore) as loggers,
-                build.snapshots(cfg, record, state, loaders, loggers, weights) as snapshots,
+                build.loggers(config, state, held.restore) as loggers,
+                build.snapshots(config, record, state, loaders, loggers, weights) as snapshots,
                 reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
-                snapshots.resume(cfg.resume)
+                snapshots.resume(config.resume)
                 if not state.finished:
-                    write_hydra_files(world, cfg.run_dir, record.hydra_files, state.progress.step)
-                info = build_loggers.run_info(record, snapshots, loaders)
-                tested = build_loggers.earlier_test(info, world)
+                    write_hydra_files(world, config.run_dir, record.files, state.progress.step)
+                info = build.run_info(config, record, snapshots, loaders)
+                tested = build.earlier_test(info, world)
                 loggers.on_fit_start(info)
-                evaluations = build.evaluators(cfg, state, loaders, loggers)
-                running, timer = build.running_metrics(cfg, state, loggers)
+                evaluations = build.evaluators(config, state, loaders, loggers)
+                running, timer = build.running_metrics(config, state, loggers)
                 watchers = [running, weights, snapshots]
                 with signals.stop_after_saving():
-                    run_dir = Path(cfg.run_dir)
+                    run_dir = Path(config.run_dir)
                     return fit(state, loaders.train, evaluations, snapshots, loggers, watchers, timer, run_dir, tested)

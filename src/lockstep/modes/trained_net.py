@@ -3,15 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast as typed
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lockstep.config.schema import nodes_with_target
-from lockstep.config.targets import instantiate, instantiate_as, is_open, locate
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as
+from lockstep.config.schema import Node
 from lockstep.data.dataset import map_tensors
 from lockstep.data.loader import Converter
 from lockstep.errors import ConfigError
@@ -127,26 +127,15 @@ def load(
 
 
 def build_model(config: Mapping[str, Any], make: Callable[..., nn.Module] | None) -> nn.Module:
-    """The model of a flat config. Raises ConfigError for a class that a run's record may not name.
-
-    make: what is called in the place of the class that the record names, with the same arguments.
-    """
+    """The model of a flat config. make: what is called in the place of the class that the run was trained with, with
+    the same arguments. Raises ConfigError for a class that cannot be imported, or that takes other arguments."""
     nested = OmegaConf.create({})
     for key, value in config.items():
         if key.startswith("model."):
             OmegaConf.update(nested, key, value)
-    if make is not None:
-        del nested.model["_target_"]
-    for key, node in nodes_with_target(OmegaConf.to_container(nested.model), "model"):
-        if not is_open(node["_target_"]):
-            raise ConfigError(
-                f"{key}._target_={node['_target_']} may run anything, and the record of a run may be a stranger's; "
-                f"if you trust it, type lockstep.load(..., model=<your class, or your net>)"
-            )
-        locate(f"{key}._target_", node["_target_"], "model")
+    node = typed(Node, OmegaConf.to_container(nested.model))
     if make is None:
-        return instantiate_as(nn.Module, nested.model, "model")
-    arguments = {
-        str(name): instantiate(value) if OmegaConf.is_config(value) else value for name, value in nested.model.items()
-    }
-    return make(**arguments)
+        check_nodes("model", node)
+        return instantiate_as(nn.Module, node, "model")
+    arguments = {name: value for name, value in node.items() if not name.startswith("_")}
+    return make(**{name: instantiate(value) if "_target_" in str(value) else value for name, value in arguments.items()})

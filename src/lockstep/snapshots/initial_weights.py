@@ -35,7 +35,7 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
         if not found:
             raise ConfigError("the model has no parameter to train; type model=<an option in conf/model>")
         raise ConfigError(
-            f"freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; type freeze=[<fewer names>]"
+            f"parameters.freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; type parameters.freeze=[<fewer names>]"
         )
     if found:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
@@ -70,7 +70,7 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     _refuse_differences(where, {name: value for name, value in wanted.items() if name not in taken}, saved)
     if not taken:
         raise ConfigError(
-            f"init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
+            f"parameters.init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
         )
     for name in taken:
         own[name].copy_(whole(saved[name]))
@@ -90,8 +90,8 @@ def _under_all_names(where: str, shared: Sequence[str], saved: dict[str, Any]) -
     for name in there[1:]:
         if not torch.equal(whole(saved[there[0]]), whole(saved[name])):
             raise ConfigError(
-                f"init={where} has another {there[0]} than {name}, and this model has one tensor for both; "
-                f"type new_layers=[{name}], or model.tied=false if model=gpt"
+                f"parameters.init={where} has another {there[0]} than {name}, and this model has one tensor for both; "
+                f"type parameters.new_layers=[{name}], or model.tied=false if model=gpt"
             )
     return {name: saved[there[0]] for name in shared if there}
 
@@ -113,13 +113,13 @@ def file_of_weights(where: str) -> Path:
         path = next((candidate for candidate in candidates if candidate.is_file()), path)
     if not path.is_file():
         what = "holds neither model.pt nor a snapshot" if path.is_dir() else "does not exist"
-        raise ConfigError(f"init={where} {what}; type init=<a file of weights, a snapshot or a run folder>")
+        raise ConfigError(f"parameters.init={where} {what}; type parameters.init=<a file of weights, a snapshot or a run folder>")
     return path
 
 
 def _state_dict(path: Path, where: str) -> dict[str, Any]:
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise ConfigError(f"init={where} needs safetensors; type pip install safetensors")
+        raise ConfigError(f"parameters.init={where} needs safetensors; type pip install safetensors")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -131,14 +131,14 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
             contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types
         reason = first_line(error)
-        raise ConfigError(f"init={where}: {path} cannot be read ({reason}); type init=<another file>") from None
+        raise ConfigError(f"parameters.init={where}: {path} cannot be read ({reason}); type parameters.init=<another file>") from None
     if isinstance(contents, dict) and isinstance(contents.get("model"), dict):  # a snapshot, or many people's files
         contents = contents["model"] | (contents.get("ema") or {})
     elif isinstance(contents, dict) and isinstance(contents.get("state_dict"), dict):
         contents = contents["state_dict"]
     if not isinstance(contents, dict) or not any(isinstance(value, TENSORS) for value in contents.values()):
         raise ConfigError(
-            f"init={where}: {path} holds no state dict; type init=<a file of torch.save(net.state_dict())>"
+            f"parameters.init={where}: {path} holds no state dict; type parameters.init=<a file of torch.save(net.state_dict())>"
         )
     return {name: value for name, value in contents.items() if isinstance(value, TENSORS)}
 
@@ -154,6 +154,6 @@ def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, An
     ]
     layers = sorted({name.rpartition(".")[0] or name for name in left})
     raise ConfigError(
-        f"init={where} does not fit the model: {first_of(described, NAMED)}; "
-        f"to train {'it' if len(layers) == 1 else 'them'} from random weights type new_layers=[{','.join(layers)}]"
+        f"parameters.init={where} does not fit the model: {first_of(described, NAMED)}; "
+        f"to train {'it' if len(layers) == 1 else 'them'} from random weights type parameters.new_layers=[{','.join(layers)}]"
     )

@@ -72,7 +72,7 @@ def collect_state(
         "scheduler": scheduler | {"state": state.scheduler.state_dict()},
         "scaler": state.scaler.state_dict(),
         "meter": {"names": state.meter.names, "totals": meter_totals},
-        "objective": list(state.objective),
+        "objective": list(state.objective or ()),
         "skipped": [state.nan.skipped, state.nan.skipped_in_a_row],
         "progress": asdict(state.progress),
         "seconds": state.seconds,
@@ -98,7 +98,7 @@ def restore_state(state: TrainState, saved: dict[str, Any]) -> None:
         state.meter.restore(saved["meter"]["totals"])
     else:
         log.info("the task's metrics changed: this epoch's training metrics begin at step %d", step)
-    if saved["objective"] != list(state.objective):
+    if saved["objective"] != list(state.objective or ()):
         log.info("the objective changed: the best evaluation before step %d does not count", step)
         state.forget_best()
     elif (state.ema is None) != (saved["ema"] is None):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.config.schema import Count, Limits
+from lockstep.config.schema import Count
 from lockstep.distributed.host import return_large_blocks
 from lockstep.distributed.sync_batch_norm import BatchNorm
 from lockstep.distributed.world import World
@@ -172,7 +172,7 @@ class FSDP(Strategy):
         self,
         replicas: Count,
         reshard_after_forward: bool,
-        wrap_classes: Annotated[Sequence[str], Limits(example=["BasicBlock"])],
+        wrap_classes: Sequence[str],
         wrap_min_parameters: Count,
         find_unused_parameters: bool,
     ) -> None:

@@ -9,13 +9,14 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.distributed import GradBucket, P2POp, batch_isend_irecv, irecv, isend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.compat import plain_functions
-from lockstep.config.schema import Count, Limits, NotNegative, Positive
+from lockstep.config.schema import Count, NotNegative, Positive
 from lockstep.distributed.shared_memory import SharedMemorySum, SumInPlace
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -147,7 +148,7 @@ class PowerSGD(GradientSync):
     def __init__(
         self,
         rank: Count,
-        start_step: Annotated[int, Limits(min=2)],
+        start_step: Annotated[int, Ge(2)],
         min_compression: Positive,
         epsilon: NotNegative,
     ) -> None:

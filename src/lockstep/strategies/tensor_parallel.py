@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lockstep.config.schema import Count, Limits
+from lockstep.config.schema import Count
 from lockstep.data.dataset import tensors_in
 from lockstep.data.partition import fold_in
 from lockstep.distributed.world import World
@@ -35,13 +35,7 @@ from lockstep.strategies.sharded_state import cut_like_parameters, gather_full, 
 NAME = "strategy=tensor_parallel"
 
 
-Plan = Annotated[
-    Sequence[Mapping[Any, Any]],
-    Limits(
-        must_be="a list of names of modules, each with a style",
-        example=[{"*.widen": "colwise"}, {"*.projection": "rowwise"}],
-    ),
-]
+Plan = Sequence[Mapping[Any, Any]]
 
 
 class TensorParallel(Strategy):

@@ -155,7 +155,8 @@ class OpenSweep:
         """Write how a job ended to its row, which is returned. seconds: of this life of the job."""
         row = self.table.rows[number]
         cause = f"{REFUSED}{outcome.cause}" if outcome.refused else outcome.cause
-        if state == FINISHED and outcome.objective is None:
+        has_trained = (self.table.folder / row.folder / "run.json").exists()  # without a validation set
+        if state == FINISHED and outcome.objective is None and not has_trained:
             is_submitted = (self.table.folder / row.folder / SLURM_JOB_FILE).exists()
             state, cause = (RUNNING, SUBMITTED) if is_submitted else (WAITING, "nothing was trained or submitted")
         self.failures += state == FAILED

@@ -412,7 +412,7 @@ def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str],
     if len(set(objectives)) > 1:
         raise ConfigError(
             f"sweep.search={search} compares the objectives of its jobs, and these are different metrics: "
-            f"{', '.join(sorted(set(objectives)))}; type objective={objectives[0]}"
+            f"{', '.join(sorted(set(objectives)))}; type monitor={objectives[0]}"
         )
     if search == RACE:
         from lockstep.sweeps.race import fewest_rounds

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.config.schema import show
+from lockstep.config.check import show
 from lockstep.data.dataset import count_samples, float64_device, tensors_in
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -123,8 +123,8 @@ class Task:
         """ "min" or "max" for an objective such as "val/accuracy". Raises ConfigError if no evaluation measures it."""
         split, _, name = objective.partition("/")
         if name not in self.metrics:
-            names = " or ".join(f"objective={split}/{name}" for name in self.metrics)
-            raise ConfigError(f"objective={objective} is not measured; type {names}")
+            names = " or ".join(f"monitor={split}/{name}" for name in self.metrics)
+            raise ConfigError(f"monitor={objective} is not measured; type {names}")
         return self.metrics[name]
 
 

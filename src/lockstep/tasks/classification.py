@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config.schema import ClassWeights, Count, Fraction, show
+from lockstep.config.check import show
+from lockstep.config.schema import ClassWeights, Count, Fraction
 from lockstep.data.dataset import count_samples
 from lockstep.errors import ConfigError
 from lockstep.tasks.base import (

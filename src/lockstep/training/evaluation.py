@@ -224,11 +224,11 @@ class Evaluator:
 class Evaluations:
     """What a run evaluates.
 
-    decides: "val" or "test", the set of the objective.
+    decides: "val", the set of the objective; None: nothing chooses.
     at_each: by name, those of each evaluation.
     test: of the end, with the weights that were chosen; None: the test set stays shut.
     """
 
-    decides: str
+    decides: str | None
     at_each: Mapping[str, Evaluator]
     test: Evaluator | None

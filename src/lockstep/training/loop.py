@@ -38,16 +38,17 @@ def fit(
     timer: StepTimer,
     run_dir: Path,
     tested: Mapping[str, Any] | None = None,
-) -> float:
+) -> float | None:
     """Train epoch by epoch, evaluate, save; test once, with the weights that were chosen. Returns the objective of
-    these weights.
+    these weights, None if nothing chooses.
 
     loader: of the training data.
     tested: {"step": of the weights, "metrics"} of the test, if an earlier start of this run has read the test set.
     watchers: called in their order; the last one saves snapshots, at a step, after minutes, or when the run is stopped.
     """
     settings, progress, speed = state.settings, state.progress, Speed()
-    decides, _, objective = state.objective[0].partition("/")
+    decides = evaluations.decides
+    objective = "" if state.objective is None else state.objective[0].partition("/")[2]
     train = state.strategy.own_epoch() or train_epoch
     evaluated: dict[str, dict[str, float]] = {}
     state.set_clock(state.seconds_before)  # the time begins
@@ -75,7 +76,7 @@ def fit(
                     name: evaluate(snapshots.stop_before_evaluation) for name, evaluate in evaluations.at_each.items()
                 }
                 metrics |= evaluated
-                if state.update_best(evaluated[decides][objective]):
+                if decides is not None and state.update_best(evaluated[decides][objective]):
                     snapshots.save("best")
             summary = EpochSummary(
                 epoch=epoch,
@@ -89,7 +90,7 @@ def fit(
             )
             loggers.on_epoch_end(summary)
             snapshots.after_epoch()
-        if not evaluated:  # a finished run was started again: all is logged
+        if not evaluated:  # nothing is evaluated at each epoch, or a finished run was started again: all is logged
             evaluated = {name: evaluate.means(snapshots.stop) for name, evaluate in evaluations.at_each.items()}
         reporter.enter("export")
         snapshots.export()
@@ -104,8 +105,9 @@ def fit(
                 chosen = snapshots.take_best_weights()
                 test = evaluations.test(snapshots.stop_before_test)
             loggers.on_test(test, chosen, known is not None or "test" in evaluated)
-    loggers.on_fit_end(run_dir, evaluated[decides])
-    return evaluated[decides][objective] if progress.best is None else progress.best
+    last = {} if decides is None else evaluated[decides]
+    loggers.on_fit_end(run_dir, last)
+    return progress.best if progress.best is not None else last.get(objective)
 
 
 def train_epoch(

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Len
 from torch import Tensor
 
-from lockstep.config.schema import Count, Fraction, Limits, NotNegative, Positive
+from lockstep.config.schema import Count, Fraction, NotNegative, Positive
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration: they bring all singular values near 1
 
@@ -33,7 +34,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: Fraction,
         weight_decay: NotNegative,
         adamw_lr: Positive,
-        betas: Annotated[Sequence[Fraction], Limits(length=2)],
+        betas: Annotated[Sequence[Fraction], Len(2, 2)],
         fused: bool | Literal["auto"] | None,
     ) -> None:
         groups = _as_groups(params)

@@ -23,7 +23,7 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 class ParameterRules:
-    """The rules of `optimizer.no_decay` and `optimizer.groups`.
+    """The rules of `parameters.no_decay` and `parameters.groups`.
 
     no_decay: patterns of parameters without weight decay. groups: [{"match": pattern or patterns, "lr": 0.01, ...}];
     where several match a parameter, the last one wins. Patterns: see `lockstep.models.base`.
@@ -35,9 +35,9 @@ class ParameterRules:
             named = group["match"] if isinstance(group["match"], Sequence) else [group["match"]]
             patterns = [named] if isinstance(named, str) else [str(name) for name in named]
             values = {name: value for name, value in group.items() if name != "match"}
-            self.rules.append(("optimizer.groups", patterns, values))
+            self.rules.append(("parameters.groups", patterns, values))
         if no_decay:
-            self.rules.append(("optimizer.no_decay", [str(name) for name in no_decay], {"weight_decay": 0.0}))
+            self.rules.append(("parameters.no_decay", [str(name) for name in no_decay], {"weight_decay": 0.0}))
 
     def optimizer(
         self, make: Callable[[list[Any]], torch.optim.Optimizer], strategy: Strategy

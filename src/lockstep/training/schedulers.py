@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+from annotated_types import Gt, Lt
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from lockstep.config.schema import Limits, NotNegative, Positive, Whole
+from lockstep.config.schema import NotNegative, Positive, Whole
 from lockstep.errors import ConfigError
 
 
@@ -115,7 +116,7 @@ def _with_warmup(
 def one_cycle(
     optimizer: Optimizer,
     total_steps: int,
-    pct_start: Annotated[float, Limits(above=0, below=1)],
+    pct_start: Annotated[float, Gt(0), Lt(1)],
 ) -> OneCycleLR:
     """Up to the optimizer's lr and down again (Smith 2018), by torch's OneCycleLR.
 
@@ -226,7 +227,7 @@ class Plateau(WithWarmup):
         optimizer: Optimizer,
         steps_per_epoch: int,
         objective_mode: Literal["min", "max"],
-        factor: Annotated[float, Limits(above=0, below=1)],
+        factor: Annotated[float, Gt(0), Lt(1)],
         patience: Whole,
         threshold: NotNegative,
         min_lr: NotNegative,

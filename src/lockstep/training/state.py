@@ -109,7 +109,7 @@ class Progress:
 class TrainState:
     """A run's settings and everything that changes while it trains: what a snapshot saves and restores.
 
-    objective: (its name, "min" or "max").
+    objective: (its name, "min" or "max"); None: nothing chooses.
     initial_hyperparameters: of each parameter group, before a scheduler changed any.
     grad_norm: (step, norm before clipping) of the newest step after which the loss is reported.
     gradients: of the last step of an epoch, before clipping, by parameter names; None: they are not kept.
@@ -137,7 +137,7 @@ class TrainState:
         ema: decay of an average of the weights.
         nan: as watch.nan.
         read: reads training samples, to find those that hold a NaN.
-        objective: such as "test/accuracy", which evaluation is the best one; None: the task's monitor decides.
+        objective: such as "val/accuracy", which evaluation is the best one; None: the last weights are the result.
         buffers: as trainer.buffers.
         """
         self.settings, self.task, self.strategy, self.optimizer = settings, task, strategy, optimizer
@@ -150,8 +150,7 @@ class TrainState:
         self.meter = Meter(task, strategy.world)
         self.nan = NanPolicy(nan, strategy, self.meter, settings.precision != "fp16", read)
         self.ema = average_of(strategy, optimizer, ema)
-        objective = objective or f"test/{task.monitor}"
-        self.objective = objective, task.mode(objective)
+        self.objective = None if objective is None else (objective, task.mode(objective))
         self.progress = Progress()
         self.started, self.seconds_before = time.monotonic(), 0.0
         self.time_ends_at: int | None = None  # the step at which trainer.max_time ends the run
@@ -319,6 +318,7 @@ class TrainState:
             return False
         if isinstance(self.scheduler, FollowsObjective):
             self.scheduler.evaluated(value)
+        assert self.objective is not None
         best, (_, direction) = self.progress.best, self.objective
         if best is None or (value < best if direction == "min" else value > best):
             self._set_best(value, self.progress.step)
