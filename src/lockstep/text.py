@@ -3,8 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-MISSING = "-"
-
 
 def plain(value: Any) -> str:
     """A value on one line, as it is typed on the command line."""
