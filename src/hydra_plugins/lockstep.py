@@ -30,7 +30,7 @@ class LockstepSweeper(Sweeper):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
-        from lockstep.build_sweep import run_sweep
+        from lockstep.sweeps.build_sweep import run_sweep
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -47,7 +47,7 @@ class LockstepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run these jobs, and return what they returned. The sweeper may call it several times."""
-        from lockstep.build_sweep import launch_jobs
+        from lockstep.sweeps.build_sweep import launch_jobs
 
         self.opened, returned = launch_jobs(
             self.hydra_context, self.config, self.task_function, job_overrides, self.opened

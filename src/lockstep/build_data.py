@@ -242,7 +242,6 @@ def completed(config: RunConfig, dataset: Any) -> RunConfig:
 
     Raises ConfigError where the data and a value in the config contradict each other.
     """
-    config = config.copy()
     read = samples(config, dataset, "training data")
     inputs, targets = read.one() if isinstance(read, InMemoryDataset) else read.one(epoch=0)
     require_channels(inputs, mean=config.dataset.mean, std=config.dataset.std)

@@ -186,7 +186,7 @@ def register_resolvers() -> None:
         seconds = OmegaConf.select(_root_, "backend.timeout")  # of a config that is not checked yet
         is_number = isinstance(seconds, int | float) and seconds > 0
         timeout = timedelta(seconds=seconds) if is_number else STORE_TIMEOUT
-        is_run = not (asks_for_text(sys.argv) or OmegaConf.select(_root_, "sweep.preview"))
+        is_run = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=is_run, timeout=timeout).strftime(pattern)
 
     def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
@@ -245,7 +245,9 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
     typed = [word for word in words if not word.startswith("-")]
     recorded = [str(word) for word in _read(folder / RECORD / "overrides.yaml")]
     kept = [word for word in recorded if not _sets(word, NOT_TAKEN) and not _is_replaced(_key(word), typed)]
-    where = [] if any(_key(word) == "hydra.run.dir" for word in typed) else [f"hydra.run.dir={path_value(folder / mode)}"]
+    where = (
+        [] if any(_key(word) == "hydra.run.dir" for word in typed) else [f"hydra.run.dir={path_value(folder / mode)}"]
+    )
     return [*where, *kept, *words]
 
 
@@ -290,7 +292,9 @@ def chosen(key: str, words: Sequence[str]) -> str | None:
             path = folder / f"{name}.yaml"
             found = _read(path) if path.is_file() else {}
             said = [item for item in found.get("defaults", []) if isinstance(item, dict)]
-            options = {str(one).removeprefix("override ").lstrip("/"): option for item in said for one, option in item.items()}
+            options = {
+                str(one).removeprefix("override ").lstrip("/"): option for item in said for one, option in item.items()
+            }
             if found.get(key, options.get(key)) is not None and isinstance(found.get(key, options.get(key)), str):
                 return str(found.get(key, options.get(key)))
     return None
@@ -299,16 +303,22 @@ def chosen(key: str, words: Sequence[str]) -> str | None:
 def config_dirs(words: Sequence[str]) -> list[Path]:
     """The folders of configs that are typed."""
     pairs = zip(words, [*words[1:], ""], strict=True)
-    typed = [word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] in ("--config-dir", "-cd")]
+    typed = [
+        word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] in ("--config-dir", "-cd")
+    ]
     searched = [word.partition("=")[2].strip("[]'\"") for word in words if word.startswith("hydra.searchpath=")]
-    return [Path(name.strip(" '\"").removeprefix("file://")) for name in [*typed, *",".join(searched).split(",")] if name]
+    return [
+        Path(name.strip(" '\"").removeprefix("file://")) for name in [*typed, *",".join(searched).split(",")] if name
+    ]
 
 
 def _read(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type the name of another one") from None
+        raise ConfigError(
+            f"{path} cannot be read ({' '.join(str(error).split())}); type the name of another one"
+        ) from None
 
 
 def _key(word: str) -> str:

@@ -101,7 +101,9 @@ def check_optimizer(config: RunConfig) -> None:
     if error is not None:
         defaults = {name: default_of(f"optimizer.{name}") for name in node if not name.startswith("_")}
         fitting = [name for name, value in defaults.items() if refusal(node | {name: value}) is None]
-        advice = word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"
+        advice = (
+            word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"
+        )
         raise ConfigError(f"{node['_target_']} refuses its arguments ({' '.join(str(error).split())}); type {advice}")
 
 
@@ -145,5 +147,7 @@ def preflight_job(config: RunConfig) -> None:  # for a job of a sweep, which sta
         check_nodes(group, getattr(config, group))
     mode = instantiate_as(Mode, config.mode, "mode")
     if not mode.trains:
-        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; leave mode={mode.name} out of the sweep")
+        raise ConfigError(
+            f"mode={mode.name} is no training, and a sweep trains; leave mode={mode.name} out of the sweep"
+        )
     build_parts(config, instantiate_as(Launcher, config.launch, "launch"), mode)

@@ -33,7 +33,9 @@ from lockstep.errors import ConfigError
 
 FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
 SPELLED = {"yes": True, "on": True, "no": False, "off": False, "none": None, "nil": None, "never": None}
-OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+OPTIONS = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+}
 
 
 def check(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
@@ -154,7 +156,9 @@ def _sentence(section: str, values: Node, kind: type[Any], errors: list[Any]) ->
 def _candidates(value: Any, errors: list[Any], default: object) -> Iterator[object]:
     """Values that may have been meant, the likeliest first."""
     text = show(value).lower()
-    words = [name for error in errors for name in re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))]
+    words = [
+        name for error in errors for name in re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
+    ]
     yield from get_close_matches(text, words, 1)
     yield from [found for found in words if found in text or text in found][:1]
     if text in SPELLED:
@@ -175,7 +179,9 @@ def _candidates(value: Any, errors: list[Any], default: object) -> Iterator[obje
 
 def _at(values: Any, place: Sequence[str]) -> Any:
     for name in place:
-        values = values[int(name)] if isinstance(values, list) else values[name] if name in values else values[int(name)]
+        values = (
+            values[int(name)] if isinstance(values, list) else values[name] if name in values else values[int(name)]
+        )
     return values
 
 
@@ -241,7 +247,10 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     told = next((sentence for cause in causes if (sentence := _told(cause, list(words)))), None)
     if told is None and not isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
         return None
-    sentence, shows_text = told or (f"{_wrong_word(words) or 'the config'} cannot be composed; type --info to see how", True)
+    sentence, shows_text = told or (
+        f"{_wrong_word(words) or 'the config'} cannot be composed; type --info to see how",
+        True,
+    )
     text = "\n".join(f"    {line}" for line in str(error).strip().splitlines()) if shows_text else ""
     return f"{sentence}\n{text}" if text else sentence
 
@@ -259,7 +268,10 @@ def _told(cause: BaseException, words: list[str]) -> tuple[str, bool] | None:
     if isinstance(cause, yaml.YAMLError):
         mark = getattr(cause, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
-        return f"{where} is no YAML; type one `key: value` a line, with spaces, and every bracket and quote closed", True
+        return (
+            f"{where} is no YAML; type one `key: value` a line, with spaces, and every bracket and quote closed",
+            True,
+        )
     if isinstance(cause, MissingConfigException):
         return _missing_option(cause, words)
     if isinstance(cause, OverrideParseException):
@@ -293,7 +305,10 @@ def _unknown_override(key: str, words: list[str]) -> tuple[str, bool]:
 
         parameters = parameters_of(locate(parent, node["_target_"]))
         if parameters is None or name in parameters:
-            return f"{key} is not in the YAML of this option, and {node['_target_']} takes it; type +{key}={value}", False
+            return (
+                f"{key} is not in the YAML of this option, and {node['_target_']} takes it; type +{key}={value}",
+                False,
+            )
     return unknown_key(key, value, values), False
 
 
@@ -303,9 +318,14 @@ def _missing_option(error: MissingConfigException, words: list[str]) -> tuple[st
     if not options:
         return f"there is no config {error.missing_cfg_file}; type --config-dir=<the folder that holds it>", True
     meant = get_close_matches(option, options, 1)
-    folder = "" if any("config-dir" in one for one in words) else f", or --config-dir=<a folder with {group}/{option}.yaml>"
+    folder = (
+        "" if any("config-dir" in one for one in words) else f", or --config-dir=<a folder with {group}/{option}.yaml>"
+    )
     known = f"{group} has the options {', '.join(options)}"
-    return f"{group}={option} is no option: {known}; type {group}={meant[0] if meant else '<one of them>'}{folder}", False
+    return (
+        f"{group}={option} is no option: {known}; type {group}={meant[0] if meant else '<one of them>'}{folder}",
+        False,
+    )
 
 
 def _unreadable(typed: str, words: list[str]) -> tuple[str, bool]:
@@ -323,7 +343,13 @@ def _unreadable(typed: str, words: list[str]) -> tuple[str, bool]:
             return f"{typed} has no value; type {typed}={given}", False
         return unknown_key(typed, "<value>", known), False
     inner = value.strip("[](){} ,'\"")
-    for meant in (f"{key.strip()}={value.strip()}", f"{key}=[{inner}]", f"{key}={inner}", f"{key}='{value}'", f'{key}="{inner}"'):
+    for meant in (
+        f"{key.strip()}={value.strip()}",
+        f"{key}=[{inner}]",
+        f"{key}={inner}",
+        f"{key}='{value}'",
+        f'{key}="{inner}"',
+    ):
         if meant != typed and _parses(meant):
             return f"{typed} cannot be read; type {shlex.quote(meant)}", True
     return f"{typed} cannot be read; type {key}=<value>, with every bracket and quote closed", True

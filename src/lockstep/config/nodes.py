@@ -110,7 +110,9 @@ def check_node(key: str, node: Node, later: Collection[str] = (), positional: in
     if parameters is None:
         return
     name = node["_target_"]
-    by_position = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_position = [
+        one.name for one in parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
     filled = {*by_position[: positional + len(node.get("_args_") or ())], *later}
     free = [one for one in parameters if one not in given and one not in filled]
     unknown = [one for one in given if one not in parameters or one in filled]
@@ -121,7 +123,11 @@ def check_node(key: str, node: Node, later: Collection[str] = (), positional: in
         removed = " ".join(f"~{join(key, one)}" for one in unknown)
         raise ConfigError(f"{name} takes no {' and no '.join(unknown)}, {takes}; type {removed}{more}")
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    missing = [one for one in free if parameters[one].default is inspect.Parameter.empty and parameters[one].kind not in optional]
+    missing = [
+        one
+        for one in free
+        if parameters[one].default is inspect.Parameter.empty and parameters[one].kind not in optional
+    ]
     if missing and not (node.get("_partial_") and not positional):
         words = " ".join(f"+{join(key, one)}=<value>" for one in missing)
         raise ConfigError(f"{name} needs {' and '.join(missing)}; type {words}")

@@ -134,7 +134,6 @@ class Profiler(Section):
 
 @dataclass(frozen=True)
 class Sweep(Section):
-    resume: str | None
     retry: Literal["failed"] | None
     changes: Literal["refuse", "accept"]
     max_failures: Count | None
@@ -142,7 +141,6 @@ class Sweep(Section):
     search: Literal["list", "halving", "random", "tpe", "race"]
     trials: Count | None
     seed: Seed
-    preview: bool
     constraints: list[str]
     eta: Annotated[int, Ge(2)]
     first_rung: Count
@@ -262,7 +260,9 @@ class RunConfig(Section):
             if isinstance(node, list):
                 return [complete(item) for item in node]
             if isinstance(node, dict):
-                return {key: told[key] if value is None and key in told else complete(value) for key, value in node.items()}
+                return {
+                    key: told[key] if value is None and key in told else complete(value) for key, value in node.items()
+                }
             return node
 
         changes = {key: complete(getattr(self, key)) for key in ("model", "task")}
@@ -292,14 +292,18 @@ class RunConfig(Section):
                 f"them -m 'dataset.fold=range(0,{data.folds})'"
             )
         if data.fold is not None and data.folds is None:
-            raise ConfigError(f"dataset.fold={data.fold} and there are no folds; type dataset.folds={max(2, data.fold + 1)}")
+            raise ConfigError(
+                f"dataset.fold={data.fold} and there are no folds; type dataset.folds={max(2, data.fold + 1)}"
+            )
         if own_data and (data.folds is not None or final is not None):
             raise ConfigError(
                 "dataset.validation reads other data, and dataset.folds and trainer.final are about what is held out of "
                 "the training data; type dataset.validation=0.1"
             )
         if final is not None and data.validation is None and data.folds is None:
-            raise ConfigError(f"trainer.final={final} trains on what is held out, and nothing is; type trainer.final=null")
+            raise ConfigError(
+                f"trainer.final={final} trains on what is held out, and nothing is; type trainer.final=null"
+            )
         if monitor not in (None, "auto") and not re.fullmatch(r"val/.+", monitor or ""):
             raise ConfigError(
                 f"monitor={monitor} must be auto, null or val/<a metric of the task>: the test set chooses nothing; "
@@ -317,7 +321,9 @@ class RunConfig(Section):
             if value:
                 off = {"evaluation.patience": "null", "scheduler": "cosine", "sweep.search": "list"}[key]
                 advice = "dataset.validation=0.1" if not self.holds_out and final is None else f"{key}={off}"
-                raise ConfigError(f"{key}={value} compares evaluations, and this run has nothing to compare; type {advice}")
+                raise ConfigError(
+                    f"{key}={value} compares evaluations, and this run has nothing to compare; type {advice}"
+                )
 
 
 Made = TypeVar("Made")

@@ -1,6 +1,5 @@
 """launch=slurm: write an sbatch script into the run folder and submit it. Every requeue finds the same folder again."""
 
-import argparse
 import os
 import re
 import shlex
@@ -9,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from lockstep.config.record import config_flags
 from lockstep.config.schema import Count, Pattern, Whole
 from lockstep.distributed.environment import SLURM_JOB_FILE
 from lockstep.errors import EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT, ConfigError, path_value
@@ -60,8 +62,6 @@ class SlurmLauncher(Launcher):
     setup: shell lines before srun.
     dry_run: print the script and submit nothing.
     run_dir: folder of this run, on a file system that all nodes share.
-    overrides: the words that composed this run, with %24 for $ and %25 for %: the script gets ${oc.env:KEY} as it was
-        typed, and no secret.
     """
 
     runs_elsewhere = True
@@ -79,12 +79,11 @@ class SlurmLauncher(Launcher):
         setup: list[str],
         dry_run: bool,
         run_dir: str,
-        overrides: list[str],
     ) -> None:
         self.nodes, self.ntasks_per_node, self.cpus_per_task = nodes, ntasks_per_node, cpus_per_task
         self.partition, self.account, self.time, self.warning = partition, account, time, warning
         self.options, self.setup, self.dry_run = options, setup, dry_run
-        self.folder, self.overrides = Path(run_dir).resolve(), [unquote(word) for word in overrides]
+        self.folder = Path(run_dir).resolve()
 
     def validate(self) -> None:
         refuse_nesting("slurm")
@@ -144,9 +143,11 @@ class SlurmLauncher(Launcher):
         # of Hydra's own config, such as hydra.searchpath=[...], hold there, too, but not those that started this job.
         command = [sys.executable, str(Path(sys.argv[0]).resolve()), *config_flags(sys.argv[1:])]
         for word in sys.argv[1:]:
-            if re.match(r"[+~]*hydra[./](?!(run\.dir|sweep|sweeper|mode)\b)", word):
+            if re.match(r"[+~]*hydra[./](?!(run\.dir|searchpath|sweep|sweeper|mode)\b)", word):
                 command.append(word)
-        command += [word for word in self.overrides if not re.match(r"[+~]*launch\b", word)]
+        # Unresolved: the script gets ${oc.env:KEY} as it was typed, and no secret.
+        overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        command += [word for word in overrides if not re.match(r"[+~]*launch\b", word)]
         command += ["launch=env", f"hydra.run.dir={path_value(self.folder)}"]
         return SCRIPT.format(
             options="\n".join(f"#SBATCH {option}" for option in [*options, "--requeue", *self.options]),
@@ -157,12 +158,3 @@ class SlurmLauncher(Launcher):
             cpus=f"--cpus-per-task={self.cpus_per_task} " if self.cpus_per_task else "",  # srun ignores sbatch's
             command=shlex.join(command),
         )
-
-
-def config_flags(arguments: list[str]) -> list[str]:
-    """Hydra's flags among `arguments` that say which config is composed. They are no part of its overrides."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for short, long in (("-cd", "--config-dir"), ("-cn", "--config-name"), ("-cp", "--config-path")):
-        parser.add_argument(short, long)
-    found, _ = parser.parse_known_args(arguments)
-    return [f"--{name.replace('_', '-')}={value}" for name, value in vars(found).items() if value is not None]

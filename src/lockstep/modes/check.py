@@ -196,7 +196,9 @@ def checked(
     torch.set_num_threads(1)  # this process compares tensors and forks again: it must start no threads
 
     def take(variant: Variant, may_fail: bool = False) -> "Facts":
-        facts: Facts = _forks(variant.ranks).launch(find_facts, used, of_ranks[variant.ranks], folder, variant, may_fail)
+        facts: Facts = _forks(variant.ranks).launch(
+            find_facts, used, of_ranks[variant.ranks], folder, variant, may_fail
+        )
         return facts
 
     plain = config.changed({"trainer.compile": False})

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from lockstep.config.record import ConfigRecord
     from lockstep.config.schema import RunConfig
-    from lockstep.preflight import Parts
     from lockstep.modes.trained_net import TrainedNet
+    from lockstep.preflight import Parts
     from lockstep.strategies.base import JobSpec
 
 log = logging.getLogger(__name__)

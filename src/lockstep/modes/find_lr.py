@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import get_object
+
 from lockstep.config.check import show
 from lockstep.config.nodes import instantiate
 from lockstep.config.schema import Count, Node, Positive, RunConfig

@@ -27,8 +27,8 @@ from lockstep.distributed.world import OtherData, init_distributed, require_same
 from lockstep.errors import ConfigError, TrainingDiverged, exits_are_failures, first_of
 from lockstep.failures import reporter
 from lockstep.loggers.rank_logs import rank_logs
-from lockstep.preflight import Parts
 from lockstep.modes.check import ONE, REREAD, Variant
+from lockstep.preflight import Parts
 from lockstep.snapshots.data_fingerprint import data_fingerprint
 from lockstep.snapshots.state import collect_state, plain_copy, restore_state
 from lockstep.strategies.base import Strategy, UnusedParameters

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast as typed
+from typing import Any
+from typing import cast as typed
 
 import numpy as np
 import torch
@@ -138,4 +139,6 @@ def build_model(config: Mapping[str, Any], make: Callable[..., nn.Module] | None
         check_nodes("model", node)
         return instantiate_as(nn.Module, node, "model")
     arguments = {name: value for name, value in node.items() if not name.startswith("_")}
-    return make(**{name: instantiate(value) if "_target_" in str(value) else value for name, value in arguments.items()})
+    return make(
+        **{name: instantiate(value) if "_target_" in str(value) else value for name, value in arguments.items()}
+    )

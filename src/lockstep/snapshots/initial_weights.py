@@ -113,7 +113,9 @@ def file_of_weights(where: str) -> Path:
         path = next((candidate for candidate in candidates if candidate.is_file()), path)
     if not path.is_file():
         what = "holds neither model.pt nor a snapshot" if path.is_dir() else "does not exist"
-        raise ConfigError(f"parameters.init={where} {what}; type parameters.init=<a file of weights, a snapshot or a run folder>")
+        raise ConfigError(
+            f"parameters.init={where} {what}; type parameters.init=<a file of weights, a snapshot or a run folder>"
+        )
     return path
 
 
@@ -131,7 +133,9 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
             contents = open_parts(path, contents, check=False)
     except Exception as error:  # torch.load raises many types
         reason = first_line(error)
-        raise ConfigError(f"parameters.init={where}: {path} cannot be read ({reason}); type parameters.init=<another file>") from None
+        raise ConfigError(
+            f"parameters.init={where}: {path} cannot be read ({reason}); type parameters.init=<another file>"
+        ) from None
     if isinstance(contents, dict) and isinstance(contents.get("model"), dict):  # a snapshot, or many people's files
         contents = contents["model"] | (contents.get("ema") or {})
     elif isinstance(contents, dict) and isinstance(contents.get("state_dict"), dict):

@@ -1,3 +1,4 @@
+# until issue 45
 """From the words of a command with -m to a sweep that runs: its jobs are composed by Hydra, checked, and started.
 
 Hydra calls `run_sweep` by this project's sweeper, and `launch_jobs` for one of its own: see `src/hydra_plugins`.
@@ -22,26 +23,31 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep import cli
-from lockstep.cli import refuse_foreign_launcher, words_of_folders
-from lockstep.config.check import check_value
-from lockstep.config.schema import Node, find_rule, flatten, nodes_with_target
-from lockstep.config.targets import chooses_foreign_target, instantiate_as
+from lockstep.cli import as_config_error, tell
+from lockstep.config.check import check, check_values, flatten
+from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
+from lockstep.config.record import config_flags
+from lockstep.config.schema import RunConfig, Sweep
 from lockstep.distributed import signals
-from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import end_with_parent
-from lockstep.errors import CannotStartNow, ConfigError, RankFailed, RankMissing, StoppedEarly
-from lockstep.hydra_errors import as_config_error
+from lockstep.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    CannotStartNow,
+    ConfigError,
+    RankFailed,
+    RankMissing,
+    StoppedEarly,
+    exit_code_of,
+)
 from lockstep.launchers.base import Launcher
 from lockstep.runs.record import loaded_code_facts
 from lockstep.source_code import module_hashes
-from lockstep.sweeps.preview import print_preview
 from lockstep.sweeps.process import Outcome, Slot, divide_machine
-from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, run_in_world, sweeper_goes_on
+from lockstep.sweeps.runner import JobFailed, OpenSweep, SweepRunner, at_end, end_sweep, sweeper_goes_on
 from lockstep.sweeps.search import (
     LIST,
     RACE,
-    TPE,
     Choices,
     Constraint,
     Job,
@@ -59,17 +65,16 @@ from lockstep.sweeps.search import (
     interval,
     make_plan,
     to_run,
-    with_earlier_jobs,
 )
 from lockstep.sweeps.summary import say
-from lockstep.sweeps.table import FINISHED, Row, read_table
+from lockstep.sweeps.table import FINISHED, OF_ONE_COMMAND, Row, read_table
 
 OWN_SUBDIR = "${hydra.job.num}"  # of conf/config.yaml: the folders may be named by this file
 KEPT_CONFIGS = 200  # of jobs, in memory
 MISSING = object()
 
-Checked = Sequence[tuple[Sequence[str], Node]]
-"""(overrides, all values of the config) of jobs."""
+Checked = Sequence[tuple[Sequence[str], RunConfig]]
+"""(overrides, config) of jobs."""
 
 
 class HydraJobs:
@@ -88,11 +93,8 @@ class HydraJobs:
         # Hydra reads twenty files for a config, which takes 0.1 s. The jobs are forked with those that were checked.
         self.load = lru_cache(KEPT_CONFIGS)(lambda words: context.config_loader.load_sweep_config(master, list(words)))
         self.base: Any = _without_hydra(self.compose(fixed, 0))
-        for key in ("search", "trials", "seed"):
-            rule = find_rule(f"sweep.{key}")
-            assert rule is not None
-            check_value(f"sweep.{key}", self.base.sweep[key], rule)
-        base, objective = self.base, self.base.objective
+        check_values("sweep", dict(self.base.sweep), Sweep)
+        base, objective = self.base, _objective(self.base)
         section = dict(base.sweep)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # a killed rank has failed its job: try it again
             section["retry"] = "failed"
@@ -143,9 +145,15 @@ class HydraJobs:
                 raise errors[0]
             return result.return_value
 
-        values: list[Any] = []
-        code, error = cli.end_of(lambda: values.append(call()))
-        objective = values[0] if values else None
+        objective, code, error = None, EXIT_FINISHED, None
+        try:
+            objective = call()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else EXIT_FAILED
+        except (StoppedEarly, KeyboardInterrupt) as stopped:
+            code, error = exit_code_of(stopped), None
+        except Exception as failed:
+            code, error = tell(failed), as_config_error(failed) or failed
         is_refused = isinstance(error, ConfigError) and not isinstance(error, CannotStartNow)
         return Outcome(code, objective, _in_words(error), is_refused, isinstance(error, RankMissing))
 
@@ -167,21 +175,21 @@ class HydraJobs:
     def check(self, lists: Sequence[Sequence[str]]) -> Checked:
         """Raise ConfigError for the first job whose values alone are wrong. Writes nothing. Without torch."""
         finished = {row.overrides for row in read_table(self.folder) if row.state == FINISHED}
-        checked: list[tuple[Sequence[str], Node]] = []
+        checked: list[tuple[Sequence[str], RunConfig]] = []
         for number, overrides in enumerate(lists):
             if changed_words(overrides, set(self.fixed)) in finished:
                 continue
-            values = self.values(overrides, number)
+            config = self.config(overrides, number)
             if len(checked) < KEPT_CONFIGS:
-                checked.append((overrides, values))
+                checked.append((overrides, config))
         return checked
 
-    def values(self, overrides: Sequence[str], number: int) -> Node:
-        """All values of a job's config. Raises ConfigError for wrong ones, with what the job changes."""
+    def config(self, overrides: Sequence[str], number: int) -> RunConfig:
+        """The config of a job. Raises ConfigError for wrong values, with what the job changes."""
         with _naming(overrides, self.fixed):
             config = self.compose(overrides, number, str(number))
             HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
-            return cli.check_values(_without_hydra(config))
+            return check(_without_hydra(config), overrides)
 
     def slots(self, lists: Sequence[Sequence[str]]) -> list[Slot]:
         """How this machine is divided between jobs with these overrides. Raises ConfigError."""
@@ -196,8 +204,9 @@ class HydraJobs:
         """The sweep in its folder. modules: {module: hash} of the user's that the jobs import. Raises ConfigError."""
         config = flatten(OmegaConf.to_container(self.base, resolve=False))
         fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
-        folders, own = words_of_folders(sys.argv[1:]), list(filter(chooses_foreign_target, sys.argv[1:]))
-        return OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, [*own, *folders])
+        folders = config_flags(sys.argv[1:])
+        words = [word for word in sys.argv[1:] if word not in ("-m", "--multirun") and not word.startswith(OF_ONE_COMMAND)]
+        return OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, words)
 
     def run_here(self, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:
         """Run jobs in processes that are forked from this one, which imports and asks once what each of them needs: of
@@ -205,16 +214,23 @@ class HydraJobs:
 
         Returns whether a signal has asked for the end.
         """
-        targets = nodes_with_target(OmegaConf.to_container(self.base, resolve=False))
+        targets = nodes_in(OmegaConf.to_container(self.base, resolve=False), "")
         modules = [node["_target_"].rpartition(".")[0] for _, node in targets]
         own = [name for name in modules if name.startswith("lockstep.")]
-        for name in [*own, "lockstep.rank_imports", "lockstep.tasks.reports"]:
+        for name in [*own, "lockstep.launchers.rank_imports", "lockstep.tasks.reports"]:
             with suppress(ImportError):  # the job that needs it reports the error
                 importlib.import_module(name)
         loaded_code_facts()
         runner = SweepRunner(sweep, search, self.run, slots)
         runner.run()
         return runner.was_stopped
+
+
+def _objective(base: Any) -> str:
+    """What jobs with this config return, by its name."""
+    held_out = base.trainer.final is None and (base.dataset.validation is not None or base.dataset.folds is not None)
+    own = None if base.monitor == "auto" else base.monitor
+    return str(own or f"{'val' if held_out else 'test'}/{base.task.get('monitor', 'loss')}")
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
@@ -241,7 +257,7 @@ def _naming(overrides: Sequence[str], fixed: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = as_config_error(error, list(overrides))
+        known = as_config_error(error)
         if known is None:
             raise
         changed = changed_words(overrides, set(fixed))
@@ -255,7 +271,7 @@ def preflight_jobs(checked: Checked, plan: Plan) -> dict[str, str]:
     refused: their rows say it. A forked process checks them: this one may not ask CUDA, as the jobs are forked from
     it. If that process cannot tell, the job itself does.
     """
-    import lockstep.rank_imports  # noqa: F401  (what the job imports, too: torch once for all of them)
+    import lockstep.launchers.rank_imports  # noqa: F401  (what the job imports, too: torch once for all of them)
 
     reader, writer = os.pipe()
     pid = os.fork()
@@ -278,7 +294,7 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)  # a module of the user's may print: each job prints it again
         os.dup2(nothing, 2)
-        refusals = (_refusal(overrides, values, plan.fixed) for overrides, values in checked)
+        refusals = (_refusal(overrides, config, plan.fixed) for overrides, config in checked)
         if plan.are_drawn:  # refused if all of them are
             found = list(itertools.takewhile(bool, refusals))
             refusal = found[0] if found and len(found) == len(checked) else ""
@@ -290,13 +306,13 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
         os._exit(0)
 
 
-def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> str:
+def _refusal(overrides: Sequence[str], config: RunConfig, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
     from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
 
     try:
         with _naming(overrides, fixed):
-            preflight_job(DictConfig(values), overrides)
+            preflight_job(config)
     except ConfigError as error:
         return str(error)
     return ""
@@ -304,7 +320,8 @@ def _refusal(overrides: Sequence[str], values: Node, fixed: Sequence[str]) -> st
 
 def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, words: Sequence[str]) -> None:
     """Run the jobs that the words of a command ask for. master: see `HydraJobs`."""
-    refuse_foreign_launcher(master.hydra.runtime.choices["hydra/launcher"])
+    if master.hydra.runtime.choices["hydra/launcher"] not in (None, "lockstep"):
+        raise ConfigError("hydra/launcher= cannot run these jobs; leave it out, and type sweep.slots=2 for two at once")
     parser = OverridesParser.create(config_loader=context.config_loader)
     overrides = parser.parse_overrides(list(words))
     rows = read_table(Path(str(master.hydra.sweep.dir)))
@@ -316,11 +333,11 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
     jobs = HydraJobs(context, master, task, fixed)
     settings = jobs.settings
     plan = make_plan(settings, fixed, lambda: _product(overrides), lambda: read_space(overrides, fixed), jobs.allowed())
-    if jobs.base.sweep.resume is not None and settings.search not in (TPE, RACE):  # which find their own in the table
-        plan = with_earlier_jobs(plan, rows, settings.retries_failed)
     checked = jobs.check(plan.lists)
-    launcher = instantiate_as(Launcher, jobs.base.launch, "launch")
-    objectives = [str(values["objective"]) for _, values in checked if isinstance(values, dict)]
+    node: Any = OmegaConf.to_container(jobs.base.launch)
+    check_nodes("launch", node)
+    launcher = instantiate_as(Launcher, node, "launch")
+    objectives = [config.objective for _, config in checked if config.objective is not None]
     check_search(settings, plan, objectives, launcher.runs_elsewhere)
     modules = preflight_jobs(checked, plan)
 
@@ -329,20 +346,9 @@ def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, wor
         if plan.left_out:
             say(f"sweep: {plan.left_out} of {plan.left_out + len(plan.lists)} jobs are left out by sweep.constraints")
         search = build_search(sweep.table, settings, plan, jobs.name, slots)
-        if not settings.preview:
-            at_end(lambda: sweep.finish(search))
+        at_end(lambda: sweep.finish(search))
         return sweep, search
 
-    info = read_rank_info()
-    if settings.preview:
-        if info.is_rank_zero:
-            at_once = len(jobs.slots(plan.lists)) if info.may_start_ranks else 1
-            sweep, search = open_search(at_once)
-            print_preview(sweep.table, search, lambda job: jobs.values(job.overrides, job.number), at_once)
-        return
-    if not info.may_start_ranks:
-        run_in_world(info, open_search, jobs.run)
-        return
     slots = jobs.slots(plan.lists)  # before the sweep is opened: a refused command leaves the folder as it is
     sweep, search = open_search(len(slots))
     jobs.run_here(sweep, search, slots)
@@ -404,8 +410,6 @@ def launch_jobs(
     if sweep is None:
         if jobs.settings.constraints:
             raise ConfigError("sweep.constraints are for this project's own sweeper; leave hydra/sweeper= out")
-        if jobs.settings.preview:
-            raise ConfigError("sweep.preview knows no jobs of hydra/sweeper=; leave hydra/sweeper= or the preview out")
         if jobs.settings.search != LIST:
             raise ConfigError(
                 f"sweep.search={jobs.settings.search} and hydra/sweeper= both choose the jobs; leave out one"

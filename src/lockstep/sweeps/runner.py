@@ -1,28 +1,24 @@
 """Runs the jobs of a sweep, in processes of their own or in ranks that are there, and keeps its table meanwhile."""
 
-import itertools
-import json
-import os
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.distributed import signals
-from lockstep.distributed.environment import SLURM_JOB_FILE, RankInfo, read_rank_info
+from lockstep.distributed.environment import SLURM_JOB_FILE, read_rank_info
 from lockstep.distributed.run_folder import BAR_COLUMNS, SWEEP_RESUME
-from lockstep.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_RESUMABLE, ConfigError
+from lockstep.errors import EXIT_FINISHED, EXIT_RESUMABLE
 from lockstep.failures.start import whole_command
 from lockstep.runs.record import is_locked
 from lockstep.sweeps.process import LONGEST_CAUSE, JobProcess, Outcome, Slot, Work, start_job, wait_for_any
-from lockstep.sweeps.search import Job, Search, SweepSettings
+from lockstep.sweeps.search import Search, SweepSettings
 from lockstep.sweeps.summary import exit_code, print_summary, say
 from lockstep.sweeps.table import (
     FAILED,
@@ -35,12 +31,11 @@ from lockstep.sweeps.table import (
     Row,
     SweepTable,
     lock_sweep,
-    reported_cause,
     write_sweep_record,
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    pass
 
 UP_AND_ERASE = "\x1b[{}F\x1b[J"  # to the begin of the line so many lines above, then everything below
 ROOM = len("[1000] ")  # columns before a job's bar
@@ -106,7 +101,7 @@ class OpenSweep:
     fixed: the words of each job's command.
     config: the flat config of a job without what the sweep varies.
     modules: {module: hash} of the user's modules that the jobs import.
-    with_resume: the words that must be typed with `sweep.resume=`.
+    words: of this command, without flags.
     Raises ConfigError if the folder cannot be locked, or if its sweep is another one.
     """
 
@@ -117,14 +112,13 @@ class OpenSweep:
         fixed: Sequence[str],
         config: Mapping[str, Any],
         modules: dict[str, str],
-        with_resume: Sequence[str],
+        words: Sequence[str],
     ) -> None:
         self.settings, self.fixed = settings, fixed
-        self.lock = None if settings.preview else lock_sweep(folder)
-        self.table = SweepTable(folder, with_resume, settings.preview)
-        write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept", settings.preview)
-        if not (settings.preview and is_locked(folder)):  # else its jobs do run
-            self.table.note_killed()
+        self.lock = lock_sweep(folder)
+        self.table = SweepTable(folder, words)
+        write_sweep_record(folder, sys.argv[1:], config, modules, settings.changes == "accept")
+        self.table.note_killed()
         self.stop_code: int | None = None  # of the jobs that a signal has kept from their end
         self.failures = 0  # jobs that have failed in this command
 
@@ -261,87 +255,6 @@ class SweepRunner:
         self.search.tell(job.number)
         if len(self.slots) > 1:
             self.screen.print([f"sweep: job {job.number} {row.state}, {row.overrides}"])
-
-
-def run_in_world(info: RankInfo, open_sweep: Callable[[], tuple[OpenSweep, Search]], work: Work) -> None:
-    """Rank 0 alone opens the sweep and keeps its table. It announces each job to the other ranks through the store.
-
-    A rank that is killed ends this way to run a sweep: the program that has started the ranks then ends all of them,
-    and the table says where to go on. Raises ConfigError on every rank if the sweep cannot be opened.
-    """
-    from lockstep.distributed.rendezvous import form_group
-
-    store = form_group(info, MEETING)  # a part of the store that no earlier start of these ranks has written to
-    if not info.is_rank_zero:
-        _follow(store, work)
-        return
-    numbers = itertools.count()
-
-    def announce(**message: Any) -> None:
-        store.set(f"turn/{next(numbers)}", json.dumps(message))
-
-    problem = "rank 0 of the sweep has failed; see its traceback"
-    code = EXIT_FAILED
-    try:
-        sweep, search = open_sweep()
-        _lead(announce, sweep, search, work)
-        problem, code = "", exit_code(list(sweep.table), sweep.stop_code)
-    except ConfigError as error:  # also if the table cannot be written any more
-        problem = str(error)
-        raise
-    finally:  # else the other ranks would wait for the next job
-        announce(exit_code=code, problem=problem)
-        deadline = time.monotonic() + SECONDS_TO_LEAVE
-        while store.add(LEFT, 0) < info.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(TELL_SECONDS)  # this process may host the store from which the others read the end
-
-
-def _lead(announce: Callable[..., None], sweep: OpenSweep, search: Search, work: Work) -> None:
-    table = sweep.table
-    os.environ[SWEEP_RESUME] = resume = shlex.join(table.resume)
-    while not sweep.starts_no_more and (job := search.ask()) is not None:
-        if signals.stop_requested():
-            sweep.note_stop()
-            break
-        row = sweep.begin(job.number)
-        say(f"sweep: {job.describe(row.overrides)}")
-        announce(number=job.number, overrides=job.overrides, folder=row.folder, resume=resume)
-        started = time.time()
-        outcome = work(job, row)
-        if outcome.state == FAILED:  # the report names the rank that failed first
-            outcome = replace(outcome, cause=reported_cause(table.folder / row.folder, started) or outcome.cause)
-        state = WAITING if outcome.rank_is_missing else outcome.state
-        sweep.record(job.number, outcome, state, time.time() - started)
-        search.tell(job.number)
-        if state in (STOPPED, WAITING):  # each job after it would wait for the same rank
-            sweep.note_stop(outcome.stop_code)
-
-
-def _follow(store: "Store", work: Work) -> None:
-    for turn in itertools.count():
-        message = json.loads(_wait(store, f"turn/{turn}"))
-        if "exit_code" in message:
-            break
-        os.environ[SWEEP_RESUME] = message["resume"]
-        job = Job(message["number"], tuple(message["overrides"]))
-        work(job, Row(job.number, "", message["folder"]))
-    with suppress(RuntimeError):  # torch's, if rank 0 has not waited
-        store.add(LEFT, 1)
-    if message["problem"]:
-        raise ConfigError(message["problem"])
-    at_end(lambda: int(message["exit_code"]))
-
-
-def _wait(store: "Store", key: str) -> str:
-    """The value of `key`, however long rank 0 needs: it may still be in the job before."""
-    asked: float | None = None
-    while not store.check([key]):
-        if signals.stop_requested():
-            asked = asked or time.monotonic()
-            if time.monotonic() - asked > SECONDS_AFTER_SIGNAL:
-                return json.dumps({"exit_code": EXIT_RESUMABLE, "problem": ""})
-        time.sleep(TELL_SECONDS)
-    return store.get(key).decode()
 
 
 class JobFailed(Exception):

@@ -9,7 +9,7 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lockstep.config.schema import Sweep
 from lockstep.errors import ConfigError
@@ -387,13 +387,6 @@ def make_plan(
         return Plan(corners, fixed, space, allows_values)
     drawn = [[*fixed, *words(draw(space, settings.seed, number, allows_values))] for number in range(trials)]
     return Plan(drawn, fixed, are_drawn=True)
-
-
-def with_earlier_jobs(plan: Plan, rows: Sequence[Row], retry_failed: bool) -> Plan:
-    """The plan with the jobs of earlier commands that are not over, and that this command does not list."""
-    listed = {changed_words(overrides, set(plan.fixed)) for overrides in plan.lists}
-    earlier = [row.overrides for row in rows if row.state not in over(retry_failed) and row.overrides not in listed]
-    return replace(plan, lists=[*plan.lists, *([*plan.fixed, *shlex.split(changed)] for changed in earlier)])
 
 
 def check_search(settings: SweepSettings, plan: Plan, objectives: Sequence[str], submits: bool) -> None:

@@ -36,7 +36,7 @@ SCHEMA = 2
 NOT_COMPARED = ("launch.", "backend.", "sweep.", "profiler.", "logger", "logging.", "snapshot.", "data_dir", "run_dir")
 # All the same: another search does not fit the table.
 COMPARED = ("sweep.search", "sweep.eta", "sweep.first_rung", "sweep.seed", "sweep.constraints", "sweep.confidence")
-OF_ONE_COMMAND = ("sweep.resume=", "sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
+OF_ONE_COMMAND = ("sweep.retry=", "sweep.changes=", "hydra.sweep.dir=")  # not repeated by a resume
 SHOWN = 6  # differences that a message names
 
 
@@ -90,14 +90,13 @@ class SweepTable:
 
     The methods that change it raise ConfigError if it cannot be written, as on a full disk.
 
-    with_resume: the words that must be typed with `sweep.resume=`.
-    is_preview: nothing is written.
-    resume: all words that go on with the sweep.
+    words: of the command, without what only one command says.
+    resume: those that go on with the sweep.
     """
 
-    def __init__(self, folder: Path, with_resume: Sequence[str] = (), is_preview: bool = False) -> None:
-        self.folder, self.is_preview = folder, is_preview
-        self.resume = [*with_resume, f"sweep.resume={path_value(folder)}"]
+    def __init__(self, folder: Path, words: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.resume = [*words, f"hydra.sweep.dir={path_value(folder)}"]
         self.rows: dict[int, Row] = {row.number: row for row in read_table(folder)}
 
     def __iter__(self) -> Iterator[Row]:
@@ -135,8 +134,6 @@ class SweepTable:
 
     def _write(self) -> None:
         """The file has the old rows or the new ones, whenever this process is killed."""
-        if self.is_preview:
-            return
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -194,14 +191,12 @@ def write_sweep_record(
     config: Mapping[str, Any],
     modules: Mapping[str, str],
     accept_changes: bool,
-    is_preview: bool = False,
 ) -> None:
     """Write `sweep.json`, which says what the sweep in `folder` is.
 
     arguments: the words after `src/train.py`.
     config: the flat config of a job without what the sweep varies. Some of its keys are left out.
     modules: {module: hash} of the user's modules that the jobs import.
-    is_preview: check only.
     Raises ConfigError if the sweep was begun with another base config or other code, but with `accept_changes`, and if
     the file cannot be written, as on a full disk. A sweep without rows has no job that could differ. A module of the
     user's that only one of the two commands imports is no difference: the jobs of a longer list may need it.
@@ -232,8 +227,6 @@ def write_sweep_record(
                 f"{'; '.join(differences[:SHOWN])}{more}; "
                 f"type hydra.sweep.dir=<another folder>, or sweep.changes=accept to go on with what is there now"
             )
-    if is_preview:
-        return
     try:
         write_whole(folder / RECORD, json.dumps(record, indent=1))
     except OSError as error:
@@ -247,16 +240,6 @@ def read_sweep_record(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and record.get("schema") == SCHEMA else None
-
-
-def recorded_arguments(folder: Path) -> list[str]:
-    """The words of the last command of the sweep in `folder`. Raises ConfigError for another folder."""
-    record = read_sweep_record(folder)
-    if record is None:
-        raise ConfigError(
-            f"sweep.resume={folder} is not the folder of a sweep; type sweep.resume=<a folder with {RECORD}>"
-        )
-    return list(map(str, record["arguments"]))
 
 
 def state_after_kill(row: Row, folder: Path) -> dict[str, Any]:
