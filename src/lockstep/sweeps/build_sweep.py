@@ -93,9 +93,9 @@ class HydraJobs:
         # Hydra reads twenty files for a config, which takes 0.1 s. The jobs are forked with those that were checked.
         self.load = lru_cache(KEPT_CONFIGS)(lambda words: context.config_loader.load_sweep_config(master, list(words)))
         self.base: Any = _without_hydra(self.compose(fixed, 0))
-        check_values("sweep", dict(self.base.sweep), Sweep)
+        section: Any = OmegaConf.to_container(self.base.sweep)
+        check_values("sweep", section, Sweep)
         base, objective = self.base, _objective(self.base)
-        section = dict(base.sweep)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # a killed rank has failed its job: try it again
             section["retry"] = "failed"
         mode = base.task.get("metrics", {}).get(str(objective).partition("/")[2], "min")
