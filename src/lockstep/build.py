@@ -14,10 +14,10 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
+from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.data.dataset import class_names, weight_of_each_sample, whole_of
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
@@ -220,7 +220,10 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         node["fused"] = can_fuse(strategy.model)
     optimizer = rules.optimizer(partial(instantiate, node), strategy)
     schedule: Any = partial(
-        *(instantiate_as, object, config.scheduler, "scheduler"),
+        instantiate_as,
+        object,
+        config.scheduler,
+        "scheduler",
         steps_per_epoch=settings.steps_per_epoch,
         total_steps=settings.total_steps,
         objective_mode="min" if config.objective is None else task.mode(config.objective),

@@ -19,7 +19,17 @@ from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend", "strategy")
+NOT_COMPUTED: tuple[str, ...] = (
+    "resume",
+    "mode",
+    "launch",
+    "logger",
+    "sweep",
+    "hydra",
+    "run_dir",
+    "backend",
+    "strategy",
+)
 NOT_COMPUTED += ("gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
