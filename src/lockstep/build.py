@@ -54,6 +54,7 @@ from lockstep.training.weight_check import WeightCheck
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
+# until issue 40
 class Data(NamedTuple):
     """The data sets of a run, and what reads their samples. split: which samples validate, in words; None for none."""
 
@@ -206,6 +207,7 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
+# until issue 42
 def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
@@ -281,6 +283,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
     )
 
 
+# until issue 44
 def snapshots(
     config: RunConfig,
     record: ConfigRecord,
@@ -314,6 +317,7 @@ def snapshots(
     )
 
 
+# until issue 44
 def model_config(record: ConfigRecord) -> dict[str, Any]:
     """{key: value} of the model, without values from environment variables."""
     return {key: value for key, value in record.shown.items() if key.startswith("model.")}
