@@ -98,8 +98,7 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
     for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        value = getattr(config, group) if group != "dataset" else [config.dataset.train, config.dataset.test]
-        for _, node in nodes_in(value, group):
+        for _, node in nodes_in(vars(config.dataset) if group == "dataset" else getattr(config, group), group):
             with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
                 get_object(node["_target_"])
 

@@ -53,6 +53,7 @@ Classes = Count
 Duration = Annotated[str, Pattern(r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)", "a time such as 90s, 30min or 2h")]
 Interval = Annotated[str, Pattern(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", "epochs, steps or minutes, such as 50steps")]
 
+CALLED_LATER = (("scheduler", "schedule"), ("dataset", "collate_fn"))  # nodes inside others that need no _partial_
 FROM_DATA = ("shape", "classes")  # null in a node: the training data tells
 
 
