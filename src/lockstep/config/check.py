@@ -98,10 +98,10 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
     place = _place(values, errors[0])
     errors = [error for error in errors if _place(values, error) == place]
     key, types = join(section, place), {error["type"] for error in errors}
-    if types & MISSING:
-        raise ConfigError(f"{key} is missing; type {word(f'+{key}', default_of(key))}")
-    value = OmegaConf.select(OmegaConf.create(values), place)
+    value = OmegaConf.select(OmegaConf.create(values), place, default=MISSING)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    if value is MISSING:
+        raise ConfigError(f"{key} is missing; type {word(f'+{key}', default_of(key))}")
     if types & UNKNOWN:
         raise ConfigError(unknown_key(key, show(value), flatten(values, section)))
 
@@ -111,7 +111,9 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
         container = cast(Node, OmegaConf.to_container(changed))
         return all(not f"{_place(container, error)}.".startswith(f"{place}.") for error in _errors(container, kind))
 
-    accepted = " or ".join(dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in errors))
+    said = {error["type"]: error["msg"].removeprefix("Input should be ") for error in errors}
+    said |= {"missing": "longer"} if "missing" in said else {}
+    accepted = " or ".join(dict.fromkeys(text for kind, text in said.items() if kind != "needs_python_object"))
     meant = [candidate for candidate in _candidates(value, errors, default_of(key, target)) if accepts(candidate)]
     advice = word(key, meant[0]) if meant else f"{key}=<value>"
     raise ConfigError(f"{key}={show(value)} should be {accepted}; type {advice}")
@@ -155,7 +157,8 @@ def _candidates(value: Any, errors: list[Any], default: object) -> list[Any]:
     inner = value[:1] if isinstance(value, list) else [] if value is None else [[value]]
     limits = [limit for error in errors for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
     near = [*get_close_matches(text, words, 1), *(name for name in words if name in text or text in name)]
-    return [*near, SPELLED.get(text, default), *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
+    found = [*near, SPELLED.get(text, default), *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
+    return [one for one in found if not isinstance(one, dict) or "_target_" in one]
 
 
 def default_of(key: str, target: object = None) -> object:
@@ -184,7 +187,7 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
     near = get_close_matches(last, ends.values(), 1, 0.75)
     alike = [one for one in keys if ends[one] == last] or [one for one in keys if near and ends[one] == near[0]]
     alike.sort(key=lambda one: (one.partition(".")[0] != section, len(one)))
-    meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.7)][:1]]
+    meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.85)][:1]]
     own = [] if "." in key else [shlex.quote(f"+vars.{key}={value}") + " for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
@@ -203,10 +206,12 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
         if sentence is not None:
             break
     else:
-        wrong = next(
-            (one for one in overrides if composed([other for other in overrides if other != one])), "the config"
-        )
-        sentence, cause = f"{wrong} cannot be composed; type --info to see how", error
+        cause, sentence = error, "the config cannot be composed; type --info to see how"
+        for one in overrides:
+            if composed([other for other in overrides if other != one]) is not None:
+                is_sweep = OverridesParser.create().parse_override(one).is_sweep_override()
+                advice = f"-m {shlex.quote(one)} for a sweep" if is_sweep else "--cfg job to see the keys"
+                sentence = f"{one} cannot be used here; type {advice}"
     more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
     return f"{sentence}\n    {more}" if more else sentence
 
