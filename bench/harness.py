@@ -34,7 +34,7 @@ DDP = [
 MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
 # After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
 BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
-                 "+strategy.precision=${trainer.precision}", "~optimizer.no_decay", "~optimizer.groups"]  # fmt: skip
+                 "+strategy.precision=${trainer.precision}", "~parameters.no_decay", "~parameters.groups"]  # fmt: skip
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 
