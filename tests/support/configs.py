@@ -1,6 +1,8 @@
 """Configs composed as the command line composes them."""
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -10,37 +12,50 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
+from lockstep.config.check import check_composed
+from lockstep.config.nodes import instantiate
 from lockstep.config.record import ConfigRecord, record_config
-from support.commands import ROOT
+from lockstep.config.schema import RunConfig
+from lockstep.preflight import Parts
+from support.commands import ROOT, WHOLE
 
 
 def composed(*overrides: str, whole: bool = True) -> Any:
-    """The config of `python src/train.py <overrides>`, with run_dir=. unless given.
+    """The RunConfig of `python src/train.py <overrides>`, with run_dir=. unless given. It passes every check.
 
-    whole: nothing is held out of the training data, unless `overrides` say what, and the test set decides.
+    whole: nothing is held out of the training data, unless `overrides` say what, and the test set is evaluated at each
+    evaluation.
+    """
+    has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
+    words = [*([] if has_own else WHOLE), *overrides]
+    return _checked(uncheckedly_composed(*words), words)
+
+
+def uncheckedly_composed(*overrides: str) -> DictConfig:
+    """What Hydra composes, as `main` gets it.
+
     Options are composed once, which takes 0.1 s. Hydra's own function then sets the values.
     """
     cli.register_resolvers()
-    has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
-    words = ["run_dir=.", *([] if has_own else ["dataset.validation=null"]), *overrides]
+    words = ["run_dir=.", *overrides]
     parsed = OverridesParser.create().parse_overrides(words)
     values = [override for override in parsed if _is_value(override)]
     if any(override.is_sweep_override() for override in values):
-        return _resolved(pickle.loads(_composed_once(*words)))
+        return pickle.loads(_composed_once(*words))
     options = [word for word, override in zip(words, parsed, strict=True) if override not in values]
     cfg = pickle.loads(_composed_once(*options))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-    return _resolved(cfg)
-
-
-def _resolved(cfg: Any) -> Any:
-    """With the objective as it is: a rank does not know this project's resolvers."""
-    cfg.objective = cfg.objective
     return cfg
+
+
+def _checked(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
+    cfg, config = check_composed(cfg, overrides)
+    object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
+    return config
 
 
 def _is_value(override: Override) -> bool:
@@ -64,16 +79,27 @@ def composed_with_hydra() -> Any:
         return compose("config", return_hydra_config=True)
 
 
-def record_of(cfg: Any) -> ConfigRecord:
-    """What `src/train.py` hands to a rank beside `cfg`, as if no override had been typed."""
-    hydra_cfg = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
-    return record_config(cfg, cfg, hydra_cfg, ["src/train.py"], [])
+def record_of(config: Any) -> ConfigRecord:
+    """What `src/train.py` hands to a rank beside `config`, as if no override had been typed."""
+    hydra_cfg: Any = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
+    cfg = getattr(config, "composed", None) or OmegaConf.create(asdict(config))
+    return record_config(cfg, config, hydra_cfg, ["src/train.py"])
 
 
-def with_values(cfg: Any, *overrides: str) -> Any:
+def parts_of(config: Any) -> Parts:
+    """What `preflight` hands to a rank beside `config`, without its checks."""
+    return Parts(
+        instantiate(config.launch),
+        instantiate(config.mode),
+        instantiate(config.strategy),
+        instantiate(config.gradient_sync),
+    )
+
+
+def with_values(config: Any, *overrides: str) -> Any:
     """A copy of a composed config with other values (trainer.epochs=3)."""
-    changed = cfg.copy()
+    cfg = config.composed.copy()
     for override in overrides:
         key, _, value = override.partition("=")
-        OmegaConf.update(changed, key, yaml.safe_load(value))
-    return changed
+        OmegaConf.update(cfg, key, yaml.safe_load(value))
+    return _checked(cfg, ())
