@@ -1,4 +1,4 @@
-"""Configs composed as the command line composes them."""
+"""Configs composed and checked as the command line does."""
 
 import pickle
 from collections.abc import Sequence
@@ -20,29 +20,40 @@ from lockstep.config.check import check_composed
 from lockstep.config.nodes import instantiate
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
+from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import Parts
 from support.commands import ROOT, WHOLE
 
 
-def composed(*overrides: str, whole: bool = True) -> Any:
-    """The RunConfig of `python src/train.py <overrides>`, with run_dir=. unless given. It passes every check.
+def composed(*overrides: str, whole: bool = True) -> RunConfig:
+    """The config of `python src/train.py <overrides>`, with run_dir=. unless given.
 
-    whole: nothing is held out of the training data, unless `overrides` say what, and the test set is evaluated at each
-    evaluation.
+    whole: nothing is held out of the training data, unless `overrides` say what, and each evaluation reads the test
+    set.
     """
+    words = words_of(*overrides, whole=whole)
+    return _checked(as_composed(*words), words)
+
+
+def _checked(cfg: DictConfig, words: Sequence[str] = ()) -> RunConfig:
+    cfg, config = check_composed(cfg, words)
+    object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
+    return config
+
+
+def words_of(*overrides: str, whole: bool = True) -> list[str]:
+    """The words of `composed`."""
     has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
-    words = [*([] if has_own else WHOLE), *overrides]
-    return _checked(uncheckedly_composed(*words), words)
+    return ["run_dir=.", *([] if has_own else WHOLE), *overrides]
 
 
-def uncheckedly_composed(*overrides: str) -> DictConfig:
-    """What Hydra composes, as `main` gets it.
+def as_composed(*words: str) -> DictConfig:
+    """What Hydra makes of the words: interpolations as they are, nothing checked.
 
     Options are composed once, which takes 0.1 s. Hydra's own function then sets the values.
     """
     cli.register_resolvers()
-    words = ["run_dir=.", *overrides]
-    parsed = OverridesParser.create().parse_overrides(words)
+    parsed = OverridesParser.create().parse_overrides(list(words))
     values = [override for override in parsed if _is_value(override)]
     if any(override.is_sweep_override() for override in values):
         return pickle.loads(_composed_once(*words))
@@ -50,12 +61,6 @@ def uncheckedly_composed(*overrides: str) -> DictConfig:
     cfg = pickle.loads(_composed_once(*options))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
-
-
-def _checked(cfg: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    cfg, config = check_composed(cfg, overrides)
-    object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
-    return config
 
 
 def _is_value(override: Override) -> bool:
@@ -79,27 +84,23 @@ def composed_with_hydra() -> Any:
         return compose("config", return_hydra_config=True)
 
 
-def record_of(config: Any) -> ConfigRecord:
+def record_of(config: RunConfig) -> ConfigRecord:
     """What `src/train.py` hands to a rank beside `config`, as if no override had been typed."""
     hydra_cfg: Any = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
     cfg = getattr(config, "composed", None) or OmegaConf.create(asdict(config))
     return record_config(cfg, config, hydra_cfg, ["src/train.py"])
 
 
-def parts_of(config: Any) -> Parts:
-    """What `preflight` hands to a rank beside `config`, without its checks."""
-    return Parts(
-        instantiate(config.launch),
-        instantiate(config.mode),
-        instantiate(config.strategy),
-        instantiate(config.gradient_sync),
-    )
+def parts_of(config: RunConfig) -> Parts:
+    """What a rank gets beside them; nothing is checked."""
+    strategy, sync = instantiate(config.strategy), instantiate(config.gradient_sync)
+    return Parts(EnvLauncher(), instantiate(config.mode), strategy, sync)
 
 
-def with_values(config: Any, *overrides: str) -> Any:
-    """A copy of a composed config with other values (trainer.epochs=3)."""
-    cfg = config.composed.copy()
+def with_values(config: RunConfig, *overrides: str) -> RunConfig:
+    """A copy of a config with other values (trainer.epochs=3)."""
+    changed = config.composed.copy()  # type: ignore[attr-defined]
     for override in overrides:
         key, _, value = override.partition("=")
-        OmegaConf.update(cfg, key, yaml.safe_load(value))
-    return _checked(cfg, ())
+        OmegaConf.update(changed, key, yaml.safe_load(value))
+    return _checked(changed)

@@ -81,16 +81,16 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
 
 
 def train(config: Any) -> float | None:
-    """A whole training in this rank, with its console output hidden. Returns the objective; where nothing chooses, on
-    rank 0 that of the last weights on the test set."""
+    """A whole training in this rank, with its console output hidden. Returns the objective; where nothing is chosen,
+    rank 0 returns that of the last weights on the test set."""
+    from lockstep.modes.train import Train
     from lockstep.runs.record import read_run
     from support.configs import parts_of, record_of
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    parts = parts_of(config)
-    objective = parts.mode.work(config, record_of(config), parts)
+    objective = Train().work(config, record_of(config), parts_of(config))
     if objective is None and os.environ["RANK"] == "0":
-        return read_run(Path(config.run_dir))["objective"]["last"]
+        objective = read_run(Path(config.run_dir))["objective"]["last"]
     return objective
 
 
