@@ -228,7 +228,9 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
     kept = [word for word in recorded if not sets(word, NOT_TAKEN) and not _is_replaced(key_of(word), words)]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         kept.append(f"hydra.run.dir={path_value(folder / str(mode))}")
-    return [*kept, *words]
+    # Among the overrides, and before those typed: argparse takes no flag between overrides, and the last one holds.
+    place = next((number for number, word in enumerate(words) if "=" in word and word[0] != "-"), len(words))
+    return [*words[:place], *kept, *words[place:]]
 
 
 def with_values_of_run(cfg: DictConfig) -> DictConfig:
