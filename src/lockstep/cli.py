@@ -80,7 +80,7 @@ def _run(main: Callable[[], Any]) -> int:
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
-    sys.argv[1:] = with_overrides_of_run(words)
+    sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
@@ -203,6 +203,12 @@ def asks_for_text(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in TEXT_FLAGS for word in words)
 
 
+def flags_first(words: Sequence[str]) -> list[str]:
+    """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
+    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    return [*(word for word in words if word not in overrides), *overrides]
+
+
 # ---- The words and the config of a trained run
 
 
@@ -228,9 +234,7 @@ def with_overrides_of_run(words: list[str]) -> list[str]:
     kept = [word for word in recorded if not sets(word, NOT_TAKEN) and not _is_replaced(key_of(word), words)]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         kept.append(f"hydra.run.dir={path_value(folder / str(mode))}")
-    # Among the overrides, and before those typed: argparse takes no flag between overrides, and the last one holds.
-    place = next((number for number, word in enumerate(words) if "=" in word and word[0] != "-"), len(words))
-    return [*words[:place], *kept, *words[place:]]
+    return [*kept, *words]
 
 
 def with_values_of_run(cfg: DictConfig) -> DictConfig:
