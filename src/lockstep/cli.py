@@ -80,7 +80,7 @@ def _run(main: Callable[[], Any]) -> int:
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
-    sys.argv[1:] = with_overrides_of_run(words)
+    sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
@@ -201,6 +201,12 @@ def help_text() -> str:
 def asks_for_text(words: Sequence[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in words)
+
+
+def flags_first(words: Sequence[str]) -> list[str]:
+    """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
+    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    return [*(word for word in words if word not in overrides), *overrides]
 
 
 # ---- The words and the config of a trained run
