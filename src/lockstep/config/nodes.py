@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.schema import CONF, FROM_DATA, Node
@@ -203,7 +203,8 @@ def with_own_arguments(cfg: DictConfig, typed: Mapping[str, Any]) -> tuple[DictC
             own = any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)
             link = isinstance(value, str) and "${" in value
             if name not in HYDRA_KEYS and not own and not (link and name in parameters):
-                del node[name]
+                with open_dict(node):
+                    del node[name]
                 dropped += [] if link else [str(name)]
         if dropped:
             lines.append(f"{key}: {target} begins with its own {', '.join(dropped)}, not with those of the option")
