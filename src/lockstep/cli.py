@@ -52,6 +52,14 @@ INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its
 
 def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
+    # What is written to a stream that was closed at the start (`>&-`) is dropped, also in processes started here. Else
+    # the next file that is opened would get the stream's number, and with it what a library prints.
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
+            setattr(sys, name, stream)
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
     code: Any = EXIT_FAILED
