@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import hydra.utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
 from lockstep.config.check import check_values, flatten, join, show
@@ -173,8 +173,9 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         links = {name for name, value in written.items() if "${" in str(value)}
         own = {name for name in written if any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)}
         left_out = written.keys() - HYDRA_KEYS - own - (links & parameters.keys())
-        for name in left_out:
-            del node[name]
+        with open_dict(node):
+            for name in left_out:
+                del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
             print(f"{key}: {target} has its own {', '.join(sorted(left_out - links))}, not those of the option")
     return cfg
