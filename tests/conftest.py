@@ -69,7 +69,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
     def start_command(*words: str, cwd: Path = tmp_path, **env: object) -> Command:
         if is_whole and TRAIN in words:  # what is typed may say otherwise
             place = words.index(TRAIN) + 1
-            words = (*words[:place], "dataset.validation=null", *words[place:])
+            words = (*words[:place], "dataset.validation=null", "evaluation.test=every", *words[place:])
         started.append(Command(list(words), cwd, new_process, **env))
         return started[-1]
 

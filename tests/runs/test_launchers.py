@@ -179,5 +179,5 @@ def test_a_fork_server_ends_if_its_launcher_has_ended_before_it_ran(launcher_liv
     ended = subprocess.Popen(["true"])
     ended.wait()
     env = {LAUNCHER: str(os.getpid() if launcher_lives else ended.pid), "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", "import lockstep.rank_imports"]
+    command = [sys.executable, "-c", "import lockstep.launchers.rank_imports"]
     assert subprocess.run(command, env=os.environ | env).returncode == code

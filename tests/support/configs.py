@@ -1,6 +1,7 @@
-"""Configs composed as the command line composes them."""
+"""Configs composed and checked as the command line does."""
 
 import pickle
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -10,36 +11,48 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
+from lockstep.config.check import check
+from lockstep.config.nodes import instantiate
 from lockstep.config.record import ConfigRecord, record_config
+from lockstep.config.schema import RunConfig
+from lockstep.launchers.env import EnvLauncher
+from lockstep.preflight import Parts
 from support.commands import ROOT
 
 
-def composed(*overrides: str, whole: bool = True) -> Any:
+def composed(*overrides: str, whole: bool = True) -> RunConfig:
     """The config of `python src/train.py <overrides>`, with run_dir=. unless given.
 
-    whole: nothing is held out of the training data, unless `overrides` say what, and the test set decides.
+    whole: nothing is held out of the training data, unless `overrides` say what, and each evaluation reads the test
+    set.
+    """
+    words = words_of(*overrides, whole=whole)
+    return check(as_composed(*words), words)
+
+
+def words_of(*overrides: str, whole: bool = True) -> list[str]:
+    """The words of `composed`."""
+    has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
+    return ["run_dir=.", *([] if has_own else ["dataset.validation=null", "evaluation.test=every"]), *overrides]
+
+
+def as_composed(*words: str) -> DictConfig:
+    """What Hydra makes of the words: interpolations as they are, nothing checked.
+
     Options are composed once, which takes 0.1 s. Hydra's own function then sets the values.
     """
     cli.register_resolvers()
-    has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
-    words = ["run_dir=.", *([] if has_own else ["dataset.validation=null"]), *overrides]
-    parsed = OverridesParser.create().parse_overrides(words)
+    parsed = OverridesParser.create().parse_overrides(list(words))
     values = [override for override in parsed if _is_value(override)]
     if any(override.is_sweep_override() for override in values):
-        return _resolved(pickle.loads(_composed_once(*words)))
+        return pickle.loads(_composed_once(*words))
     options = [word for word, override in zip(words, parsed, strict=True) if override not in values]
     cfg = pickle.loads(_composed_once(*options))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-    return _resolved(cfg)
-
-
-def _resolved(cfg: Any) -> Any:
-    """With the objective as it is: a rank does not know this project's resolvers."""
-    cfg.objective = cfg.objective
     return cfg
 
 
@@ -64,16 +77,22 @@ def composed_with_hydra() -> Any:
         return compose("config", return_hydra_config=True)
 
 
-def record_of(cfg: Any) -> ConfigRecord:
-    """What `src/train.py` hands to a rank beside `cfg`, as if no override had been typed."""
-    hydra_cfg = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
-    return record_config(cfg, cfg, hydra_cfg, ["src/train.py"], [])
+def record_of(config: RunConfig) -> ConfigRecord:
+    """What `src/train.py` hands to a rank beside `config`, as if no override had been typed."""
+    hydra_cfg: Any = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
+    return record_config(OmegaConf.create(asdict(config)), config, hydra_cfg, ["src/train.py"])
 
 
-def with_values(cfg: Any, *overrides: str) -> Any:
-    """A copy of a composed config with other values (trainer.epochs=3)."""
-    changed = cfg.copy()
+def parts_of(config: RunConfig) -> Parts:
+    """What a rank gets beside them; nothing is checked."""
+    strategy, sync = instantiate(config.strategy), instantiate(config.gradient_sync)
+    return Parts(EnvLauncher(), instantiate(config.mode), strategy, sync)
+
+
+def with_values(config: RunConfig, *overrides: str) -> RunConfig:
+    """A copy of a config with other values (trainer.epochs=3)."""
+    changed = OmegaConf.create(asdict(config))
     for override in overrides:
         key, _, value = override.partition("=")
         OmegaConf.update(changed, key, yaml.safe_load(value))
-    return changed
+    return check(changed)

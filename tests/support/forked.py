@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 TRAIN = str(SOURCE / "train.py")
 # Read by the interpreter or by a library while it is loaded: a copy would not see them.
 READ_AT_THE_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "TORCH", "GLOO_", "PYTHON", "LD_", "MALLOC_")
-MODULES = ("lockstep.rank_imports", "lockstep.preflight", "lockstep.modes.train")
+MODULES = ("lockstep.launchers.rank_imports", "lockstep.preflight", "lockstep.modes.train")
 MODULES += ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.launcher.api")
 OF_TORCHRUN = ["-m", "torch.distributed.run"]
 ROOM = 16384  # bytes for the command line of a copy, in that of the server
@@ -189,7 +189,7 @@ def _import_all(prepared_by: str) -> None:
     sys.path[0] = str(SOURCE)
     for name in MODULES:
         importlib.import_module(name)
-    del sys.modules["lockstep.rank_imports"]  # by which a job of a sweep knows that it needs no fork server
+    del sys.modules["lockstep.launchers.rank_imports"]  # by which a job of a sweep knows that it needs no fork server
     if prepared_by:
         sys.path.insert(1, str(SOURCE.with_name("tests")))
         importlib.import_module(prepared_by).prepare()

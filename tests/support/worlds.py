@@ -80,18 +80,23 @@ def _rank(rank: int, size: int, port: int, results: Any, function: Callable[...,
     os._exit(0)
 
 
-def train(cfg: Any) -> float:
-    """A whole training in this rank, with its console output hidden. Returns the objective."""
+def train(config: Any) -> float | None:
+    """A whole training in this rank, with its console output hidden. Returns the objective; where nothing is chosen,
+    rank 0 returns that of the last weights on the test set."""
     from lockstep.modes.train import Train
-    from support.configs import record_of
+    from lockstep.runs.record import read_run
+    from support.configs import parts_of, record_of
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return Train().work(cfg, record_of(cfg))
+    objective = Train().work(config, record_of(config), parts_of(config))
+    if objective is None and os.environ["RANK"] == "0":
+        objective = read_run(Path(config.run_dir))["objective"]["last"]
+    return objective
 
 
-def train_all(configs: list[Any]) -> list[float]:
+def train_all(configs: list[Any]) -> list[float | None]:
     """Several trainings, one after the other, in one world."""
-    return [train(cfg) for cfg in configs]
+    return [train(config) for config in configs]
 
 
 def weights(folder: Path) -> Any:
