@@ -14,7 +14,7 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
+from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig

@@ -27,18 +27,26 @@ EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
 # What a command ends with. The other ones are told inside, and a command that they end ends with EXIT_FAILED.
-EXIT_CODES = (EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
+EXIT_CODES: tuple[int, ...] = (
+    EXIT_FINISHED,
+    EXIT_FAILED,
+    EXIT_CONFIG,
+    EXIT_HANG,
+    EXIT_RESUMABLE,
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+)
 EXIT_CODES += (EXIT_INTERRUPTED,)
 
 
 class ConfigError(Exception):
     """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown.
 
-    It is one line of printable characters, although the words typed may contain any others.
+    It has printable characters alone, although the words typed may contain any others; lines below the first one are a
+    library's own text.
     """
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(printable(sentence))
+        super().__init__(printable(sentence, "\n"))
 
 
 class CannotStartNow(ConfigError):
