@@ -19,7 +19,17 @@ from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "data_dir", "backend", "strategy")
+NOT_COMPUTED: tuple[str, ...] = (
+    "resume",
+    "mode",
+    "launch",
+    "logger",
+    "sweep",
+    "hydra",
+    "run_dir",
+    "backend",
+    "strategy",
+)
 NOT_COMPUTED += ("gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
@@ -57,7 +67,7 @@ class ConfigRecord:
             return
         then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), self.files["config.yaml"]))
         for key, (before, value) in differing(then, now).items():
-            if not sets(key, (*NOT_COMPUTED, *LIMITS)) and not key.endswith("run_dir"):
+            if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
                 raise ConfigError(
                     f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
                     f"{word(key, before)} to go on with it, or hydra.run.dir=<a new folder>, with resume={folder} to "
