@@ -83,8 +83,10 @@ def _run(main: Callable[[], Any]) -> int:
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if asks_for_text(words) and not info.is_rank_zero:
+        return 0
     if {"--help", "-h"} & set(words):
-        print(help_text() if info.is_rank_zero else "", end="")
+        print(help_text(), end="")
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
