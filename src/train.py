@@ -11,6 +11,7 @@ if __name__ == "__main__":
     end_at_signals()  # before the other imports: Ctrl-C shows no traceback while they are loaded
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -29,6 +30,7 @@ def main(cfg: DictConfig) -> Any:
     with cli.exit_codes():
         cfg, config = check_composed(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
+        record.require_same_run(Path(config.run_dir))
         from lockstep.preflight import preflight  # imports torch
 
         parts = preflight(config)

@@ -14,10 +14,10 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.build_data import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
+from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.data.dataset import class_names, weight_of_each_sample, whole_of
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
@@ -54,6 +54,7 @@ from lockstep.training.weight_check import WeightCheck
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
+# until issue 40
 class Data(NamedTuple):
     """The data sets of a run, and what reads their samples. split: which samples validate, in words; None for none."""
 
@@ -93,6 +94,7 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
     return config, build_loaders(config, world, parts, data, converter)
 
 
+# until issue 42
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
     for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
@@ -158,19 +160,19 @@ def build_loaders(config: RunConfig, world: World, parts: Parts, data: Data, con
     if isinstance(data.train, Samples) and data.train.stream is not None:
         data.train.stream.share(*share)
     train = BatchLoader(data.train, converter, *share, config.seed, augment, section.workers, transforms, weights)
-    evaluated = [None if one is None else one for one in (data.val, data.test)]
-    val, test = (
-        None if one is None else BatchLoader(one, converter, *share, config.seed, workers=section.workers)
-        for one in evaluated
-    )
-    assert test is not None
+
+    def evaluated(read: Any) -> BatchLoader:
+        return BatchLoader(read, converter, *share, config.seed, workers=section.workers)
+
+    val, test = None if data.val is None else evaluated(data.val), evaluated(data.test)
     for loader in filter(None, (train, val, test)):
         world.resources.callback(loader.close)
     held_out = data.sets.held_out
     return Loaders(train, val, test, data.split, None if held_out is None else held_out.numbers)
 
 
-def check_sizes(config: RunConfig) -> None:  # until issue 40
+# until issue 40
+def check_sizes(config: RunConfig) -> None:
     """Raise ConfigError for a size of training images that the model cannot take, though it takes that of the data."""
     sizes, shape = config.dataset.augment.sizes, config.dataset.shape
     if sizes is None or shape is None:
@@ -192,6 +194,7 @@ def check_sizes(config: RunConfig) -> None:  # until issue 40
                 ) from None
 
 
+# until issue 40
 def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> None:
     """Give a model whose first weights, or their shapes, depend on the training data the samples that it needs."""
     if has_lazy_layers(model):
@@ -204,6 +207,7 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
+# until issue 42
 def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
@@ -217,9 +221,15 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
     if "fused" in node and node["fused"] is None:
         node["fused"] = can_fuse(strategy.model)
     optimizer = rules.optimizer(partial(instantiate, node), strategy)
-    facts = {"steps_per_epoch": settings.steps_per_epoch, "total_steps": settings.total_steps}
-    facts["objective_mode"] = "min" if config.objective is None else task.mode(config.objective)
-    schedule = partial(instantiate_as, object, config.scheduler, "scheduler", **facts)
+    schedule: Any = partial(
+        instantiate_as,
+        object,
+        config.scheduler,
+        "scheduler",
+        steps_per_epoch=settings.steps_per_epoch,
+        total_steps=settings.total_steps,
+        objective_mode="min" if config.objective is None else task.mode(config.objective),
+    )
     cuts_batches = world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
     if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
         warn_of_gradient_hooks(strategy.model)
@@ -251,6 +261,7 @@ def build_task(config: RunConfig, world: World) -> Task:
     return task
 
 
+# until issue 42
 def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_steps: bool) -> TrainSettings:
     trainer = config.trainer
     return TrainSettings(
@@ -272,6 +283,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
     )
 
 
+# until issue 44
 def snapshots(
     config: RunConfig,
     record: ConfigRecord,
@@ -305,11 +317,13 @@ def snapshots(
     )
 
 
+# until issue 44
 def model_config(record: ConfigRecord) -> dict[str, Any]:
     """{key: value} of the model, without values from environment variables."""
     return {key: value for key, value in record.shown.items() if key.startswith("model.")}
 
 
+# until issue 42
 def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
     """What is logged while the run trains, and what measures its steps."""
     world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
@@ -325,6 +339,7 @@ def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -
     return RunningMetrics(state, loggers, stragglers), stragglers
 
 
+# until issue 42
 def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
     """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
     wanted = wanted_by(config.logger.values())
@@ -345,6 +360,7 @@ def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: 
 # ---- What is written for people
 
 
+# until issue 45
 def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], None]) -> LoggerList:
     """The loggers on rank 0, none on other ranks. before_writing: see LoggerList."""
     members: list[Logger] = []
@@ -360,6 +376,7 @@ def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], N
     return LoggerList(members, before_writing)
 
 
+# until issue 45
 def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager, loaders: Loaders) -> RunInfo:
     """What loggers receive at the start. A collective."""
     state, world = snapshots.state, snapshots.world
@@ -400,6 +417,7 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
     )
 
 
+# until issue 45
 def earlier_test(run: RunInfo, world: World) -> Any:
     """The test that run.json has of an earlier start of this run: {"step": of the weights, "metrics"}. None if there is
     none, if the run goes on from a step before it, or if the test data is other data now. A collective."""
@@ -413,6 +431,7 @@ def earlier_test(run: RunInfo, world: World) -> Any:
     return world.broadcast_json(found)
 
 
+# until issue 45
 def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
     """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
     files = {} if init is None else {"init": file_of_weights(init)}

@@ -27,24 +27,33 @@ EXIT_RESUMABLE = 75
 EXIT_STOPPED_WITHOUT_SNAPSHOT = 76  # stopped early, and the last step is in no snapshot; an older snapshot may exist
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, before training
 # What a command ends with. The other ones are told inside, and a command that they end ends with EXIT_FAILED.
-EXIT_CODES = (EXIT_FINISHED, EXIT_FAILED, EXIT_CONFIG, EXIT_HANG, EXIT_RESUMABLE, EXIT_STOPPED_WITHOUT_SNAPSHOT)
+EXIT_CODES: tuple[int, ...] = (
+    EXIT_FINISHED,
+    EXIT_FAILED,
+    EXIT_CONFIG,
+    EXIT_HANG,
+    EXIT_RESUMABLE,
+    EXIT_STOPPED_WITHOUT_SNAPSHOT,
+)
 EXIT_CODES += (EXIT_INTERRUPTED,)
 
 
 class ConfigError(Exception):
     """The user's input cannot work. The message is one sentence that ends in what to type; no traceback is shown.
 
-    It is one line of printable characters, although the words typed may contain any others.
+    It has printable characters alone, although the words typed may contain any others; lines below the first one are a
+    library's own text.
     """
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(printable(sentence))
+        super().__init__(printable(sentence, "\n"))
 
 
 class CannotStartNow(ConfigError):
     """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
 
 
+# until issue 46
 class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
@@ -69,6 +78,7 @@ class TrainingDiverged(Exception):
             self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
 
 
+# until issue 42
 class RanksDiffer(Exception):
     """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type.
 
@@ -88,6 +98,7 @@ class RanksDiffer(Exception):
         self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
 
 
+# until issue 46
 class LeftEarly(Exception):
     """User code called sys.exit before the end of the command.
 
@@ -95,6 +106,7 @@ class LeftEarly(Exception):
     """
 
 
+# until issue 46
 @contextmanager
 def exits_are_failures(what: str) -> Iterator[None]:
     """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""

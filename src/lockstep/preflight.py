@@ -126,7 +126,7 @@ def check_place(config: RunConfig, launcher: Launcher) -> None:
 
 def prepare_data(config: RunConfig) -> None:
     """Call dataset.prepare. Raises ConfigError for whatever it raises: no rank has started that could report it."""
-    from lockstep.build_data import prepare
+    from lockstep.data.build import prepare
     from lockstep.failures.record import exception_record
 
     try:

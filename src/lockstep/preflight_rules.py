@@ -96,7 +96,7 @@ def check_mode(config: RunConfig, mode: Mode, job: JobSpec) -> None:
 def job_spec(config: RunConfig, launcher: Launcher) -> JobSpec:
     """What the config asks for. Raises ConfigError if this machine lacks the backend."""
     world_size, ranks_here = launcher.num_ranks()
-    backend = config.backend.name
+    backend: str = config.backend.name
     if not launcher.runs_elsewhere:  # another machine may have the GPUs that this one lacks
         backend = validate_backend(backend, ranks_here, config.backend.socket_ifname)
     trainer = config.trainer

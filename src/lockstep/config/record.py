@@ -7,14 +7,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import flatten, show
+from lockstep.config.check import flatten, show, word
 from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.source_code import ROOT
+from lockstep.text import differing
 
-# Where a run is, and how it was started: not what it computes.
+RECORD = ".hydra"
+# Where and how a run computes, and what it writes: the numbers do not depend on it.
+NOT_COMPUTED: tuple[str, ...] = (
+    "resume",
+    "mode",
+    "launch",
+    "logger",
+    "sweep",
+    "hydra",
+    "run_dir",
+    "backend",
+    "strategy",
+)
+NOT_COMPUTED += ("gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
+LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
 NOT_COLUMNS = ("launch", "logger", "mode.", "backend.", "sweep.", "hydra/")
 
@@ -42,6 +59,20 @@ class ConfigRecord:
     script: str
     flags: Sequence[str]
     files: Mapping[str, str]
+
+    def require_same_run(self, folder: Path) -> None:
+        """Raise ConfigError if `folder` has snapshots of a run of other values: one folder, one config."""
+        path = folder / RECORD / "config.yaml"
+        if not path.is_file() or not any(folder.glob("snapshots/step_*")):
+            return
+        then, now = (flatten(yaml.safe_load(text) or {}) for text in (path.read_text(), self.files["config.yaml"]))
+        for key, (before, value) in differing(then, now).items():
+            if not sets(key, (*NOT_COMPUTED, *LIMITS, "data_dir")) and not key.endswith("run_dir"):
+                raise ConfigError(
+                    f"{folder} holds a run with {key}={show(before)}, and here it is {show(value)}; type "
+                    f"{word(key, before)} to go on with it, or hydra.run.dir=<a new folder>, with resume={folder} to "
+                    f"begin with its snapshot"
+                )
 
     def completed(self, config: RunConfig) -> "ConfigRecord":
         """With the values of `config` for what was null or balanced, which the data have given since."""
@@ -110,3 +141,12 @@ def config_flags(words: Sequence[str]) -> list[str]:
             value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
             found.append(f"{names.get(name, name)}={value}")
     return found + [word for word in words if word.startswith("hydra.searchpath=")]
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def sets(word: str, names: Sequence[str]) -> bool:
+    """Whether an override sets one of `names`, or what is below it."""
+    return any(f"{key_of(word)}.".replace("/", ".").startswith(f"{name}.") for name in names)

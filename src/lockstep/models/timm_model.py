@@ -15,11 +15,9 @@ from lockstep.models.torchvision_model import cannot_take, require_logits
 def timm_model(name: str, shape: ImageShape, classes: Classes, **options: Any) -> nn.Module:
     """The model `name` of timm. (N, *shape) -> (N, classes) logits.
 
-    A model that is built for one size of images is built for that of the data. Nothing is downloaded: `parameters.init=<file>`
-    starts from other weights. Raises ConfigError for an unknown name, and for a model that cannot take such images.
-
-    name: any classification model of timm.
-    options: further arguments of the model.
+    A model that is built for one size of images is built for that of the data. Nothing is downloaded:
+    `parameters.init=<file>` starts from other weights. Raises ConfigError for an unknown name, and for a model that
+    cannot take such images.
     """
     if importlib.util.find_spec("timm") is None:
         raise ConfigError("model=timm needs timm; type pip install timm, or model=resnet18")
@@ -32,7 +30,8 @@ def timm_model(name: str, shape: ImageShape, classes: Classes, **options: Any) -
         raise ConfigError(f"model.name={name} is no model of timm; type model.name={close[0]}")
     if options.pop("pretrained", False):
         raise ConfigError(
-            "model.pretrained=true would download weights; type parameters.init=<a file of weights> parameters.new_layers=[...]"
+            "model.pretrained=true would download weights; type parameters.init=<a file of weights> "
+            "parameters.new_layers=[...]"
         )
     made = {"num_classes": classes, "in_chans": channels, **options}
     try:

@@ -35,7 +35,8 @@ def freeze(model: nn.Module, patterns: Sequence[object]) -> None:
         if not found:
             raise ConfigError("the model has no parameter to train; type model=<an option in conf/model>")
         raise ConfigError(
-            f"parameters.freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; type parameters.freeze=[<fewer names>]"
+            f"parameters.freeze=[{','.join(map(str, patterns))}] leaves no parameter to train; "
+            "type parameters.freeze=[<fewer names>]"
         )
     if found:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
@@ -70,7 +71,8 @@ def load_initial_weights(model: nn.Module, where: str | None, new_layers: Sequen
     _refuse_differences(where, {name: value for name, value in wanted.items() if name not in taken}, saved)
     if not taken:
         raise ConfigError(
-            f"parameters.init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; type model=..."
+            f"parameters.init={where} has no weight of this model; it has {first_of(list(saved), NAMED)}; "
+            "type model=..."
         )
     for name in taken:
         own[name].copy_(whole(saved[name]))
@@ -142,7 +144,8 @@ def _state_dict(path: Path, where: str) -> dict[str, Any]:
         contents = contents["state_dict"]
     if not isinstance(contents, dict) or not any(isinstance(value, TENSORS) for value in contents.values()):
         raise ConfigError(
-            f"parameters.init={where}: {path} holds no state dict; type parameters.init=<a file of torch.save(net.state_dict())>"
+            f"parameters.init={where}: {path} holds no state dict; "
+            "type parameters.init=<a file of torch.save(net.state_dict())>"
         )
     return {name: value for name, value in contents.items() if isinstance(value, TENSORS)}
 
@@ -159,5 +162,6 @@ def _refuse_differences(where: str, left: dict[str, Tensor], saved: dict[str, An
     layers = sorted({name.rpartition(".")[0] or name for name in left})
     raise ConfigError(
         f"parameters.init={where} does not fit the model: {first_of(described, NAMED)}; "
-        f"to train {'it' if len(layers) == 1 else 'them'} from random weights type parameters.new_layers=[{','.join(layers)}]"
+        f"to train {'it' if len(layers) == 1 else 'them'} from random weights type "
+        f"parameters.new_layers=[{','.join(layers)}]"
     )

@@ -42,7 +42,8 @@ class UnusedParameters(ConfigError):
     def __init__(self, names: Sequence[str], rank: int) -> None:
         super().__init__(
             f"rank {rank} has no gradient of {first_of(names)} in some step, and the ranks add up the same ones; "
-            f"type strategy.find_unused_parameters=true, or parameters.freeze=[{','.join(names[:NAMED])}] if they are never used"
+            f"type strategy.find_unused_parameters=true, "
+            f"or parameters.freeze=[{','.join(names[:NAMED])}] if they are never used"
         )
 
 

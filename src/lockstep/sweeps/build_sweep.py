@@ -205,7 +205,8 @@ class HydraJobs:
         config = flatten(OmegaConf.to_container(self.base, resolve=False))
         fixed = [word for word in self.fixed if not word.startswith(("sweep.", "hydra."))]
         folders = config_flags(sys.argv[1:])
-        words = [word for word in sys.argv[1:] if word not in ("-m", "--multirun") and not word.startswith(OF_ONE_COMMAND)]
+        left_out = ("-m", "--multirun", *OF_ONE_COMMAND)
+        words = [word for word in sys.argv[1:] if not word.startswith(left_out)]
         return OpenSweep(self.folder, self.settings, [*fixed, *folders], config, modules, words)
 
     def run_here(self, sweep: OpenSweep, search: Search, slots: Sequence[Slot]) -> bool:

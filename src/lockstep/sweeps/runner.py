@@ -95,8 +95,7 @@ def _after_bar(line: bytes) -> str:
 
 
 class OpenSweep:
-    """A sweep while it runs: its folder is locked, `sweep.json` is checked, and its table is open. With `sweep.preview`
-    it is only read.
+    """A sweep while it runs: its folder is locked, `sweep.json` is checked, and its table is open.
 
     fixed: the words of each job's command.
     config: the flat config of a job without what the sweep varies.

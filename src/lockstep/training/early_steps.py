@@ -174,7 +174,8 @@ class EarlySteps:
         names = list(self.without_gradient)
         if names:
             log.warning(
-                "%s got no gradient in %d steps, so it stays as it is; type parameters.freeze=[%s], or use it in the model",
+                "%s got no gradient in %d steps, so it stays as it is; type parameters.freeze=[%s], or use it in the "
+                "model",
                 *(first_of(names), WATCHED_STEPS, ",".join(names[:NAMED])),
             )
         self.has_counted = True

@@ -77,7 +77,8 @@ class TrainedParameters:
         if len(self.optimizer.param_groups) > 1:
             raise ConfigError(
                 f"{what}, and no rule says which of the {len(self.optimizer.param_groups)} parameter groups it is in; "
-                f"type parameters.groups=[] parameters.no_decay=[], or leave it trained, with a learning rate of its own"
+                f"type parameters.groups=[] parameters.no_decay=[], or leave it trained, with a learning rate of its "
+                f"own"
             )
         parameters: list[nn.Parameter] = [self.others.pop(name) for name in names]
         self.strategy.unfreeze(parameters, what)

@@ -93,10 +93,11 @@ def held_out_of(config: RunConfig, train: Any) -> HeldOut | None:
     data = config.dataset
     if config.trainer.final is not None:
         return None
-    fold = None if data.folds is None else (data.fold, data.folds)
+    fold = None if data.folds is None or data.fold is None else (data.fold, data.folds)
     if fold is None and (data.validation is None or validation_node(config) is not None):
         return None
     size = SHARE if data.validation == "auto" else data.validation
+    assert not isinstance(size, dict)
     return hold_out(train, Split(size, fold, data.split_seed, data.groups))
 
 
@@ -257,6 +258,7 @@ def completed(config: RunConfig, dataset: Any) -> RunConfig:
         check_shape(dataset, inputs, config.model.get("shape"))
     check_class_weights(config)
     if class_weights(config) == "balanced":
+        assert config.dataset.classes is not None
         weights = balanced_weights(dataset, config.dataset.classes, config.task.get("ignored_label"))
         config = replace(config, task=config.task | {"class_weights": weights})
     if issubclass(_class_of_task(config), Classification) and config.dataset.classes == 1:
