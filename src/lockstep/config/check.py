@@ -373,18 +373,32 @@ def _wrong_word(words: Sequence[str]) -> str | None:
 
 def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of those of the words that choose an option, None if Hydra cannot compose them."""
-    from hydra import compose, initialize_config_dir
+    chosen = [one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS and "=" in one]
+    try:
+        return compose(["run_dir=.", *chosen])
+    except Exception:
+        return None
+
+
+def compose(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+    """What Hydra composes of overrides, not checked. A `hydra.main` around it keeps what Hydra knows of it.
+
+    with_hydra: with Hydra's own section.
+    """
+    import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase
 
     from lockstep.compat import hydra_version_base
 
-    chosen = [one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS and "=" in one]
-    before = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
+    of_caller, base = GlobalHydra.instance(), VersionBase.instance()
+    own = copy.copy(of_caller)
+    own.clear()
+    GlobalHydra.set_instance(own)
+    VersionBase.set_instance(copy.copy(base))
     try:
-        with initialize_config_dir(str(CONF), **hydra_version_base()):
-            return compose("config", overrides=["run_dir=.", *chosen])
-    except Exception:
-        return None
+        with hydra.initialize_config_dir(str(CONF), **hydra_version_base()):
+            return hydra.compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
     finally:
-        GlobalHydra.instance().hydra = before
+        GlobalHydra.set_instance(of_caller)
+        VersionBase.set_instance(base)
