@@ -72,7 +72,7 @@ def test_schedules_and_micro_batches_have_one_ranks_numbers(tmp_path: Path) -> N
 @pytest.mark.parametrize("frozen", ["0", "2"])
 def test_a_stage_may_have_frozen_layers_only_and_tensors_that_are_no_buffers(tmp_path: Path, frozen: str) -> None:
     layers = [*SMALL[:2], SMALL[-1], *SHORT, "model=linear", "model._target_=support.models.scaled_layers"]
-    layers += [f"freeze=['{frozen}']", "trainer.max_grad_norm=0.3", "trainer.ema=0.8"]
+    layers += [f"parameters.freeze=['{frozen}']", "trainer.max_grad_norm=0.3", "trainer.ema=0.8"]
     in_world(1, train_all, [composed(f"run_dir={tmp_path / 'alone'}", *layers)])
     in_world(2, train_all, [composed(f"run_dir={tmp_path / 'piped'}", *layers, "strategy=pipeline")])
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11

@@ -5,15 +5,12 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lockstep import cli
-from lockstep.cli import prepare_arguments
-from lockstep.config.check import check_arguments, check_config
-from lockstep.config.targets import instantiate_as
-from lockstep.hydra_errors import as_config_error
-from lockstep.launchers.base import Launcher
-from lockstep.preflight import preflight
+from lockstep.config.check import explain
+from lockstep.config.nodes import check_nodes, instantiate_as
+from lockstep.launchers.base import CalledHere, Launcher
+from lockstep.modes.base import Mode
+from lockstep.preflight import build_parts, check_place
 from support.configs import composed
 
 COMMANDS = ("python", "pip", "the")  # first words of advice that is no override
@@ -21,23 +18,26 @@ COMMANDS = ("python", "pip", "the")  # first words of advice that is no override
 
 def answer(*typed: str) -> str | None:
     """The sentence that `python src/train.py <typed>` is refused with, None if a training would start."""
-    words = list(typed)
     try:
-        words = prepare_arguments(["train.py", *words])[1:]
-        _check(composed(*words))
+        accepted(*typed)
     except Exception as error:
-        sentence = as_config_error(error, words)
+        sentence = explain(error, typed)
         if sentence is None:
             raise
-        return str(sentence)
+        return f"lockstep: {sentence}"
     return None
 
 
 def accepted(*typed: str) -> Any:
-    """The config of `python src/train.py <typed>`, which passes every check."""
-    cfg = composed(*prepare_arguments(["train.py", *typed])[1:])
-    _check(cfg)
-    return cfg
+    """The config of `python src/train.py <typed>`, which passes every check of `main`, in its order."""
+    config = composed(*cli.with_overrides_of_run(list(typed)), whole=False)
+    for group in ("launch", "mode"):
+        check_nodes(group, getattr(config, group))
+    launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
+    build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    if not mode.starts_ranks:
+        check_place(config, launcher)
+    return config
 
 
 def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:
@@ -59,12 +59,3 @@ def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
-
-
-def _check(cfg: Any) -> None:
-    """The checks of train.py's `main`, in its order."""
-    values = cli.resolve(cfg)
-    check_config(values)
-    cfg = OmegaConf.create(values)
-    check_arguments(cfg, ("launch",))
-    preflight(cfg, instantiate_as(Launcher, cfg.launch, "launch"))
