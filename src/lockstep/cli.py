@@ -140,11 +140,11 @@ def tell(error: Exception) -> int:
     return exit_code_of(known or error)
 
 
-def as_config_error(error: BaseException) -> ConfigError | None:
-    """The ConfigError for an error of the user's input, None for any other."""
+def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
+    """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    sentence = explain(error, sys.argv[1:])
+    sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
