@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("launch", "mode", "model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS = ("launch", "mode", "model", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+NODES_OF_DATASET = ("prepare", "train", "test", "validation", "transforms", "test_transforms", "batch_transforms")
+NODES_OF_DATASET += ("collate_fn",)
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,10 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-    data = config.dataset
     for group in GROUPS:
-        nodes = [data.prepare, data.train, data.test, data.validation] if group == "dataset" else getattr(config, group)
-        check_nodes(group, nodes)
-    for name in ("transforms", "test_transforms", "batch_transforms", "collate_fn"):
-        check_nodes(f"dataset.{name}", getattr(data, name))
+        check_nodes(group, getattr(config, group))
+    for name in NODES_OF_DATASET:
+        check_nodes(f"dataset.{name}", getattr(config.dataset, name))
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
