@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -30,6 +31,7 @@ from omegaconf.errors import (
 from lockstep.config.nodes import join, with_own_arguments
 from lockstep.config.schema import CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
+from lockstep.launchers.base import print_line
 
 FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
 SPELLED = {"yes": True, "on": True, "no": False, "off": False, "none": None, "nil": None, "never": None}
@@ -47,7 +49,7 @@ def check_composed(cfg: DictConfig, overrides: Sequence[str]) -> tuple[DictConfi
     """`check`, with the config as it is kept: a class that was typed has its own arguments alone."""
     cfg, lines = with_own_arguments(cfg, typed_values(overrides))
     for line in lines if os.environ.get("RANK", "0") == "0" else ():
-        print(line, flush=True)
+        print_line(line, sys.stdout)
     values = cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
     for key in FOLDERS:
