@@ -371,7 +371,7 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             np.random.seed()
             strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
             try:
-                cfg, loaders = build.model_and_data(cfg, world, strategy)
+                cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
                 state = build.train_state(cfg, strategy, loaders.train)
                 train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted
