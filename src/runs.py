@@ -11,9 +11,6 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-if __name__ == "__main__" and sys.flags.safe_path:  # python -P
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-
 from lockstep.errors import EXIT_CONFIG, EXIT_FINISHED, EXIT_INTERRUPTED, ConfigError
 
 
@@ -36,16 +33,9 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--each", action="store_true", help="a line for each run, also of those that differ in seed")
     table.add_argument("--columns", metavar="A,B", help="columns and config keys, with commas between them")
     compare = verbs.add_parser("compare", help="which of two settings is better, and how sure that is")
-    compare.add_argument(
-        "sides",
-        nargs="+",
-        metavar="A B",
-        help="two folders with runs of one setting each, or patterns of folders; or folders and two settings, "
-        "such as optimizer.lr=0.1 'optimizer.lr=0.01 model=mlp'",
-    )
-    compare.add_argument(
-        "--pair", metavar="KEYS", help="pair runs by these, such as seed; none; default: seed and fold"
-    )
+    sides = "two folders or patterns; or folders and two settings: optimizer.lr=0.1 'optimizer.lr=0.01 model=mlp'"
+    compare.add_argument("sides", nargs="+", metavar="A B", help=sides)
+    compare.add_argument("--pair", metavar="KEYS", help="pair runs by these; none; default: seed and fold")
     compare.add_argument("--metric", metavar="NAME", help="such as test/accuracy; default: the objective")
     compare.add_argument("--filter", action="append", default=[], metavar="KEY=VALUE", help="of both sides")
     return top

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from support.commands import TRAIN, Command
+from support.commands import TRAIN, WHOLE, Command
 from support.fault_table import SHARED_MEMORY, Traces, add_row, name_of, row_of, table, tests_of_faults
 
 # Threads of OpenMP sleep while they wait for each other. Several tests run at once, and threads that spin would take
@@ -69,7 +69,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
     def start_command(*words: str, cwd: Path = tmp_path, **env: object) -> Command:
         if is_whole and TRAIN in words:  # what is typed may say otherwise
             place = words.index(TRAIN) + 1
-            words = (*words[:place], "dataset.validation=null", "evaluation.test=every", *words[place:])
+            words = (*words[:place], *WHOLE, *words[place:])
         started.append(Command(list(words), cwd, new_process, **env))
         return started[-1]
 

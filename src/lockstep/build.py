@@ -14,10 +14,10 @@ import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
+from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
 from lockstep.data.dataset import class_names, weight_of_each_sample, whole_of
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
@@ -54,6 +54,7 @@ from lockstep.training.weight_check import WeightCheck
 WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
 
 
+# until issue 40
 class Data(NamedTuple):
     """The data sets of a run, and what reads their samples. split: which samples validate, in words; None for none."""
 
@@ -97,8 +98,7 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
     for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        value = getattr(config, group) if group != "dataset" else [config.dataset.train, config.dataset.test]
-        for _, node in nodes_in(value, group):
+        for _, node in nodes_in(vars(config.dataset) if group == "dataset" else getattr(config, group), group):
             with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
                 get_object(node["_target_"])
 
@@ -206,6 +206,7 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
 
 
+# until issue 42
 def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
     """The run that trains the strategy's model on the samples of `loader`.
 
@@ -220,7 +221,10 @@ def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, take
         node["fused"] = can_fuse(strategy.model)
     optimizer = rules.optimizer(partial(instantiate, node), strategy)
     schedule: Any = partial(
-        *(instantiate_as, object, config.scheduler, "scheduler"),
+        instantiate_as,
+        object,
+        config.scheduler,
+        "scheduler",
         steps_per_epoch=settings.steps_per_epoch,
         total_steps=settings.total_steps,
         objective_mode="min" if config.objective is None else task.mode(config.objective),
@@ -278,6 +282,7 @@ def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_st
     )
 
 
+# until issue 44
 def snapshots(
     config: RunConfig,
     record: ConfigRecord,
@@ -311,6 +316,7 @@ def snapshots(
     )
 
 
+# until issue 44
 def model_config(record: ConfigRecord) -> dict[str, Any]:
     """{key: value} of the model, without values from environment variables."""
     return {key: value for key, value in record.shown.items() if key.startswith("model.")}

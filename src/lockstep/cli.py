@@ -52,6 +52,14 @@ INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its
 
 def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
+    # What is written to a stream that was closed at the start (`>&-`) is dropped, also in processes started here. Else
+    # the next file that is opened would get the stream's number, and with it what a library prints.
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
+            setattr(sys, name, stream)
+            if stream.fileno() == number:
+                os.set_inheritable(number, True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
     code: Any = EXIT_FAILED
@@ -75,12 +83,14 @@ def _run(main: Callable[[], Any]) -> int:
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if asks_for_text(words) and not info.is_rank_zero:
+        return 0
     if {"--help", "-h"} & set(words):
-        print(help_text() if info.is_rank_zero else "", end="")
+        print(help_text(), end="")
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
-    sys.argv[1:] = with_overrides_of_run(words)
+    sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
@@ -130,11 +140,11 @@ def tell(error: Exception) -> int:
     return exit_code_of(known or error)
 
 
-def as_config_error(error: BaseException) -> ConfigError | None:
-    """The ConfigError for an error of the user's input, None for any other."""
+def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
+    """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    sentence = explain(error, sys.argv[1:])
+    sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
@@ -201,6 +211,12 @@ def help_text() -> str:
 def asks_for_text(words: Sequence[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in words)
+
+
+def flags_first(words: Sequence[str]) -> list[str]:
+    """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
+    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    return [*(word for word in words if word not in overrides), *overrides]
 
 
 # ---- The words and the config of a trained run

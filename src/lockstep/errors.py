@@ -53,6 +53,7 @@ class CannotStartNow(ConfigError):
     """The config may be right. Another run holds the run folder, or it cannot be written to, such as on a full disk."""
 
 
+# until issue 46
 class RankMissing(CannotStartNow, TimeoutError):
     """A rank did not come to the rendezvous within backend.timeout."""
 
@@ -77,6 +78,7 @@ class TrainingDiverged(Exception):
             self.args = (f"{self.what}; the last good snapshot is {path}; {self.advice}",)
 
 
+# until issue 42
 class RanksDiffer(Exception):
     """Ranks that must hold the same weights do not. The message says which rank, which weights and what to type.
 
@@ -96,6 +98,7 @@ class RanksDiffer(Exception):
         self.args = (f"{self.what}; the last good snapshot is {path}; {advice}",)
 
 
+# until issue 46
 class LeftEarly(Exception):
     """User code called sys.exit before the end of the command.
 
@@ -103,6 +106,7 @@ class LeftEarly(Exception):
     """
 
 
+# until issue 46
 @contextmanager
 def exits_are_failures(what: str) -> Iterator[None]:
     """Inside the block SystemExit becomes LeftEarly, whatever its code. what: the first words of the message."""

@@ -35,6 +35,7 @@ PARTS = ("src", "conf")
 DIGITS = 16  # hex digits of a hash
 
 
+# until issue 45
 def source_hashes(root: Path = ROOT) -> dict[str, str]:
     """{file: hash} of the Python and YAML files in src/ and conf/, sorted by their names relative to `root`."""
     hashes = {}
@@ -56,6 +57,7 @@ def hash_of_source(root: Path = ROOT) -> str:
 _libraries: set[str] = set()
 
 
+# until issue 45
 def module_hashes(users_only: bool = False) -> dict[str, str]:
     """{module: hash of its file} of every loaded module that is neither Python's own nor an installed package.
 
@@ -75,6 +77,7 @@ def module_hashes(users_only: bool = False) -> dict[str, str]:
     return hashes
 
 
+# until issue 45
 @cache
 def _hash_of_loaded(file: str) -> str | None:
     """None for a library. It is read once: a file that changes later is not the code that runs."""

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.whole
 
 Start = Callable[..., Command]
 TESTS = ROOT / "tests"
-TRAINED = ["trainer.epochs=2", "trainer.precision=fp64", "trainer.ema=0.9", "objective=test/loss", "evaluation.every=2"]
+TRAINED = ["trainer.epochs=2", "trainer.precision=fp64", "trainer.ema=0.9", "monitor=test/loss", "evaluation.every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_mode_uses_what_the_run_was_trained_with_whatever_became_of_its_files(
     words = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "model=linear", "trainer.precision=fp64", "logger=[]"]
     start(*words, "trainer.max_steps=1", "hydra.run.dir=first").finish()
     (tmp_path / "first" / "model.pt").rename(tmp_path / "begin.pt")
-    start(*words, "trainer.epochs=1", "init=begin.pt", "hydra.run.dir=run").finish()
+    start(*words, "trainer.epochs=1", "parameters.init=begin.pt", "hydra.run.dir=run").finish()
     last = json.loads((tmp_path / "run" / "run.json").read_text())["objective"]["last"]
     (tmp_path / "begin.pt").unlink()
     own.write_text(text.replace("0.9", "0.1"))
@@ -215,7 +215,7 @@ def test_what_is_refused(run: Path, start: Start, words: list[str], sentence: st
 def test_the_best_evaluation_of_an_earlier_folder_is_said_to_be_there(start: Start, tmp_path: Path) -> None:
     """An optimizer that makes the loss larger: the best evaluation is the first one."""
     worse = [*PYTHON_TRAIN, "model=linear", "optimizer=adamw", "optimizer.fused=false", "+optimizer.maximize=true"]
-    worse += ["objective=test/loss", "logger=[]"]
+    worse += ["monitor=test/loss", "logger=[]"]
     start(*worse, "trainer.epochs=1", "hydra.run.dir=first").finish()
     start(*worse, "trainer.epochs=2", "hydra.run.dir=second", "resume=first").finish()
     best = [*PYTHON_TRAIN, "mode=evaluate", "mode.snapshot=best"]
@@ -246,7 +246,7 @@ def test_a_finished_runs_folder_typed_without_its_overrides_is_refused(run: Path
     """The defaults would train three more epochs, in float32, and replace model.pt."""
     before = files_of(run)
     command = start(*PYTHON_TRAIN, f'hydra.run.dir="{run}"', "trainer.epochs=2", "trainer.ema=0.5").finish(2)
-    words = "trainer.precision=fp64 objective=test/loss evaluation.every=2"
+    words = "trainer.precision=fp64 monitor=test/loss evaluation.every=2"
     assert f"holds a run of {words}; to train it on type {words} in this command, too" in command.sentence
     assert files_of(run) == before
     assert "nothing to train" in start(*PYTHON_TRAIN, *TRAINED, f'hydra.run.dir="{run}"').finish().output

@@ -68,7 +68,7 @@ def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken
 
 
 def test_an_evaluation_at_max_steps_between_two_others_does_not_count(tmp_path):
-    plateau = ["scheduler=plateau", "scheduler.patience=0", "objective=test/loss", "optimizer.lr=0.4"]
+    plateau = ["scheduler=plateau", "scheduler.patience=0", "monitor=test/loss", "optimizer.lr=0.4"]
     plateau += ["evaluation.every=2", "evaluation.patience=3", "trainer.epochs=8"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     steps = [(whole, 48), (cut, 18), (cut, 48)]  # 18 steps are 3 epochs
@@ -159,7 +159,7 @@ def test_another_schedule_or_batch_size_goes_on_at_the_runs_place(tmp_path):
 
 
 def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path):
-    judged = ["scheduler=plateau", "scheduler.patience=0", "objective=test/loss"]
+    judged = ["scheduler=plateau", "scheduler.patience=0", "monitor=test/loss"]
     ema, metric = tmp_path / "ema", tmp_path / "metric"
     configs = [
         runs(metric, *judged, "trainer.epochs=1", "optimizer.lr=1e-4"),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.whole
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
 SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
 DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
-AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "objective=test/loss"]
+AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=test/loss"]
 IMAGES = [
     *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
     "dataset.augment.pad=1", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
@@ -68,7 +68,7 @@ def stop_after_two_steps(cfg: Any) -> str:
     with pytest.raises(StoppedEarly):
         train(cfg)
     assert 2 <= len(steps) <= 3  # the vote is counted in the next step, or in an evaluation before it
-    return str(cfg.strategy._target_.rpartition(".")[2])
+    return str(cfg.strategy["_target_"].rpartition(".")[2])
 
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.targets import instantiate
+from lockstep.config.nodes import instantiate
 from lockstep.data.builtin import digits
 from lockstep.errors import EXIT_RESUMABLE
 from support.commands import ROOT, TRAIN
@@ -19,7 +19,7 @@ from support.worlds import in_world, same_bits, train_all
 
 SMALL = ["model=linear", "trainer.epochs=2", "trainer.batch_size=256", "logger=[tensorboard,console,csv]"]
 # The first evaluation is the best one: the weights that are tested are not the last ones.
-FIRST_IS_BEST = ["objective=val/loss", "task.metrics.loss=max"]
+FIRST_IS_BEST = ["monitor=val/loss", "task.metrics.loss=max"]
 
 
 def run_of(folder: Path) -> Any:
@@ -71,8 +71,8 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     [
         (["evaluation.test=every"], [6, 12], [6, 12], 6),
         (["evaluation.test=never"], [6, 12], [], None),
-        (["objective=test/loss"], [6, 12], [6, 12], 6),
-        (["dataset.validation=null", "objective=test/loss", "trainer.batch_size=240"], [], [6, 12], 6),
+        (["monitor=test/loss"], [6, 12], [6, 12], 6),
+        (["dataset.validation=null", "monitor=test/loss", "trainer.batch_size=240"], [], [6, 12], 6),
         (["evaluation.every=2"], [12], [12], 12),
         (["trainer.pause_after=1"], [6], [], None),
     ],
@@ -83,7 +83,7 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     assert [step for step, _ in curves.get("val/loss", [])] == val
     assert [step for step, _ in curves.get("test/loss", [])] == test
     assert (run["test"] or {}).get("step") == tested
-    decides = "test" if "objective=test/loss" in words else "val"
+    decides = "test" if "monitor=test/loss" in words else "val"
     assert ("chosen on the test set" in output) == (decides == "test")
     assert run["objective"]["name"] == f"{decides}/loss"
     if tested == 6:  # also where the test set decides, its number is that of the weights that were chosen
@@ -234,7 +234,7 @@ def test_validation_counts_each_sample_once_on_any_number_of_ranks(tmp_path):
     found = []
     for number, (size, more) in enumerate(worlds):
         folder = tmp_path / str(number)
-        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", "objective=val/loss", whole=False)])
+        in_world(size, train_all, [composed(*words, *more, f"run_dir={folder}", "monitor=val/loss", whole=False)])
         found.append(run_of(folder))
     for run in found[1:]:
         assert run["objective"]["best"] == pytest.approx(found[0]["objective"]["best"], rel=1e-9)

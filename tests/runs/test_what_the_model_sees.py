@@ -97,7 +97,7 @@ def test_a_shortcut_from_rgb_stays_contiguous_on_a_cpu_where_the_other_layout_da
 
 EVALUATED = [
     "model=linear", "trainer.epochs=5", "trainer.precision=fp64", "scheduler=constant", "logger=[tensorboard]",
-    "trainer.batch_size=500", "objective=test/loss", "dataset.mean=null", "dataset.std=null",
+    "trainer.batch_size=500", "monitor=test/loss", "dataset.mean=null", "dataset.std=null",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "src" / "train.py")
 PYTHON_TRAIN = [sys.executable, TRAIN]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WHOLE = ["dataset.validation=null", "evaluation.test=every"]  # nothing is held out, and each epoch is tested
 TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 

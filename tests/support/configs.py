@@ -1,6 +1,7 @@
 """Configs composed and checked as the command line does."""
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -16,12 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import cli
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
-from lockstep.config.nodes import instantiate
+from lockstep.config.nodes import instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
 from lockstep.launchers.env import EnvLauncher
 from lockstep.preflight import Parts
-from support.commands import ROOT
+from support.commands import ROOT, WHOLE
 
 
 def composed(*overrides: str, whole: bool = True) -> RunConfig:
@@ -31,13 +32,20 @@ def composed(*overrides: str, whole: bool = True) -> RunConfig:
     set.
     """
     words = words_of(*overrides, whole=whole)
-    return check(as_composed(*words), words)
+    return _checked(as_composed(*words), words)
+
+
+def _checked(cfg: DictConfig, words: Sequence[str] = ()) -> RunConfig:
+    cfg = with_own_arguments(cfg, words)
+    config = check(cfg)
+    object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
+    return config
 
 
 def words_of(*overrides: str, whole: bool = True) -> list[str]:
     """The words of `composed`."""
     has_own = not whole or any(word.startswith(("dataset.validation", "dataset.fold")) for word in overrides)
-    return ["run_dir=.", *([] if has_own else ["dataset.validation=null", "evaluation.test=every"]), *overrides]
+    return ["run_dir=.", *([] if has_own else WHOLE), *overrides]
 
 
 def as_composed(*words: str) -> DictConfig:
@@ -80,7 +88,8 @@ def composed_with_hydra() -> Any:
 def record_of(config: RunConfig) -> ConfigRecord:
     """What `src/train.py` hands to a rank beside `config`, as if no override had been typed."""
     hydra_cfg: Any = OmegaConf.create({"overrides": {"task": []}, "runtime": {"choices": {}}})
-    return record_config(OmegaConf.create(asdict(config)), config, hydra_cfg, ["src/train.py"])
+    cfg = getattr(config, "composed", None) or OmegaConf.create(asdict(config))
+    return record_config(cfg, config, hydra_cfg, ["src/train.py"])
 
 
 def parts_of(config: RunConfig) -> Parts:
@@ -91,8 +100,8 @@ def parts_of(config: RunConfig) -> Parts:
 
 def with_values(config: RunConfig, *overrides: str) -> RunConfig:
     """A copy of a config with other values (trainer.epochs=3)."""
-    changed = OmegaConf.create(asdict(config))
+    changed = config.composed.copy()  # type: ignore[attr-defined]
     for override in overrides:
         key, _, value = override.partition("=")
         OmegaConf.update(changed, key, yaml.safe_load(value))
-    return check(changed)
+    return _checked(changed)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
 from support.commands import TORCHRUN, TRAIN, Command
 from support.configs import composed
@@ -16,7 +17,7 @@ LIMITS = {"fp64": 1e-9, "fp32": 1e-4}
 # 1437 digits in batches of 61: the last one of an epoch holds 34, which no number of ranks below divides well.
 TRAINING = [
     "sync_bn=on", "dataset.augment.pad=1", "trainer.batch_size=61", "trainer.epochs=3", "optimizer.lr=0.01",
-    "objective=test/loss", "snapshot.every=1steps", "snapshot.keep_last=1000", "dataset.validation=null",
+    "snapshot.every=1steps", "snapshot.keep_last=1000", "dataset.validation=null", "evaluation.test=every",
 ]  # fmt: skip
 STARTERS = {
     "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN],
@@ -54,10 +55,10 @@ def differences(one: Path, other: Path) -> tuple[float, float]:
 
 
 def _losses(folder: Path) -> Tensor:
-    """The mean training loss so far in its epoch after every step but the last, and then the best test loss."""
+    """The mean training loss so far in its epoch after every step but the last, and then the test loss."""
     states = [torch.load(path, weights_only=True) for path in reversed(list_snapshots(folder / "snapshots"))]
     means = [state["meter"]["totals"][0] / state["meter"]["totals"][-1] for state in states]
-    return torch.tensor([*means[:-1], states[-1]["progress"]["best"]], dtype=torch.float64)
+    return torch.tensor([*means[:-1], read_run(folder)["test"]["metrics"]["loss"]], dtype=torch.float64)
 
 
 def table(

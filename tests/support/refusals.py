@@ -3,39 +3,46 @@
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep import cli
-from lockstep.config.check import check, explain
+from lockstep.config.check import explain
+from lockstep.config.nodes import check_nodes, instantiate_as
 from lockstep.config.schema import RunConfig
-from lockstep.preflight import preflight_job
-from support.configs import as_composed
+from lockstep.launchers.base import CalledHere, Launcher
+from lockstep.modes.base import Mode
+from lockstep.preflight import build_parts, check_place
+from support.configs import composed
 
 
 def answer(*typed: str) -> str | None:
-    """The sentence that `python src/train.py <typed>` is refused with, None if a training would start. With -m: of the
-    first job that is refused. Hydra's own text below the sentence is left out."""
+    """The sentence that `python src/train.py <typed>` is refused with, and a library's own text below it. None if a
+    training would start. With -m: of the first job that is refused."""
     try:
         for words in jobs(typed):
-            preflight_job(check(as_composed("run_dir=.", *words), words))
+            accepted(*words)
     except Exception as error:
         sentence = explain(error, typed)
         if sentence is None:
             raise
-        return sentence.partition("\n")[0]
+        return f"lockstep: {sentence}"
     return None
 
 
 def accepted(*typed: str) -> RunConfig:
-    """The config of `python src/train.py <typed>`, which passes every check."""
-    words = cli.with_overrides_of_run(list(typed))
-    config = check(as_composed("run_dir=.", *words), words)
-    preflight_job(config)
+    """The config of `python src/train.py <typed>`, which passes every check of `main`, in its order."""
+    config = composed(*cli.with_overrides_of_run(list(typed)), whole=False)
+    for group in ("launch", "mode"):
+        check_nodes(group, getattr(config, group))
+    launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
+    build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    if not mode.starts_ranks:
+        check_place(config, launcher)
     return config
 
 
 def jobs(typed: tuple[str, ...]) -> list[list[str]]:
-    """The words of each job: those of the command itself without -m."""
+    """The words of each job: those of the command itself without -m. A --config-dir is searched, as Hydra does."""
     words = [
         f"hydra.searchpath=[file://{word.partition('=')[2]}]" if word.startswith("--config-dir=") else word
-        for word in cli.with_overrides_of_run(list(typed))
+        for word in typed
     ]
     if "-m" not in words:
         return [words]

@@ -19,7 +19,17 @@ from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend", "strategy")
+NOT_COMPUTED: tuple[str, ...] = (
+    "resume",
+    "mode",
+    "launch",
+    "logger",
+    "sweep",
+    "hydra",
+    "run_dir",
+    "backend",
+    "strategy",
+)
 NOT_COMPUTED += ("gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
 NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
@@ -124,13 +134,10 @@ def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
 def config_flags(words: Sequence[str]) -> list[str]:
     """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
     names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    found = []
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if names.get(name, name) in names.values():
-            value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
-            found.append(f"{names.get(name, name)}={value}")
-    return found + [word for word in words if word.startswith("hydra.searchpath=")]
+    pairs = [(one.partition("="), after) for one, after in zip(words, [*words[1:], ""], strict=True)]
+    named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
+    found = [f"{name}={value}" for name, value in named if name in names.values()]
+    return found + [one for one in words if one.startswith("hydra.searchpath=")]
 
 
 def key_of(word: str) -> str:

@@ -53,6 +53,7 @@ Classes = Count
 Duration = Annotated[str, Pattern(r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)", "a time such as 90s, 30min or 2h")]
 Interval = Annotated[str, Pattern(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", "epochs, steps or minutes, such as 50steps")]
 
+CALLED_LATER = (("scheduler", "schedule"), ("dataset", "collate_fn"))  # nodes inside others that need no _partial_
 FROM_DATA = ("shape", "classes")  # null in a node: the training data tells
 
 
@@ -124,6 +125,7 @@ class Watch(Section):
     straggler: Annotated[float, Gt(1)] | None
 
 
+# until issue 42
 @dataclass(frozen=True)
 class Profiler(Section):
     enabled: bool
@@ -132,6 +134,7 @@ class Profiler(Section):
     trace_steps: Count
 
 
+# until issue 45
 @dataclass(frozen=True)
 class Sweep(Section):
     retry: Literal["failed"] | None
@@ -162,6 +165,7 @@ class SyncBN(Section):
     mode: Literal["auto", "on", "off"]
 
 
+# until issue 40
 @dataclass(frozen=True)
 class Augment(Section):
     pad: Whole
@@ -169,6 +173,7 @@ class Augment(Section):
     sizes: list[Count] | None
 
 
+# until issue 40
 @dataclass(frozen=True)
 class Dataset:
     """What every data set has. Its readers may have other keys beside these."""
@@ -277,53 +282,32 @@ class RunConfig(Section):
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together choose something else than what they say."""
-        data, final, monitor = self.dataset, self.trainer.final, self.monitor
-        plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
-        searches = self.sweep.search != "list"
-        own_data = isinstance(data.validation, dict)
-        if isinstance(data.validation, float) and data.validation > 1 and not data.validation.is_integer():
-            raise ConfigError(
-                f"dataset.validation={data.validation} is neither a share below 1 nor a whole number of samples; "
-                f"type dataset.validation=0.1"
-            )
-        if data.folds is not None and (data.fold is None or data.fold >= data.folds):
-            raise ConfigError(
-                f"dataset.folds={data.folds} needs a fold from 0 to {data.folds - 1}; type dataset.fold=0, or for all of "
-                f"them -m 'dataset.fold=range(0,{data.folds})'"
-            )
-        if data.fold is not None and data.folds is None:
-            raise ConfigError(
-                f"dataset.fold={data.fold} and there are no folds; type dataset.folds={max(2, data.fold + 1)}"
-            )
-        if own_data and (data.folds is not None or final is not None):
-            raise ConfigError(
-                "dataset.validation reads other data, and dataset.folds and trainer.final are about what is held out of "
-                "the training data; type dataset.validation=0.1"
-            )
-        if final is not None and data.validation is None and data.folds is None:
-            raise ConfigError(
-                f"trainer.final={final} trains on what is held out, and nothing is; type trainer.final=null"
-            )
-        if monitor not in (None, "auto") and not re.fullmatch(r"val/.+", monitor or ""):
-            raise ConfigError(
-                f"monitor={monitor} must be auto, null or val/<a metric of the task>: the test set chooses nothing; "
-                f"type monitor={monitor.replace('test/', 'val/') if monitor.startswith('test/') else 'auto'}"
-            )
-        if monitor not in (None, "auto") and not self.holds_out:
-            raise ConfigError(
-                f"monitor={monitor} needs a validation set, and there is none; type dataset.validation=0.1"
-                if final is None
-                else f"monitor={monitor} chooses, and trainer.final={final} leaves nothing to choose on; type monitor=auto"
-            )
-        chooses = {"evaluation.patience": self.evaluation.patience, "scheduler": plateau and "plateau"}
-        chooses["sweep.search"] = searches and self.sweep.search
-        for key, value in chooses.items() if self.objective is None else ():
-            if value:
-                off = {"evaluation.patience": "null", "scheduler": "cosine", "sweep.search": "list"}[key]
-                advice = "dataset.validation=0.1" if not self.holds_out and final is None else f"{key}={off}"
-                raise ConfigError(
-                    f"{key}={value} compares evaluations, and this run has nothing to compare; type {advice}"
-                )
+        data, monitor, final, fold = self.dataset, self.monitor or "", self.trainer.final, self.dataset.fold
+        size, folds = data.validation, data.folds
+        is_plateau = self.scheduler.get("_target_") == "lockstep.training.schedulers.Plateau"
+        compared = "compares evaluations, and here nothing is chosen"
+        hold_out = "dataset.validation=0.1" if final is None else "trainer.final=null"
+        chooses, searches = self.objective is not None, self.sweep.search in ("halving", "tpe", "race")
+        own, held_out = isinstance(size, dict), size is not None or folds is not None
+        no_share = isinstance(size, float) and size > 1 and size % 1 != 0
+        all_folds = f"dataset.fold=0, or -m 'dataset.fold=range(0,{folds})'"
+        no_metric = monitor not in ("", "auto") and not monitor.startswith("val/")
+        rules = [
+            (no_share, f"dataset.validation={size} is no number", "dataset.validation=0.1"),
+            (folds and (fold is None or fold >= folds), f"dataset.folds={folds} needs a fold below it", all_folds),
+            (fold is not None and not folds, f"dataset.fold={fold} and there are no folds", "dataset.folds=5"),
+            (folds and own, "dataset.validation reads other data, without folds", "dataset.validation=0.1"),
+            (final and (own or not held_out), f"trainer.final={final}: nothing is held out", "trainer.final=null"),
+            (monitor[:5] == "test/", f"monitor={monitor}: the test set chooses nothing", f"monitor=val/{monitor[5:]}"),
+            (no_metric, f"monitor={monitor} is not auto, null or val/<a metric of the task>", "monitor=auto"),
+            (monitor[:4] == "val/" and not self.holds_out, f"monitor={monitor} needs a validation set", hold_out),
+            (self.evaluation.patience and not chooses, f"evaluation.patience {compared}", "evaluation.patience=null"),
+            (is_plateau and not chooses, f"scheduler=plateau {compared}", "scheduler=cosine"),
+            (searches and not chooses, f"sweep.search={self.sweep.search} {compared}", "sweep.search=list"),
+        ]
+        for wrong, what, advice in rules:
+            if wrong:
+                raise ConfigError(f"{what}; type {advice}")
 
 
 Made = TypeVar("Made")

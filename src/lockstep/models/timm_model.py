@@ -16,10 +16,8 @@ def timm_model(name: str, shape: ImageShape, classes: Classes, **options: Any) -
     """The model `name` of timm. (N, *shape) -> (N, classes) logits.
 
     A model that is built for one size of images is built for that of the data. Nothing is downloaded:
-    `parameters.init=<file>` starts from other weights. Raises ConfigError for an unknown name, and for a model that cannot take such images.
-
-    name: any classification model of timm.
-    options: further arguments of the model.
+    `parameters.init=<file>` starts from other weights. Raises ConfigError for an unknown name, and for a model that
+    cannot take such images.
     """
     if importlib.util.find_spec("timm") is None:
         raise ConfigError("model=timm needs timm; type pip install timm, or model=resnet18")
