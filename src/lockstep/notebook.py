@@ -1,6 +1,7 @@
 """Lockstep from Python: what a notebook or a script calls in place of the command line.
 
-`overrides` are those of the command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError and RankFailed.
+`overrides` are those of the command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError and
+RankFailed.
 """
 
 import os
