@@ -52,14 +52,6 @@ INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its
 
 def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
-    # What is written to a stream that was closed at the start (`>&-`) is dropped, also in processes started here. Else
-    # the next file that is opened would get the stream's number, and with it what a library prints.
-    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
-            setattr(sys, name, stream)
-            if stream.fileno() == number:
-                os.set_inheritable(number, True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
     code: Any = EXIT_FAILED
@@ -148,6 +140,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     return None if sentence is None else ConfigError(sentence)
 
 
+# until issue 46
 def _text_of(error: Exception) -> str:
     if isinstance(error, RankFailed):
         return str(error)  # empty if the monitor prints the report
@@ -172,8 +165,7 @@ def remove_empty_run_folder() -> None:
 
 
 def register_resolvers() -> None:
-    """`${started:format}` in a config is the moment at which the run started, the same on all ranks;
-    `${on_rank_zero:a,b}` is a on rank 0 and b on the others."""
+    """`${started:format}` in a config is the moment at which the run started, the same on all ranks."""
 
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.rendezvous import run_started_at
@@ -184,11 +176,7 @@ def register_resolvers() -> None:
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 
-    def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
-        return value if _composing_rank(_root_).is_rank_zero else other
-
     register_resolver("started", started)
-    register_resolver("on_rank_zero", on_rank_zero)
 
 
 def _composing_rank(root: DictConfig) -> RankInfo:

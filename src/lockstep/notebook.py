@@ -1,5 +1,6 @@
-"""Lockstep from Python: what a notebook or a script calls in place of the command line. `overrides` are those of the
-command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError, with what to type instead, and RankFailed.
+"""Lockstep from Python: what a notebook or a script calls in place of the command line.
+
+`overrides` are those of the command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError and RankFailed.
 """
 
 import os
@@ -17,7 +18,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
 from lockstep import cli
+from lockstep.compat import hydra_compose
 from lockstep.config import check as checks
+from lockstep.config.nodes import with_own_arguments
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
@@ -66,12 +69,13 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
     try:
         composed = [word for word in cli.with_overrides_of_run(words) if not word.startswith("-")]
         folders = ",".join(path_value(f"file://{folder.resolve()}") for folder in cli.config_dirs(words))
-        cfg = checks.compose([*composed, *[f"hydra.searchpath=[{folders}]"] * bool(folders)], with_hydra=True)
+        cfg = hydra_compose([*composed, *[f"hydra.searchpath=[{folders}]"] * bool(folders)], with_hydra=True)
         HydraConfig.instance().set_config(cfg)
-        with read_write(HydraConfig.get().runtime), open_dict(cfg):
-            HydraConfig.get().runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
+        runtime: Any = HydraConfig.get().runtime
+        with read_write(runtime), open_dict(cfg):
+            runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
             del cfg["hydra"]
-        return checks.check(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
+        return checks.check(with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
     finally:
@@ -108,7 +112,9 @@ def _run(words: Sequence[str]) -> tuple[int, list[str]]:
     if interrupted:
         raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})")
     if process.returncode == EXIT_CONFIG:
-        raise ConfigError(([line for line in lines if line.startswith("lockstep: ")] or lines)[-1].removeprefix("lockstep: "))
+        raise ConfigError(
+            ([line for line in lines if line.startswith("lockstep: ")] or lines)[-1].removeprefix("lockstep: ")
+        )
     return process.returncode, lines
 
 

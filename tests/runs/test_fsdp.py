@@ -116,7 +116,7 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         gc.collect()
         before = live_bytes()
         strategy = instantiate(cfg.strategy)
-        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()

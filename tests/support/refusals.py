@@ -6,6 +6,7 @@ from lockstep import cli
 from lockstep.config.check import explain
 from lockstep.config.nodes import check_nodes, instantiate_as
 from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
 from lockstep.preflight import build_parts, check_place
@@ -19,7 +20,7 @@ def answer(*typed: str) -> str | None:
         for words in jobs(typed):
             accepted(*words)
     except Exception as error:
-        sentence = explain(error, typed)
+        sentence = str(error) if isinstance(error, ConfigError) else explain(error, typed)
         if sentence is None:
             raise
         return f"lockstep: {sentence}"

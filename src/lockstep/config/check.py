@@ -3,7 +3,6 @@
 No torch here, and pydantic inside functions: `--help` and ranks need neither.
 """
 
-import copy
 import json
 import os
 import re
@@ -14,12 +13,9 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, cast
 
-import hydra
 import yaml  # type: ignore[import-untyped]
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -30,7 +26,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.compat import hydra_version_base
+from lockstep.compat import hydra_compose
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
@@ -292,23 +288,7 @@ def _unreadable(typed: str, words: list[str]) -> str:
 def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of these words, None if Hydra cannot compose them."""
     try:
-        return compose(["run_dir=.", *words])
+        cfg: DictConfig = hydra_compose(["run_dir=.", *words])
+        return cfg
     except Exception:
         return None
-
-
-def compose(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """What Hydra composes of overrides, not checked. A `hydra.main` around it keeps what Hydra knows of it.
-
-    with_hydra: with Hydra's own section.
-    """
-    of_caller, base = GlobalHydra.instance(), VersionBase.instance()
-    GlobalHydra.set_instance(copy.copy(of_caller))
-    GlobalHydra.instance().clear()
-    VersionBase.set_instance(copy.copy(base))
-    try:
-        with hydra.initialize_config_dir(str(CONF), **hydra_version_base()):
-            return hydra.compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
-    finally:
-        GlobalHydra.set_instance(of_caller)
-        VersionBase.set_instance(base)

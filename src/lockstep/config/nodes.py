@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -17,6 +18,7 @@ from lockstep.compat import hydra_may_call_all
 from lockstep.config.check import check_values, flatten, join, show
 from lockstep.config.schema import CONF, FROM_DATA, Node
 from lockstep.errors import ConfigError
+from lockstep.launchers.base import print_line
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
@@ -177,5 +179,6 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             for name in left_out:
                 del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
-            print(f"{key}: {target} has its own {', '.join(sorted(left_out - links))}, not those of the option")
+            names = ", ".join(sorted(left_out - links))
+            print_line(f"{key}: {target} has its own {names}, not those of the option", sys.stdout)
     return cfg

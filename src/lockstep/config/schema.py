@@ -257,29 +257,6 @@ class RunConfig(Section):
             config = replace(config, **{section: value})
         return config
 
-    def completed(self, shape: list[int] | None, classes: int | None) -> "RunConfig":
-        """With these in the place of each `shape` and `classes` that is null: what the training data has told."""
-        told = {"shape": shape, "classes": classes}
-
-        def complete(node: Any) -> Any:
-            if isinstance(node, list):
-                return [complete(item) for item in node]
-            if isinstance(node, dict):
-                return {
-                    key: told[key] if value is None and key in told else complete(value) for key, value in node.items()
-                }
-            return node
-
-        changes = {key: complete(getattr(self, key)) for key in ("model", "task")}
-        data = self.dataset
-        dataset = replace(
-            data,
-            shape=data.shape or shape,
-            classes=data.classes or classes,
-            batch_transforms=complete(data.batch_transforms),
-        )
-        return replace(self, dataset=dataset, **changes)
-
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together choose something else than what they say."""
         data, monitor, final, fold = self.dataset, self.monitor or "", self.trainer.final, self.dataset.fold
