@@ -52,14 +52,6 @@ INPUTS_OF_NET = ("dataset.mean", "dataset.std", "dataset.class_names")  # of its
 
 def run(main: Callable[[], Any]) -> NoReturn:
     """Call a hydra.main function and end the process, with one of `lockstep.errors.EXIT_CODES`."""
-    # What is written to a stream that was closed at the start (`>&-`) is dropped, also in processes started here. Else
-    # the next file that is opened would get the stream's number, and with it what a library prints.
-    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115  (it stays open) # at the lowest free number
-            setattr(sys, name, stream)
-            if stream.fileno() == number:
-                os.set_inheritable(number, True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     gc.disable()  # imports and configs create half a million objects that all stay; preflight turns it on
     code: Any = EXIT_FAILED
@@ -83,8 +75,10 @@ def _run(main: Callable[[], Any]) -> int:
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if asks_for_text(words) and not info.is_rank_zero:
+        return 0
     if {"--help", "-h"} & set(words):
-        print(help_text() if info.is_rank_zero else "", end="")
+        print(help_text(), end="")
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
@@ -138,14 +132,15 @@ def tell(error: Exception) -> int:
     return exit_code_of(known or error)
 
 
-def as_config_error(error: BaseException) -> ConfigError | None:
-    """The ConfigError for an error of the user's input, None for any other."""
+def as_config_error(error: BaseException, words: Sequence[str] | None = None) -> ConfigError | None:
+    """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    sentence = explain(error, sys.argv[1:])
+    sentence = explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
+# until issue 46
 def _text_of(error: Exception) -> str:
     if isinstance(error, RankFailed):
         return str(error)  # empty if the monitor prints the report
@@ -170,8 +165,7 @@ def remove_empty_run_folder() -> None:
 
 
 def register_resolvers() -> None:
-    """`${started:format}` in a config is the moment at which the run started, the same on all ranks;
-    `${on_rank_zero:a,b}` is a on rank 0 and b on the others."""
+    """`${started:format}` in a config is the moment at which the run started, the same on all ranks."""
 
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.rendezvous import run_started_at
@@ -182,11 +176,7 @@ def register_resolvers() -> None:
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 
-    def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
-        return value if _composing_rank(_root_).is_rank_zero else other
-
     register_resolver("started", started)
-    register_resolver("on_rank_zero", on_rank_zero)
 
 
 def _composing_rank(root: DictConfig) -> RankInfo:

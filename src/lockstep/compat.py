@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lockstep.source_code import ROOT
+
 if TYPE_CHECKING:
     from torch import Generator, Tensor
     from torch.distributed.tensor import DTensor
@@ -39,6 +41,29 @@ def hydra_version_base() -> dict[str, str]:
     import hydra
 
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+
+
+def hydra_compose(overrides: Sequence[str], with_hydra: bool = False) -> Any:
+    """The config that Hydra composes of overrides. What it knows of a `hydra.main` around stays as it is.
+
+    with_hydra: with Hydra's own section.
+    """
+    import copy
+
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase
+
+    of_caller, base = GlobalHydra.instance(), VersionBase.instance()
+    GlobalHydra.set_instance(copy.copy(of_caller))
+    GlobalHydra.instance().clear()
+    VersionBase.set_instance(copy.copy(base))
+    try:
+        with hydra.initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
+            return hydra.compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+    finally:
+        GlobalHydra.set_instance(of_caller)
+        VersionBase.set_instance(base)
 
 
 def hydra_may_call_all() -> dict[str, object]:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("launch", "mode", "model", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
-NODES_OF_DATASET = ("prepare", "train", "test", "validation", "transforms", "test_transforms", "batch_transforms")
-NODES_OF_DATASET += ("collate_fn",)
+GROUPS = ("launch", "mode", "model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.gradient_sync import GradientSync
 
     for group in GROUPS:
-        check_nodes(group, getattr(config, group))
-    for name in NODES_OF_DATASET:
-        check_nodes(f"dataset.{name}", getattr(config.dataset, name))
+        check_nodes(group, vars(config.dataset) if group == "dataset" else getattr(config, group))
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
@@ -99,7 +95,7 @@ def check_optimizer(config: RunConfig) -> None:
 
     error = refusal(node)
     if error is not None:
-        defaults = {name: default_of(f"optimizer.{name}") for name in node if not name.startswith("_")}
+        defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
         fitting = [name for name, value in defaults.items() if refusal(node | {name: value}) is None]
         advice = (
             word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"

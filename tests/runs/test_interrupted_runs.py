@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.difference import read_digests
+from lockstep.training.step_records import read_digests
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,
