@@ -24,6 +24,11 @@ TIMEOUT = 150  # seconds for a command to end
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_", "GROUP_RANK")
 
 
+def own_data(target: str) -> list[str]:
+    """Words for data of a class or function `target` that takes `train`."""
+    return [f"dataset.{half}={{_target_: {target}, train: {half == 'train'}}}" for half in ("train", "test")]
+
+
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what says that a process is a rank."""
     return {key: value for key, value in environment.items() if not key.startswith(RANK_VARIABLES)}
