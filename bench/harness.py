@@ -128,9 +128,9 @@ def noise_images(samples: int, test_samples: int) -> list[str]:
 def training_flops(*overrides: str) -> float:
     """Floating-point operations of a training step on one sample, as torch counts them. Computes none of them."""
     import torch
+    from lockstep.config.targets import instantiate
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lockstep.config.targets import instantiate
     from support.configs import composed
 
     cfg = composed(*overrides)

@@ -1,5 +1,6 @@
-"""Lockstep from Python: what a notebook or a script calls in place of the command line. `overrides` are those of the
-command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError, with what to type instead, and RankFailed.
+"""Lockstep from Python: what a notebook or a script calls in place of the command line.
+
+`overrides` are those of the command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError and RankFailed.
 """
 
 import os

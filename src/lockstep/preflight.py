@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-GROUPS = ("launch", "mode", "model", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
+GROUPS = ("launch", "mode", "model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task", "logger")
 
 
 @dataclass(frozen=True)

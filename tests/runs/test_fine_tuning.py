@@ -139,18 +139,27 @@ def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
         (f"parameters.init={tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
         (f"parameters.init={tmp_path}/text.pt", "text.pt cannot be read ("),
         (f"parameters.init={tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
-        (f"parameters.init={tmp_path}/body.pt", "2.bias is [16] here and missing there, 2.weight is [16] here and missing there"),
+        (
+            f"parameters.init={tmp_path}/body.pt",
+            "2.bias is [16] here and missing there, 2.weight is [16] here and missing there",
+        ),
         (f"parameters.init={tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
         (
             "parameters.freeze=[head]",
             "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one",
         ),
-        ("parameters.freeze=['*']", "parameters.freeze=[*] leaves no parameter to train; type parameters.freeze=[<fewer names>]"),
+        (
+            "parameters.freeze=['*']",
+            "parameters.freeze=[*] leaves no parameter to train; type parameters.freeze=[<fewer names>]",
+        ),
         (
             "parameters.groups=[{lr:0.1}]",
             "no match, the parameters' name; type parameters.groups=[{match:fc,lr:0.1}]",
         ),
-        ("parameters.groups=[{match:'4',lr:-1}]", "lr=-1 must be a number above 0; type parameters.groups=[{match:4,lr:"),
+        (
+            "parameters.groups=[{match:'4',lr:-1}]",
+            "lr=-1 must be a number above 0; type parameters.groups=[{match:4,lr:",
+        ),
     ):
         assert said in str(answer(*start, words)), words
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16))
@@ -167,7 +176,10 @@ def refusal(cfg: Any) -> str:
 def test_a_rule_for_nothing_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for words, said in (
         ("parameters.no_decay=[layer9]", "parameters.no_decay: the model has no layer9; the nearest names are"),
-        ("parameters.groups=[{match:'4',momentum:0.5}]", "parameters.groups: AdamW has no momentum, but lr, betas, eps"),
+        (
+            "parameters.groups=[{match:'4',momentum:0.5}]",
+            "parameters.groups: AdamW has no momentum, but lr, betas, eps",
+        ),
     ):
         cfg = with_values(config(words, "strategy=pipeline"), f"run_dir={tmp_path / 'refused'}")
         assert all(said in found for found in in_world(2, refusal, cfg)), words

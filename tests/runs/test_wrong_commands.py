@@ -3,7 +3,6 @@ command with what it says is right, or goes wrong elsewhere."""
 
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 

@@ -126,7 +126,12 @@ CHANGES = {
     "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
     "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
     "all": Change(
-        ("trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.05", "trainer.ema=0.8", "parameters.freeze=[stem]"),
+        (
+            "trainer.gradient_accumulation_steps=2",
+            "trainer.max_grad_norm=0.05",
+            "trainer.ema=0.8",
+            "parameters.freeze=[stem]",
+        ),
         Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
     ),
 }

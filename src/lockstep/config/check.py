@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -289,6 +288,7 @@ def _unreadable(typed: str, words: list[str]) -> str:
 def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of these words, None if Hydra cannot compose them."""
     try:
-        return hydra_compose(["run_dir=.", *words])
+        cfg: DictConfig = hydra_compose(["run_dir=.", *words])
+        return cfg
     except Exception:
         return None
