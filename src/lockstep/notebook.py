@@ -22,6 +22,7 @@ from lockstep import cli
 from lockstep.compat import hydra_compose
 from lockstep.config import check as checks
 from lockstep.config.nodes import with_own_arguments
+from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
@@ -76,7 +77,7 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
         with read_write(runtime), open_dict(cfg):
             runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
             del cfg["hydra"]
-        return checks.check(with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task))
+        return checks.check(with_own_arguments(cli.with_values_of_run(cfg), typed_overrides(HydraConfig.get())))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
     finally:

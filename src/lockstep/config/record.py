@@ -19,11 +19,11 @@ from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED = tuple(["resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend", "strategy", "gradient_sync", "sync_bn"])
-NOT_COMPUTED += ("profiler", "snapshot", "watch", "logging")
+NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend")
+NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
-NOT_COLUMNS = tuple(["run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep", "hydra", "sync_bn.mode"])
-NOT_COLUMNS += ("trainer.pause_after",)
+NOT_COLUMNS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
+NOT_COLUMNS += ("hydra", "sync_bn.mode", "trainer.pause_after")
 
 Column = bool | int | float | str
 
@@ -87,8 +87,7 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
     """The record of `cfg`, which has its interpolations, and of `config`, which was made of it. argv: the command."""
     flat = flatten(OmegaConf.to_container(cfg, resolve=True)) | {"run_dir": config.run_dir}
     written = flatten(OmegaConf.to_container(cfg, resolve=False))
-    # ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it.
-    overrides = [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
+    overrides = typed_overrides(hydra_cfg)
     options = {str(group): name for group, name in hydra_cfg.runtime.choices.items()}
     for group in options:
         typed = [one.partition("=")[2] for one in overrides if one.lstrip("+").startswith(f"{group}._target_=")]
@@ -100,6 +99,11 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
     command = shlex.join(["python", script, *words])
     files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
     return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
+
+
+def typed_overrides(hydra_cfg: HydraConf) -> list[str]:
+    """With ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it."""
+    return [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
 
 
 def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
