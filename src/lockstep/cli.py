@@ -136,7 +136,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    sentence = explain(error, sys.argv[1:] if words is None else words)
+    sentence = None if isinstance(error, RankFailed) else explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
