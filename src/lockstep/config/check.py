@@ -9,15 +9,16 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -29,7 +30,7 @@ from omegaconf.errors import (
 
 from lockstep.config.nodes import join, with_own_arguments
 from lockstep.config.schema import CONF, Node, RunConfig, build
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, path_value
 
 FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
 SPELLED = {"yes": True, "on": True, "no": False, "off": False, "none": None, "nil": None, "never": None}
@@ -375,30 +376,40 @@ def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of those of the words that choose an option, None if Hydra cannot compose them."""
     chosen = [one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS and "=" in one]
     try:
-        return compose(["run_dir=.", *chosen])
+        with hydra_composed(["run_dir=.", *chosen]) as cfg:
+            return cfg
     except Exception:
         return None
 
 
-def compose(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
-    """What Hydra composes of overrides, not checked. A `hydra.main` around it keeps what Hydra knows of it.
+@contextmanager
+def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[DictConfig]:
+    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
 
-    with_hydra: with Hydra's own section.
+    In the block HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.version import VersionBase
 
     from lockstep.compat import hydra_version_base
 
-    of_caller, base = GlobalHydra.instance(), VersionBase.instance()
-    own = copy.copy(of_caller)
-    own.clear()
-    GlobalHydra.set_instance(own)
+    before, base, known = GlobalHydra.instance(), VersionBase.instance(), HydraConfig.instance().cfg
+    GlobalHydra.set_instance(copy.copy(before))
+    GlobalHydra.instance().clear()
     VersionBase.set_instance(copy.copy(base))
+    overrides = ["hydra.runtime.output_dir=${hydra.run.dir}", *[one for one in words if not one.startswith("-")]]
+    if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
+        overrides.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(CONF), **hydra_version_base()):
-            return hydra.compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+            cfg = hydra.compose("config", overrides=overrides, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        yield cfg
     finally:
-        GlobalHydra.set_instance(of_caller)
+        GlobalHydra.set_instance(before)
         VersionBase.set_instance(base)
+        HydraConfig.instance().cfg = known
