@@ -1,6 +1,7 @@
 """Lockstep from Python. `overrides` are the words of `python src/train.py <overrides>`, as a list or as one text."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -22,6 +23,8 @@ from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value, wi
 from lockstep.failures.report import read_report
 from lockstep.source_code import ROOT
 
+TABLE = "promise  "  # the beginning of what mode=check prints
+
 
 def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Result":
     """Train in processes of its own, on so many ranks, and print what they print. They have this process's `sys.path`.
@@ -35,10 +38,7 @@ def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Res
     words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
     folder = Path(without_quotes(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")))
-    code, printed = _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"])
-    if code:
-        sentence = printed.partition("lockstep: ")[2].partition("\n")[0]
-        raise RankFailed(sentence or f"the training ended with {code}", read_report(folder) or {})
+    _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"], folder)
     return result_of(folder)
 
 
@@ -47,11 +47,8 @@ def check(overrides: str | Sequence[str] = ()) -> str:
 
     Raises AssertionError if a promise does not hold, else as `train`.
     """
-    code, printed = _run([*_words(overrides), "mode=check"])
-    _, header, rest = printed.partition("promise  ")
-    if code:
-        raise AssertionError(f"a promise does not hold\n{header}{rest}") if header else RankFailed(printed, {})
-    return header + rest
+    printed = _run([*_words(overrides), "mode=check"])
+    return printed[printed.find(TABLE) :]
 
 
 def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
@@ -72,8 +69,8 @@ def _words(overrides: str | Sequence[str]) -> list[str]:
     return words
 
 
-def _run(words: Sequence[str]) -> tuple[int, str]:
-    """(exit code, output) of the command, whose lines are printed as they come."""
+def _run(words: Sequence[str], folder: Path = Path()) -> str:
+    """The output of the command, which is printed as it comes. folder: where a failed run has left its report."""
     if not read_rank_info().may_start_ranks:
         raise ConfigError("lockstep inside a rank would start every rank again; run it in one process")
     line = [sys.executable, str(ROOT / "src" / "train.py"), *words]
@@ -92,9 +89,14 @@ def _run(words: Sequence[str]) -> tuple[int, str]:
             interrupted = True
     if interrupted:
         raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})")
+    said = re.findall("(?m)^(?:lockstep|train.py: error): (.*)", printed) or [printed]
     if run.returncode == EXIT_CONFIG:
-        raise ConfigError(printed.rpartition("lockstep: ")[2].partition("\n")[0])
-    return run.returncode, printed
+        raise ConfigError(said[-1])
+    if run.returncode and TABLE in printed:
+        raise AssertionError(printed[printed.find(TABLE) :])
+    if run.returncode:
+        raise RankFailed(said[0], read_report(folder) or {})
+    return printed
 
 
 # until issue 45

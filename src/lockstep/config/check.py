@@ -399,7 +399,7 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterat
     GlobalHydra.set_instance(copy.copy(before))
     GlobalHydra.instance().clear()
     VersionBase.set_instance(copy.copy(base))
-    overrides = ["hydra.runtime.output_dir=${hydra.run.dir}", *[one for one in words if not one.startswith("-")]]
+    overrides = ["hydra.runtime.output_dir=${hydra:run.dir}", *[one for one in words if not one.startswith("-")]]
     if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
         overrides.append(f"hydra.searchpath=[{searched}]")
     try:
