@@ -13,12 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-<<<<<<< HEAD
-from lockstep import build
-=======
 from lockstep import build, build_state
-from lockstep.config.nodes import instantiate_as
->>>>>>> config
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import warn_of_gradient_hooks
@@ -376,13 +371,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             parts, sentence = parts_of(cfg), ""
             strategy = parts.strategy
             try:
-<<<<<<< HEAD
-                cfg, loaders = build.model_and_data(cfg, world, parts)
-                state = build.train_state(cfg, strategy, loaders.train)
-=======
                 cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
                 state = build_state.train_state(cfg, strategy, loaders.train)
->>>>>>> config
                 train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted
 
