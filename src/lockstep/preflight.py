@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.check import default_of, word
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
+from lockstep.config.check import default_of, show, word
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, parameters_of
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
@@ -79,10 +79,17 @@ def check_loggers(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
+    """Raise ConfigError for a group of parameters that names none, and for hyperparameters that an optimizer of torch
+    refuses: it is asked with one small weight."""
     import torch
 
-    node = config.optimizer
+    node, groups = config.optimizer, config.parameters.groups
+    for group in groups:
+        if not group.get("match"):
+            raise ConfigError(
+                f"parameters.groups: {show(group)} says no match, the parameters' name; type "
+                f"parameters.groups=[{{match:fc,lr:0.1}}]"
+            )
     if not node["_target_"].startswith("torch.optim."):
         return
 
@@ -101,6 +108,12 @@ def check_optimizer(config: RunConfig) -> None:
             word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"
         )
         raise ConfigError(f"{node['_target_']} refuses its arguments ({' '.join(str(error).split())}); type {advice}")
+    taken = parameters_of(locate("optimizer", node["_target_"])) or ()
+    for group in groups:
+        error = refusal(node | {name: value for name, value in group.items() if name in taken})
+        if error is not None:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"parameters.groups: {show(group)} is refused ({reason}); type parameters.groups=[]")
 
 
 def check_place(config: RunConfig, launcher: Launcher) -> None:

@@ -26,7 +26,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.compat import hydra_compose
+from lockstep.compat import hydra_composed
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
@@ -288,7 +288,7 @@ def _unreadable(typed: str, words: list[str]) -> str:
 def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of these words, None if Hydra cannot compose them."""
     try:
-        cfg: DictConfig = hydra_compose(["run_dir=.", *words])
-        return cfg
+        with hydra_composed(["run_dir=.", *words]) as cfg:
+            return cfg
     except Exception:
         return None
