@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -99,7 +100,9 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
     value = OmegaConf.select(OmegaConf.create(values), place, default=MISSING)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if value is MISSING:
-        raise ConfigError(f"{key} is missing; type {word(f'+{key}', default_of(key))}")
+        default = default_of(key)
+        advice = f"the command without ~{key}" if default is None else word(f"+{key}", default)
+        raise ConfigError(f"{key} is missing; type {advice}")
     if types & UNKNOWN:
         raise ConfigError(unknown_key(key, show(value), flatten(values, section)))
 
@@ -196,7 +199,11 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     words: the command's.
     """
     causes = list(_causes(error))
-    if not any(isinstance(cause, HydraException | OmegaConfBaseException | yaml.YAMLError) for cause in causes):
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    by_hydra = "/hydra/_internal/" in frame.f_code.co_filename
+    if not by_hydra and not any(
+        isinstance(one, HydraException | OmegaConfBaseException | yaml.YAMLError) for one in causes
+    ):
         return None
     overrides = [one for one in words if not one.startswith("-")]
     for cause in causes:
@@ -209,6 +216,8 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             if composed([other for other in overrides if other != one]) is not None:
                 is_sweep = OverridesParser.create().parse_override(one).is_sweep_override()
                 advice = f"-m {shlex.quote(one)} for a sweep" if is_sweep else "--cfg job to see the keys"
+                if one.startswith("experiment="):
+                    advice = "override /<group>: <option> for each group in its defaults list"
                 sentence = f"{one} cannot be used here; type {advice}"
     more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
     return f"{sentence}\n    {more}" if more else sentence
@@ -272,7 +281,9 @@ def _unreadable(typed: str, words: list[str]) -> str:
         key, colon, value = typed.partition(":")
         cfg = composed([one for one in words if one.partition("=")[0] in OPTIONS])
         known = flatten(OmegaConf.to_container(cfg, resolve=False)) if cfg is not None else {}
-        after = [one for one in words[words.index(typed) + 1 :] if "=" not in one] if typed in words else []
+        after = (
+            [one.lstrip("=") for one in words[words.index(typed) + 1 :] if "=" not in one[1:]] if typed in words else []
+        )
         if key not in known and key not in OPTIONS:
             return unknown_key(key, value or "<value>", known)
         value = value if colon else after[0] if after else show(default_of(key))
