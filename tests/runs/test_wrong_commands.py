@@ -112,7 +112,7 @@ model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf model=nothing | model.width
  | --config-dir=conf model=missing | model.width
  | --config-dir=conf experiment=no_package | experiment
- | --config-dir=conf experiment=no_override | model
+ | --config-dir=conf experiment=no_override | override
  | --config-dir=conf experiment=typo | trainer.epoch
  | --config-dir=conf experiment=tab | tab.yaml
  | --config-dir=conf experiment=twice | twice.yaml
@@ -122,7 +122,7 @@ model._target_=own_net.Net | +model.widht=4 | widht
 dataset.validation=null | evaluation.patience=3 | evaluation.patience
  | dataset.folds=5 | dataset.folds
  | dataset.validation=1.5 | dataset.validation
- | task._target_=torch.nn.Identity | task
+ | mode._target_=torch.nn.Identity | mode
 model=mlp | model.dropout=2 | model.dropout
  | scheduler=torch | scheduler.schedule
 """
