@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep import build, build_state
-from lockstep.config.nodes import instantiate_as
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
-from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
+from lockstep.strategies.base import warn_of_gradient_hooks
 from lockstep.tasks.classification import Classification
 from lockstep.training.loop import train_epoch
 from lockstep.training.setup import set_determinism
-from support.configs import composed
+from support.configs import composed, parts_of
 from support.worlds import in_world
 
 UNEQUAL = 61  # samples of a batch: the shares of two ranks are never of one size
@@ -369,7 +368,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             set_determinism(0, False)
             random.seed()  # as in processes that are not forks of one
             np.random.seed()
-            strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
+            parts, sentence = parts_of(cfg), ""
+            strategy = parts.strategy
             try:
                 cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
                 state = build_state.train_state(cfg, strategy, loaders.train)

@@ -8,15 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from lockstep.runs.compare import read_digests
 
 from lockstep.loggers.csv_logger import read_rows
+from lockstep.training.step_records import read_digests
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,
     TORCHRUN,
     TRAIN,
     Command,
+    own_data,
     ranks_of_torchrun,
     ranks_under,
     wait_for,
@@ -157,8 +158,9 @@ def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
 
 
 def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path):
-    samples = [f"dataset.{split}._target_=support.slow.SlowDigits" for split in ("train", "test")]
-    run = start(*LONG, *samples, "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests")
+    run = start(
+        *LONG, *own_data("support.slow.SlowDigits"), "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests"
+    )
     wait_for(lambda: position(tmp_path / "run")[0] >= 5, "snapshot")
     os.killpg(run.process.pid, signal.SIGINT)
     run.finish(75)

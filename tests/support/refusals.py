@@ -6,10 +6,11 @@ from lockstep import cli
 from lockstep.config.check import explain
 from lockstep.config.nodes import check_nodes, instantiate_as
 from lockstep.config.schema import RunConfig
+from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
-from lockstep.preflight import build_parts, check_place
+from lockstep.preflight import build_parts, prepare_data
 from support.configs import composed
 
 
@@ -34,8 +35,9 @@ def accepted(*typed: str) -> RunConfig:
         check_nodes(group, getattr(config, group))
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
-    if not mode.starts_ranks:
-        check_place(config, launcher)
+    check_run_folder(config.run_dir)
+    if launcher.starts_processes:
+        prepare_data(config)
     return config
 
 
