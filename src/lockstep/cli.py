@@ -163,7 +163,6 @@ def remove_empty_run_folder() -> None:
             folder.rmdir()
             if not any(word.startswith("hydra.run.dir=") for word in HydraConfig.get().overrides.hydra):
                 folder.parent.rmdir()  # outputs/<day>
-                folder.parent.parent.rmdir()
 
 
 def register_resolvers() -> None:

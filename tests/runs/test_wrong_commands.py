@@ -210,5 +210,5 @@ def test_what_a_refusal_says_to_type_is_right(
     with capsys.disabled():
         print("", *table, f"{helped} of {len(ROWS)} helped", sep="\n")
     assert not faults, "\n\n".join(faults)
-    assert not (project / "outputs").exists()  # no run folder
+    assert list(project.glob("outputs/[0-9]*")) == []  # no run folder
     assert helped >= len(ROWS) - 10
