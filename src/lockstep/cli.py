@@ -20,8 +20,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.compat import register_resolver
-from lockstep.config.check import OPTIONS, explain, flatten
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, key_of, sets, typed_overrides
+from lockstep.config.check import OPTIONS, explain, flatten, key_of
+from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
 from lockstep.config.schema import CONF
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder

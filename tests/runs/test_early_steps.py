@@ -371,11 +371,7 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             parts, sentence = parts_of(cfg), ""
             strategy = parts.strategy
             try:
-<<<<<<< HEAD
-                cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
-=======
                 cfg, loaders = build.model_and_data(cfg, world, parts)
->>>>>>> t-runs1
                 state = build_state.train_state(cfg, strategy, loaders.train)
                 train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted

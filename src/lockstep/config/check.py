@@ -248,7 +248,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
     """What an error says by its type and its attributes."""
-    key = getattr(cause, "full_key", None)
+    key: Any = getattr(cause, "full_key", None)
     if isinstance(cause, yaml.YAMLError):
         mark, problem = getattr(cause, "problem_mark", None), getattr(cause, "problem", None)
         where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
@@ -324,7 +324,8 @@ def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
         parameters = parameters_of(locate(parent, node["_target_"]))
         if parameters is None or name in parameters:
             return f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value)}"
-    known = flatten({one: OmegaConf.to_container(cfg, resolve=False)[one] for one in cfg if one != "hydra"})
+    values: Any = OmegaConf.to_container(cfg, resolve=False)
+    known = flatten({one: values[one] for one in values if one != "hydra"})
     return unknown_key(key, value or "<value>", known)
 
 
