@@ -16,14 +16,14 @@ WHOLE := -n 4 --dist loadfile --no-loadscope-reorder
 DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise pairs zoo screenshots coverage clean
+.PHONY: help train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo 'Set N=4 for four ranks and ARGS="trainer.epochs=10 optimizer=adamw" for overrides.'
 
 $(PYTHON):
-	@python3 -c 'import sys; sys.exit("Lockstep needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	@python3 -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "Lockstep needs Python 3.11 to 3.13")'
 	python3 -m venv $(VENV)
 
 $(READY): requirements.txt | $(PYTHON)
@@ -105,9 +105,6 @@ fuzz: $(DEV) ## made-up commands with a new seed each time (FUZZ=1000 of each ki
 
 promise: $(DEV) ## a table: the same numbers on 1, 2, 3, 4 and 8 ranks, by every launcher
 	PYTHONPATH=src:tests $(PYTHON) tests/promise_table.py $(ARGS)
-
-pairs: $(DEV) ## docs/option_pairs.md: every two options in one command; it trains a step or says why not
-	PYTHONPATH=src:tests $(PYTHON) tests/pairs_table.py
 
 zoo: $(DEV) ## what people bring in many combinations, each compared with plain torch (ZOO=700 drawn ones more)
 	PYTHONPATH=src:tests $(PYTHON) tests/zoo_table.py $(ZOO) $(ARGS)

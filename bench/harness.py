@@ -34,7 +34,7 @@ DDP = [
 MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
 # After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
 BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
-                 "+strategy.precision=${trainer.precision}", "~optimizer.no_decay", "~optimizer.groups"]  # fmt: skip
+                 "+strategy.precision=${trainer.precision}", "~parameters.no_decay", "~parameters.groups"]  # fmt: skip
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 
@@ -128,9 +128,9 @@ def noise_images(samples: int, test_samples: int) -> list[str]:
 def training_flops(*overrides: str) -> float:
     """Floating-point operations of a training step on one sample, as torch counts them. Computes none of them."""
     import torch
+    from lockstep.config.targets import instantiate
     from torch.utils.flop_counter import FlopCounterMode
 
-    from lockstep.config.targets import instantiate
     from support.configs import composed
 
     cfg = composed(*overrides)

@@ -54,10 +54,10 @@ def state_bytes(optimizer: Any) -> int:
 def snapshot_costs(cfg: Any) -> dict[str, float]:
     """Of the cheapest of three snapshots: CPU seconds in the training thread, seconds until it is written, and MB."""
     from harness import pin_to_core
-
-    from lockstep import build
-    from lockstep.config.record import ConfigRecord
     from lockstep.config.targets import instantiate
+
+    from lockstep import build, build_state
+    from lockstep.config.record import ConfigRecord
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.base import LoggerList
     from lockstep.training.loop import train_epoch
@@ -66,7 +66,7 @@ def snapshot_costs(cfg: Any) -> dict[str, float]:
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
         cfg, loaders = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, loaders.train)
+        state = build_state.train_state(cfg, strategy, loaders.train)
         train_epoch(state, loaders.train)
         copying, writing = [], []
         record = ConfigRecord({}, {}, {}, {}, {})

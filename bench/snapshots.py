@@ -69,9 +69,10 @@ class Watch(Watcher):
 
 def costs(cfg: Any) -> dict[str, Any]:
     """Run on each rank: what `Watch` found, in seconds and MB, and the MB of the rank's shard."""
-    from lockstep import build
-    from lockstep.config.record import ConfigRecord
     from lockstep.config.targets import instantiate
+
+    from lockstep import build, build_state
+    from lockstep.config.record import ConfigRecord
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.base import LoggerList
     from lockstep.training.loop import train_epoch
@@ -80,7 +81,7 @@ def costs(cfg: Any) -> dict[str, Any]:
     with init_distributed(**cfg.backend) as world:
         strategy = instantiate(cfg.strategy)
         cfg, loaders = build.model_and_data(cfg, world, strategy)
-        state = build.train_state(cfg, strategy, loaders.train)
+        state = build_state.train_state(cfg, strategy, loaders.train)
         record = ConfigRecord({}, {}, {}, {}, {})
         with build.snapshots(cfg, record, state, loaders, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
             watch = Watch(snapshots)

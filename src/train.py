@@ -20,7 +20,8 @@ from omegaconf import DictConfig
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.check import check_composed
+from lockstep.config.check import check
+from lockstep.config.nodes import with_own_arguments
 from lockstep.config.record import record_config
 
 
@@ -28,7 +29,8 @@ from lockstep.config.record import record_config
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
     with cli.exit_codes():
-        cfg, config = check_composed(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
+        cfg = with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
+        config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
         record.require_same_run(Path(config.run_dir))
         from lockstep.preflight import preflight  # imports torch

@@ -3,22 +3,19 @@
 Each function with random numbers has a seed block of its own, so that none of them depends on what was built before.
 """
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import get_object
 from torch import Tensor, nn
 
-from lockstep.config.nodes import instantiate, instantiate_as, nodes_in
+from lockstep.config.nodes import instantiate_as, nodes_in
 from lockstep.config.record import ConfigRecord
 from lockstep.config.schema import RunConfig
 from lockstep.data.build import DataSets, batch_transforms, completed, datasets, prepare, samples
-from lockstep.data.dataset import class_names, weight_of_each_sample, whole_of
+from lockstep.data.dataset import weight_of_each_sample
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import random_states_kept, seeded
 from lockstep.data.samples import Samples
@@ -27,31 +24,17 @@ from lockstep.distributed.sync_batch_norm import BatchNorm, convert_sync_batch_n
 from lockstep.distributed.world import World, require_same_code, require_same_config, require_same_data
 from lockstep.errors import ConfigError
 from lockstep.failures import reporter
-from lockstep.loggers.base import Logger, LoggerList, RunInfo
-from lockstep.loggers.run_json import RunJson, run_facts
 from lockstep.models.base import WeightsFromData, give_shapes, has_lazy_layers
 from lockstep.modes.base import Mode
 from lockstep.preflight import Parts
-from lockstep.preflight_rules import accumulates_more, check_batch_size
-from lockstep.runs.record import read_run
+from lockstep.preflight_rules import accumulates_more
 from lockstep.snapshots.data_fingerprint import data_fingerprint
-from lockstep.snapshots.initial_weights import file_of_weights, freeze, load_initial_weights
-from lockstep.snapshots.manager import SnapshotManager
-from lockstep.snapshots.resume import compared
-from lockstep.strategies.base import Strategy, refuse_changing_weights, warn_of_gradient_hooks
+from lockstep.snapshots.initial_weights import freeze, load_initial_weights
+from lockstep.strategies.base import refuse_changing_weights
 from lockstep.strategies.gradient_sync import AfterBackward
-from lockstep.tasks.base import Task, modules_of
 from lockstep.text import first_line
 from lockstep.training.checkpointing import checkpoint_activations
-from lockstep.training.evaluation import Evaluations, Evaluator, Wanted, wanted_by
-from lockstep.training.parameter_groups import ParameterRules, can_fuse
-from lockstep.training.setup import cast, model_dtype, model_memory_format, prepare_model
-from lockstep.training.state import TrainSettings, TrainState, time_limit
-from lockstep.training.timing import StepTimer, StragglerWatch
-from lockstep.training.watchers import RunningMetrics
-from lockstep.training.weight_check import WeightCheck
-
-WRITTEN_NUMBERS = 2000  # of validation samples in run.json; of more, the recipe and the hash
+from lockstep.training.setup import model_dtype, model_memory_format, prepare_model
 
 
 # until issue 40
@@ -98,8 +81,7 @@ def model_and_data(config: RunConfig, world: World, parts: Parts) -> tuple[RunCo
 def import_nodes(config: RunConfig) -> None:
     """A module that seeds torch when it is imported does so here."""
     for group in ("model", "dataset", "optimizer", "scheduler", "strategy", "gradient_sync", "task"):
-        value = getattr(config, group) if group != "dataset" else [config.dataset.train, config.dataset.test]
-        for _, node in nodes_in(value, group):
+        for _, node in nodes_in(vars(config.dataset) if group == "dataset" else getattr(config, group), group):
             with suppress(Exception):  # what fails here fails again when it is instantiated, with a message
                 get_object(node["_target_"])
 
@@ -205,244 +187,6 @@ def set_weights_from_data(model: nn.Module, data: Any, converter: Converter) -> 
     if isinstance(model, WeightsFromData):
         inputs = BatchLoader(data, converter).raw_inputs(model.samples_wanted, epoch=0)
         model.set_weights_from(converter(converter.to_device(inputs), ())[0])
-
-
-# until issue 42
-def train_state(config: RunConfig, strategy: Strategy, loader: BatchLoader, takes_steps: bool = True) -> TrainState:
-    """The run that trains the strategy's model on the samples of `loader`.
-
-    takes_steps: False works on any number of ranks, also on more than the batch has samples.
-    """
-    world, trainer = strategy.world, config.trainer
-    task = build_task(config, world)
-    settings = train_settings(config, loader, strategy.data_parallel_size(world.size), takes_steps)
-    rules = ParameterRules(config.parameters.no_decay, config.parameters.groups)
-    node = dict(config.optimizer)
-    if "fused" in node and node["fused"] is None:
-        node["fused"] = can_fuse(strategy.model)
-    optimizer = rules.optimizer(partial(instantiate, node), strategy)
-    schedule: Any = partial(
-        instantiate_as,
-        object,
-        config.scheduler,
-        "scheduler",
-        steps_per_epoch=settings.steps_per_epoch,
-        total_steps=settings.total_steps,
-        objective_mode="min" if config.objective is None else task.mode(config.objective),
-    )
-    cuts_batches = world.size * settings.gradient_accumulation_steps > 1 or settings.accumulates_more
-    if takes_steps and cuts_batches and strategy.batch_norm_sees():  # else they are cut alike on any number of ranks
-        warn_of_gradient_hooks(strategy.model)
-    return TrainState(
-        settings=settings,
-        task=task,
-        strategy=strategy,
-        optimizer=optimizer,
-        schedule=schedule,
-        ema=trainer.ema,
-        nan=config.watch.nan,
-        read=loader.read,
-        objective=config.objective,
-        keeps_gradients=wanted_by(config.logger.values()).histograms,
-        buffers=trainer.buffers,
-    )
-
-
-def build_task(config: RunConfig, world: World) -> Task:
-    """The task, with its own modules on the rank's device."""
-    with seeded(config.seed):
-        task = instantiate_as(Task, config.task, "task")
-    precision = config.trainer.precision
-    for module in modules_of(task):
-        cast(module, "fp32" if precision == "bf16-true" else precision)  # losses are of float32
-        if world.device.type == "mps":  # weights of classes are of float64, which it lacks
-            module.float()
-        module.to(world.device)
-    return task
-
-
-# until issue 42
-def train_settings(config: RunConfig, loader: BatchLoader, shares: int, takes_steps: bool) -> TrainSettings:
-    trainer = config.trainer
-    return TrainSettings(
-        epochs=trainer.epochs,
-        epoch_samples=len(loader),
-        max_steps=trainer.max_steps,
-        max_seconds=time_limit(trainer.max_time),
-        pause_after=trainer.pause_after,
-        batch_size=check_batch_size(config, shares) if takes_steps else trainer.batch_size,
-        gradient_accumulation_steps=1 if accumulates_more(config) else int(trainer.gradient_accumulation_steps),
-        accumulates_more=accumulates_more(config),
-        max_grad_norm=trainer.max_grad_norm,
-        precision=trainer.precision,
-        eval_batch_size=config.evaluation.batch_size,
-        eval_every=config.evaluation.every if trainer.final is None else trainer.epochs,
-        patience=config.evaluation.patience,
-        log_every=config.logging.every,
-        draws_by_sample=not trainer.compile,
-    )
-
-
-# until issue 44
-def snapshots(
-    config: RunConfig,
-    record: ConfigRecord,
-    state: TrainState,
-    loaders: Loaders,
-    loggers: LoggerList,
-    weights: WeightCheck,
-) -> SnapshotManager:
-    """The manager of this run's snapshots. Raises ConfigError, on all ranks, if their training data differs."""
-    count, data = len(loaders.train), data_fingerprint(loaders.train.dataset)
-    require_same_data(state.strategy.world, "training data", count, data)
-    fingerprint = model_config(record) | {
-        "optimizer": config.optimizer["_target_"],
-        "training samples": count,
-        "training data": data,
-        "seed": config.seed,
-    }
-    if loaders.split is not None:
-        fingerprint["validation data"] = loaders.split
-    return SnapshotManager(
-        state,
-        config.run_dir,
-        fingerprint,
-        agreed_on(record.shown),
-        every=config.snapshot.every,
-        keep_last=config.snapshot.keep_last,
-        form=config.snapshot.format,
-        mirror=config.snapshot.mirror,
-        before_save=loggers.flush,  # the curves of a killed run reach as far as its snapshots
-        compare_weights=weights.check_now,
-    )
-
-
-# until issue 44
-def model_config(record: ConfigRecord) -> dict[str, Any]:
-    """{key: value} of the model, without values from environment variables."""
-    return {key: value for key, value in record.shown.items() if key.startswith("model.")}
-
-
-# until issue 42
-def running_metrics(config: RunConfig, state: TrainState, loggers: LoggerList) -> tuple[RunningMetrics, StepTimer]:
-    """What is logged while the run trains, and what measures its steps."""
-    world, strategy, timer = state.strategy.world, state.strategy, StepTimer()
-    if config.profiler.enabled:
-        from lockstep.training.step_records import StepProfiler
-
-        every, after, steps = config.profiler.every, config.profiler.trace_after, config.profiler.trace_steps
-        timer = StepProfiler(state, loggers, config.run_dir, every, after, steps)
-    if config.watch.straggler is None or world.size == 1 or strategy.communicates_in_forward:
-        return RunningMetrics(state, loggers), timer
-    parameters = list(strategy.model.parameters())
-    stragglers = StragglerWatch(world, parameters, config.watch.straggler, state.settings.log_every, timer)
-    return RunningMetrics(state, loggers, stragglers), stragglers
-
-
-# until issue 42
-def evaluators(config: RunConfig, state: TrainState, loaders: Loaders, loggers: LoggerList) -> Evaluations:
-    """The evaluations. All ranks prepare what the keys of rank 0's loggers ask for."""
-    wanted = wanted_by(config.logger.values())
-    decides = None if config.objective is None else "val"
-    at_each = {"val"} if loaders.val is not None else set()
-    at_each |= {"test"} if config.evaluation.test == "every" else set()
-    shown = decides or ("val" if "val" in at_each else "test")
-    of_shown = {name: wanted if name == shown else Wanted(wanted.images) for name in ("val", "test")}
-    evaluators = {
-        name: Evaluator(state, loader, loggers, of_shown[name], name)
-        for name, loader in (("val", loaders.val), ("test", loaders.test))
-        if name in at_each and loader is not None
-    }
-    test = Evaluator(state, loaders.test, LoggerList(loggers.loggers), of_shown["test"], "test")
-    return Evaluations(decides, evaluators, None if config.evaluation.test == "never" else test)
-
-
-# ---- What is written for people
-
-
-# until issue 45
-def loggers(config: RunConfig, state: TrainState, before_writing: Callable[[], None]) -> LoggerList:
-    """The loggers on rank 0, none on other ranks. before_writing: see LoggerList."""
-    members: list[Logger] = []
-    if state.strategy.world.is_rank_zero:
-        members = [instantiate_as(Logger, node, f"logger.{name}") for name, node in config.logger.items()]
-        if config.trainer.digest != "off":
-            from lockstep.training.step_records import EVERY, StepDigests
-
-            members.append(StepDigests(state, EVERY if config.trainer.digest == "on" else config.trainer.digest))
-        is_paused = lambda: state.reached_limit == "trainer.pause_after"  # noqa: E731
-        name = config.objective or f"test/{state.task.monitor}"
-        members.append(RunJson(name, state.task.mode(name), is_paused))
-    return LoggerList(members, before_writing)
-
-
-# until issue 45
-def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager, loaders: Loaders) -> RunInfo:
-    """What loggers receive at the start. A collective."""
-    state, world = snapshots.state, snapshots.world
-    names = {"training_samples": "training samples", "training_data": "training data"}
-    data = {name: snapshots.fingerprint[key] for name, key in names.items()}
-    if loaders.val is not None:
-        data |= {"validation_samples": len(loaders.val), "validation_data": loaders.split}
-    if loaders.numbers is not None and len(loaders.numbers) <= WRITTEN_NUMBERS:
-        data["validation_numbers"] = " ".join(map(str, loaders.numbers.tolist()))
-    data |= {"test_samples": len(loaders.test), "test_data": data_fingerprint(loaders.test.dataset)}
-    data |= _beginning(config.parameters.init, snapshots) if world.is_rank_zero else {}
-    text = getattr(whole_of(loaders.train.dataset), "text", None)
-    if text is not None:
-        data["symbols"] = text.symbols_hash
-    computed = [key for key in compared(record.shown) if not key.startswith("logger.")]
-    facts = run_facts(world, state.progress.step, record, computed, data)
-    facts["classes"] = class_names(loaders.train.dataset)
-    return RunInfo(
-        run_dir=snapshots.run_dir,
-        config_yaml=record.files["config.yaml"],
-        hyperparameters=record.columns(world.size),
-        metrics=list(state.task.metrics),
-        world_size=world.size,
-        data_parallel_size=state.strategy.data_parallel_size(world.size),
-        train_samples=len(loaders.train),
-        val_samples=0 if loaders.val is None else len(loaders.val),
-        eval_samples=len(loaders.test),
-        batch_size=state.settings.batch_size,
-        epochs=state.settings.epochs,
-        start_step=state.progress.step,
-        best=state.progress.best,
-        best_step=state.progress.best_step,
-        objective=config.objective,
-        is_final=config.trainer.final is not None,
-        facts=facts,
-        script=Path(record.script),
-        flags=record.flags,
-    )
-
-
-# until issue 45
-def earlier_test(run: RunInfo, world: World) -> Any:
-    """The test that run.json has of an earlier start of this run: {"step": of the weights, "metrics"}. None if there is
-    none, if the run goes on from a step before it, or if the test data is other data now. A collective."""
-    found = None
-    if world.is_rank_zero and run.start_step > 0:
-        with suppress(ConfigError):
-            before = read_run(run.run_dir)
-            test, data = before.get("test"), before["data"].get("test_data")
-            if test and test["step"] <= run.start_step and data == run.facts["data"]["test_data"]:
-                found = test
-    return world.broadcast_json(found)
-
-
-# until issue 45
-def _beginning(init: str | None, snapshots: SnapshotManager) -> dict[str, str]:
-    """Hashes of the files that the run began with: of `parameters.init=`, or of a snapshot in another folder."""
-    files = {} if init is None else {"init": file_of_weights(init)}
-    before = snapshots.resumed_from
-    if before is not None:
-        files = {} if before.parent.parent.samefile(snapshots.run_dir) else {"resume": before}
-    hashes = {}
-    for key, path in files.items():
-        with suppress(OSError), path.open("rb") as file:  # a run that still trains may have removed its snapshot
-            hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    return hashes
 
 
 def check_same_config(record: ConfigRecord, world: World) -> None:

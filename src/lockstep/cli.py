@@ -75,12 +75,14 @@ def _run(main: Callable[[], Any]) -> int:
     if info.started_by in STARTERS or os.environ.pop(ENDS_WITH_PARENT, ""):
         end_with_parent()  # imports and the config take seconds, in which it may be killed
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
+    if asks_for_text(words) and not info.is_rank_zero:
+        return 0
     if {"--help", "-h"} & set(words):
-        print(help_text() if info.is_rank_zero else "", end="")
+        print(help_text(), end="")
         return 0
     register_resolvers()
     sys.path += [str(folder.resolve().parent) for folder in config_dirs(words)]  # of the user's classes, for ranks, too
-    sys.argv[1:] = with_overrides_of_run(words)
+    sys.argv[1:] = flags_first(with_overrides_of_run(words))
     if info.world_size > 1:
         signals.listen()  # this rank may have to wait for others before its config is composed
     code = 0
@@ -138,6 +140,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     return None if sentence is None else ConfigError(sentence)
 
 
+# until issue 46
 def _text_of(error: Exception) -> str:
     if isinstance(error, RankFailed):
         return str(error)  # empty if the monitor prints the report
@@ -162,8 +165,7 @@ def remove_empty_run_folder() -> None:
 
 
 def register_resolvers() -> None:
-    """`${started:format}` in a config is the moment at which the run started, the same on all ranks;
-    `${on_rank_zero:a,b}` is a on rank 0 and b on the others."""
+    """`${started:format}` in a config is the moment at which the run started, the same on all ranks."""
 
     def started(pattern: str, _root_: DictConfig) -> str:
         from lockstep.distributed.rendezvous import run_started_at
@@ -174,11 +176,7 @@ def register_resolvers() -> None:
         claim = not asks_for_text(sys.argv)
         return run_started_at(_composing_rank(_root_), claim=claim, timeout=timeout).strftime(pattern)
 
-    def on_rank_zero(value: Any, other: Any = None, *, _root_: DictConfig) -> Any:
-        return value if _composing_rank(_root_).is_rank_zero else other
-
     register_resolver("started", started)
-    register_resolver("on_rank_zero", on_rank_zero)
 
 
 def _composing_rank(root: DictConfig) -> RankInfo:
@@ -201,6 +199,12 @@ def help_text() -> str:
 def asks_for_text(words: Sequence[str]) -> bool:
     """Whether the command only prints something, such as --help."""
     return any(word.partition("=")[0] in TEXT_FLAGS for word in words)
+
+
+def flags_first(words: Sequence[str]) -> list[str]:
+    """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
+    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    return [*(word for word in words if word not in overrides), *overrides]
 
 
 # ---- The words and the config of a trained run

@@ -15,7 +15,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep import cli
+from lockstep.compat import hydra_composed
 from lockstep.config import check as checks
+from lockstep.config.nodes import with_own_arguments
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
@@ -56,8 +58,8 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
     words = _words(overrides)
     cli.register_resolvers()
     try:
-        with checks.hydra_composed(cli.with_overrides_of_run(words), cli.config_dirs(words)) as cfg:
-            return checks.check(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
+        with hydra_composed(cli.with_overrides_of_run(words), cli.config_dirs(words)) as cfg:
+            return checks.check(with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
 

@@ -58,12 +58,8 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     from lockstep.strategies.base import Strategy
     from lockstep.strategies.gradient_sync import GradientSync
 
-    data = config.dataset
     for group in GROUPS:
-        nodes = [data.prepare, data.train, data.test, data.validation] if group == "dataset" else getattr(config, group)
-        check_nodes(group, nodes)
-    for name in ("transforms", "test_transforms", "batch_transforms", "collate_fn"):
-        check_nodes(f"dataset.{name}", getattr(data, name))
+        check_nodes(group, vars(config.dataset) if group == "dataset" else getattr(config, group))
     check_loggers(config)
     check_optimizer(config)
     strategy = instantiate_as(Strategy, config.strategy, "strategy")
@@ -99,7 +95,7 @@ def check_optimizer(config: RunConfig) -> None:
 
     error = refusal(node)
     if error is not None:
-        defaults = {name: default_of(f"optimizer.{name}") for name in node if not name.startswith("_")}
+        defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
         fitting = [name for name, value in defaults.items() if refusal(node | {name: value}) is None]
         advice = (
             word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"

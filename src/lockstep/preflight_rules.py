@@ -2,37 +2,26 @@
 """What the options of a training contradict, as far as strategies, sync and step do not say it themselves."""
 
 from pathlib import Path
-from typing import Any
 
-import torch
 from hydra.utils import get_object
 
-from lockstep.config.nodes import instantiate, instantiate_as
 from lockstep.config.schema import RunConfig
-from lockstep.data.partition import global_batch_size, seeded
+from lockstep.data.partition import global_batch_size
 from lockstep.distributed.backend import uses_mps, validate_backend
-from lockstep.distributed.sync_batch_norm import refuse_batch_norms, validate_batch_norms
 from lockstep.errors import ConfigError
-from lockstep.failures.record import exception_record
 from lockstep.launchers.base import Launcher
-from lockstep.models.base import has_lazy_layers
 from lockstep.modes.base import Mode
-from lockstep.snapshots.initial_weights import freeze, load_initial_weights
 from lockstep.snapshots.manager import SaveInterval, validate_format
 from lockstep.snapshots.mirror import validate_mirror
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
-from lockstep.strategies.base import JobSpec, Strategy, refuse_changing_weights
+from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import Auto, GradientSync
-from lockstep.tasks.base import Task
-from lockstep.training.checkpointing import checkpointed_blocks
-from lockstep.training.setup import cast, model_memory_format
 
 
 def check_options(
     config: RunConfig, launcher: Launcher, mode: Mode, strategy: Strategy, gradient_sync: GradientSync
 ) -> None:
     """Raise ConfigError for what options and machine contradict."""
-    check_task(config)
     job = job_spec(config, launcher)
     check_mode(config, mode, job)
     validate_training(job)
@@ -52,30 +41,6 @@ def check_options(
         )
     if not mode.needs_run:
         check_batch_size(config, strategy.data_parallel_size(job.world_size))
-    if launcher.starts_processes:
-        check_model(config, strategy, job.world_size)
-
-
-def check_task(config: RunConfig) -> None:
-    """Raise ConfigError for whatever the task's constructor raises, and for a monitor that it does not measure.
-
-    A task that needs what only the training data tells, such as the number of classes, is made by the ranks.
-    """
-    try:
-        with seeded(config.seed):
-            task = instantiate_as(Task, config.task, "task")
-    except ConfigError:
-        raise
-    except Exception as error:
-        if any(config.task.get(key, "given") is None for key in ("shape", "classes")):
-            return
-        failed = exception_record(error)
-        place = f" at {failed['file']}:{failed['line']}" if "file" in failed else ""
-        said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
-        advice = "correct that, or type task=classification"
-        raise ConfigError(f"task._target_={config.task['_target_']} failed{place} ({said}); {advice}") from error
-    if config.objective is not None:
-        task.mode(config.objective)
 
 
 def check_mode(config: RunConfig, mode: Mode, job: JobSpec) -> None:
@@ -152,33 +117,6 @@ def validate_accumulation(config: RunConfig, strategy: Strategy, gradient_sync: 
             f"{auto} averages gradients after the backward pass, and gradient_sync={gradient_sync.name} in it; "
             f"type gradient_sync=auto, or trainer.gradient_accumulation_steps=2"
         )
-
-
-def check_model(config: RunConfig, strategy: Strategy, world_size: int) -> None:
-    """Build the model without weights, so that what does not fit is said once and not by every rank."""
-    if any(config.model.get(key, "given") is None for key in ("shape", "classes")):
-        return  # the training data tells, which the ranks read
-    try:
-        with torch.device("meta"):
-            model: Any = instantiate(config.model)
-            load_initial_weights(model, config.parameters.init, config.parameters.new_layers)
-            freeze(model, config.parameters.freeze)
-            cast(model, config.trainer.precision)
-            checkpointed_blocks(model, config.trainer.checkpoint_activations)
-    except ConfigError:
-        raise
-    except Exception:  # a model of the user's may not work without weights; the ranks build it with weights
-        return
-    # is_available() would start CUDA, and launch=fork could not fork
-    on_gpus = config.backend.name != "gloo" and torch.cuda.device_count() > 0
-    model_memory_format(model, config.trainer.channels_last, torch.device("cuda" if on_gpus else "cpu"))
-    refuse_changing_weights(model, world_size)
-    if not has_lazy_layers(model):  # the first sample gives their shapes; the ranks check them then
-        strategy.validate_model(model, world_size)
-        if strategy.syncs_batch_norm(config.sync_bn.mode, world_size):
-            validate_batch_norms(model)
-            if accumulates_more(config) and world_size > 1:
-                refuse_batch_norms(model)
 
 
 def validate_training(job: JobSpec) -> None:

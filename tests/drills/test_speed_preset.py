@@ -26,7 +26,7 @@ def images(data_dir: str, train: bool) -> InMemoryDataset:
 def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
     readers = [f"dataset.{half}._target_={__name__}.images" for half in ("train", "test")]
     # SGD's learning rates are for 2000 samples a step, and these are 20.
-    groups = "optimizer.groups=[{match:head,use_muon:false,lr:13}]"
+    groups = "parameters.groups=[{match:head,use_muon:false,lr:13}]"
     options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.sgd_lr=1", groups, "trainer.epochs=3"]
     small = ["dataset.prepare=null", *readers, "model.widths=[8,12,16]", "logger=[tensorboard]"]
     cfg = composed("experiment=cifar10_speed", *small, *options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lockstep.build_data import batch_transforms
+from lockstep.data.build import batch_transforms
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.data.loader import BatchLoader, Converter
 from lockstep.data.partition import micro_batch_parts

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.config.targets import instantiate_as
 from torch import Tensor, nn
 
-from lockstep.config.targets import instantiate_as
 from lockstep.errors import ConfigError
 from lockstep.modes.check import Check, Row, checked, known_before, table
 from lockstep.modes.first_steps import STAGES, differences

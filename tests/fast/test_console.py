@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lockstep.config.targets import RECORD
 
 from lockstep.cli import with_trained_run
-from lockstep.config.targets import RECORD
 from lockstep.loggers.console import ConsoleLogger, ProgressBarLogger
 from support.logged import epoch, run_info
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.build_data import datasets
+from lockstep.data.build import datasets
 from lockstep.data.image_files import ImageFiles, class_folders, csv_lines, without_target
 from lockstep.errors import ConfigError
 from support.configs import composed

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.config.targets import instantiate
 from torch import nn
 
-from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.models.airbench import Airbench, Whitening, airbench
 from lockstep.training.optimizers import MuonWithSGD, orthogonalised

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.config.targets import instantiate
 
 from lockstep.config.check import check_config
-from lockstep.config.targets import instantiate
 from lockstep.data.text import check_text, held_out_text, read_text, training_text
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import gpt, rotary_angles, turned

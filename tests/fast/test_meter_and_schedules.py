@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.config.targets import matching_arguments
 from torch import nn
 
-from lockstep.config.targets import matching_arguments
 from lockstep.distributed.world import World, init_distributed
 from lockstep.tasks.base import Task
 from lockstep.training import schedulers

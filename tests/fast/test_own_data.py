@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.config.targets import instantiate
 from omegaconf import OmegaConf
 
-from lockstep import build_data
 from lockstep.config.check import check_config
-from lockstep.config.targets import instantiate
+from lockstep.data import build as build_data
 from lockstep.data.loader import require_channels
 from lockstep.errors import ConfigError
 from lockstep.preflight import check_options

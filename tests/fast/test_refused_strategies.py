@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from lockstep.config.targets import instantiate
+
 from lockstep.errors import ConfigError
 from lockstep.preflight import job_spec, preflight, validate_training
 from lockstep.strategies.base import JobSpec

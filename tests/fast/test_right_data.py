@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from torchvision import transforms, tv_tensors
 from torchvision.transforms import v2
 
-from lockstep import build_data
+from lockstep.data import build as build_data
 from lockstep.data.dataset import Labels, copied, require_same_classes, without_samples
 from lockstep.data.image_files import class_folders
 from lockstep.data.images import UndecodedImages

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lockstep.sweeps.preview import expected_seconds
 from PIL import Image
 
 from lockstep.errors import ConfigError
@@ -14,7 +15,6 @@ from lockstep.runs.record import read_run
 from lockstep.runs.repeats import estimate, wilson
 from lockstep.source_code import is_project
 from lockstep.sweeps import process
-from lockstep.sweeps.preview import expected_seconds
 from lockstep.sweeps.process import divide_machine
 from lockstep.sweeps.search import Job, JobList, add_jobs, folder_name, to_run
 from lockstep.sweeps.summary import cost_of_choosing, plot_sweep, print_summary, settings_of, sorted_rows

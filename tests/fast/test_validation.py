@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from lockstep.build_data import datasets, prepare, samples
+from lockstep.data.build import datasets, prepare, samples
 from lockstep.data.builtin import digits
 from lockstep.data.dataset import IGNORED, InMemoryDataset, numbers_of
 from lockstep.data.loader import BatchLoader, Converter

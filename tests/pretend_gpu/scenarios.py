@@ -146,6 +146,7 @@ def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, A
 def worked(cfg: Any, gpus: int, of: str = "cuda") -> None:
     """What the mode of a command does, on pretended GPUs, or on the CPU if there are none."""
     from lockstep.config.targets import instantiate_as
+
     from lockstep.modes.base import Mode
 
     if gpus:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.errors import EXIT_HANG, EXIT_PROMISES
+from lockstep.errors import EXIT_FAILED, EXIT_HANG
 from support.commands import PYTHON_TRAIN, Command, wait_for
 
 Start = Callable[..., Command]
@@ -53,7 +53,7 @@ def test_broken_promises_are_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "bad_net.py").write_text(BAD)
     words = ["mode=check", "model=linear", "model._target_=bad_net.Net", "sync_bn=off"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    output = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_PROMISES).output
+    output = start(*PYTHON_TRAIN, *words, PYTHONPATH=path).finish(code=EXIT_FAILED).output
     assert "no     batch norm sees a rank's share: norm; type sync_bn=auto\n" in output
     assert "yes    one rank that resumes takes the same second step\n" in output
     assert "no     parameters without a gradient: spare.weight, spare.bias; type strategy.find_unused" in output
@@ -107,11 +107,11 @@ class OtherData(Dataset):
 def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OTHERS)
     words = [*PYTHON_TRAIN, "mode=check"]
-    unused = start(*words, "model._target_=nets.Unused", PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    unused = start(*words, "model._target_=nets.Unused", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
     assert "no     parameters without a gradient, see below\n" in unused
     found = ["model._target_=nets.Unused", "strategy.find_unused_parameters=true"]
     assert "  no  " not in start(*words, *found, PYTHONPATH=tmp_path).finish().output
-    own = start(*words, "model._target_=nets.OwnNumbers", PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    own = start(*words, "model._target_=nets.OwnNumbers", PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
     assert "no     after a resume the outputs of head (Linear) are others: the model or the loss keeps what" in own
     assert "virtual_ranks" not in own
     trained = ["model._target_=nets.Unused", "strategy=virtual_ranks"]  # it needs no gradient of each parameter
@@ -123,11 +123,11 @@ def test_data_that_differs_and_a_model_of_float32_get_a_table(start: Start, tmp_
     words = [*PYTHON_TRAIN, "mode=check"]
     data = [f"dataset.{half}._target_=nets.OtherData" for half in ("train", "test")]
     data += ["model=linear", "dataset.mean=null", "dataset.std=null", "dataset.shape=[64]", "dataset.classes=10"]
-    other = start(*words, *data, PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    other = start(*words, *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
     assert "no     not checked: there is no first step\n" in other
     assert "no     the test data is another one at each start: draw it from a seed of its own\n" in other
     float32 = ["model._target_=nets.InFloat32", "strategy.find_unused_parameters=true"]
-    found = start(*words, *float32, PYTHONPATH=tmp_path).finish(code=EXIT_PROMISES).output
+    found = start(*words, *float32, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
     assert "no     cause not found; head (Linear) is the first layer with other outputs for the same samples" in found
     assert "but the step fails there (mat1 and mat2 must have the same dtype" in found
 
@@ -142,7 +142,7 @@ def test_a_check_that_hangs_ends_with_a_verdict(start: Start, tmp_path: Path) ->
 
 def test_a_check_reads_no_run(start: Start) -> None:
     run = start(*PYTHON_TRAIN, "mode=check", "resume=outputs/a").finish(2)
-    assert "leave resume=outputs/a out and type the words of that run" in run.sentence
+    assert "leave resume=outputs/a out, or type parameters.init=<a run>" in run.sentence
 
 
 SLOW = """

@@ -5,11 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
-from lockstep import cli
-from lockstep.config.check import check_arguments, check_config
-from lockstep.config.schema import GROUPS, values_in_conf
+from lockstep.config.check import OPTIONS
+from lockstep.config.nodes import check_nodes
+from lockstep.config.schema import CONF
+from lockstep.preflight import GROUPS
 from support.configs import composed
 from support.pages import PAGES, PLACEHOLDER, code_spans, command_lines
 
@@ -18,10 +19,6 @@ OVERRIDE = re.compile(r"[+~]*[\w/.@]+=\S+")
 FOREIGN_KEYS = {"weights_only", "is_host", "AuthInfo"}
 # What this machine lacks: another one's network interface, and a plugin of Hydra.
 NOT_HERE = ("backend.socket_ifname=", "hydra.")
-
-# The options of the first are refused, with the sentences that drills/test_option_pairs.py checks; the second has words
-# that are wrong on purpose, each with its test.
-OF_REFUSALS = ("option_pairs.md", "cases.md")
 
 Overrides = tuple[str, ...]
 
@@ -65,7 +62,7 @@ def with_needed_options(overrides: list[str]) -> list[str]:
     needed = {}
     for word in overrides:
         group, _, name = word.partition("=")[0].partition(".")
-        options = [option for option in GROUPS.get(group, []) if name in values_in_conf(group, option)]
+        options = [option for option in OPTIONS.get(group, []) if name in written_in(group, option)]
         if name and options and group not in chosen:
             needed.setdefault(group, f"{group}={options[-1]}")
     words = [*needed.values(), *overrides]
@@ -73,17 +70,19 @@ def with_needed_options(overrides: list[str]) -> list[str]:
     return ["dataset=text", *words] if "model=gpt" in words and not names_data else words
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OF_REFUSALS], ids=lambda path: path.name)
+def written_in(group: str, option: str) -> dict[str, object]:
+    found = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+    return found.get(group, found)  # an option for the whole config has its own group in it
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_override_composes_and_is_accepted(page: Path) -> None:
     for overrides in sorted(in_commands(page) | in_code_spans(page)):
         words = with_needed_options(usable(overrides))
-        words = [re.sub(r"^\++(?=experiment=)", "", word) for word in words]  # as the command line does
-        if "launch=slurm" in words:
-            words.append("launch.overrides=[]")  # Hydra knows what was typed only in a run
         try:
-            values = cli.resolve(composed(*words, whole=False))
-            check_config(values)
-            if not any("_target_" in word for word in words):
-                check_arguments(OmegaConf.create(values))
+            config = composed(*words, whole=False)
+            for group in GROUPS:
+                if group != "dataset" and not any("_target_" in word for word in words):
+                    check_nodes(group, getattr(config, group))
         except Exception as error:
             pytest.fail(f"{page.name}: {' '.join(overrides)}: {error}")

@@ -35,5 +35,5 @@ def test_an_exit_with_0_before_the_training_is_a_failure(start, tmp_path, typed,
 def test_a_job_that_leaves_with_0_has_failed(start, tmp_path):
     (tmp_path / "ends.py").write_text(MODULE.format(import_time=""))
     words = ["-m", "launch=fork", NET, "seed=1,2", "hydra.sweep.dir=s"]
-    run = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(6)
+    run = start(*PYTHON_TRAIN, *words, PYTHONPATH=tmp_path).finish(1)
     assert "sweep: 2 failed" in run.output

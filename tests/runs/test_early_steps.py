@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep import build
-from lockstep.config.targets import instantiate_as
+from lockstep import build, build_state
+from lockstep.config.nodes import instantiate_as
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import Strategy, warn_of_gradient_hooks
@@ -371,8 +371,8 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             np.random.seed()
             strategy, sentence = instantiate_as(Strategy, cfg.strategy, "strategy"), ""
             try:
-                cfg, loaders = build.model_and_data(cfg, world, strategy)
-                state = build.train_state(cfg, strategy, loaders.train)
+                cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
+                state = build_state.train_state(cfg, strategy, loaders.train)
                 train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted
 
@@ -423,7 +423,7 @@ REFUSED = [
     ),
     (Grows, [], "layers.1.weight, layers.1.bias came into the model .* before the end of step 2"),
     (Unfrozen, ["strategy=fsdp"], "back.weight, back.bias was unfrozen in a forward pass.*type strategy=ddp"),
-    (Unfrozen, ["optimizer.no_decay=[bias]"], "unfrozen in step 4.*type optimizer.groups=.. optimizer.no_decay=.."),
+    (Unfrozen, ["parameters.no_decay=[bias]"], "unfrozen in step 4.*type parameters.groups=.. parameters.no_decay=.."),
 ]
 TAKEN = [
     (OwnCentred, []),
@@ -463,7 +463,10 @@ def test_the_first_steps_warn_of_what_nothing_else_finds() -> None:
     assert "changes" not in counted + coupled
     assert "no optimizer has 4 weights that the loss depends on, of shapes [32" in listed
     assert "in layers: they are never trained" in listed
-    assert "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type freeze=[spare" in listed
+    assert (
+        "spare.weight, spare.bias got no gradient in 20 steps, so it stays as it is; type parameters.freeze=[spare"
+        in listed
+    )
     assert "loss of test_early_steps.Counts does not add up over the samples of a batch" in counted
     assert counted_later.count("loss of test_early_steps.Weighted does not add up over the samples of a batch") == 1
     assert "accuracy is" in counted

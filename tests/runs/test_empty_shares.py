@@ -41,7 +41,7 @@ def config(folder: Path, name: str, *overrides: str) -> Any:
     own = [f"dataset.{half}._target_={__name__}.few_digits" for half in ("train", "test")]
     own += ["model=linear", f"model._target_={__name__}.Viewing"]
     options = ["trainer.batch_size=12", "evaluation.batch_size=2", "trainer.epochs=2", "trainer.precision=fp64"]
-    options += ["trainer.channels_last=false", "optimizer.fused=false", "objective=test/loss", "logger=[]"]
+    options += ["trainer.channels_last=false", "optimizer.fused=false", "logger=[]"]
     return composed(f"run_dir={folder / name}", *own, *options, *overrides)
 
 

@@ -108,7 +108,7 @@ def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -
         "optimizer=muon",
         "optimizer.lr=0.02",
         "optimizer.adamw_lr=0.002",
-        "optimizer.groups=[{match:1,lr:0.04}]",
+        "parameters.groups=[{match:1,lr:0.04}]",
     ]
     lr, adamw_lr, groups = suggestion(train(*FIND, "logger=[]", *words))
     rates = [float(word.rpartition("=")[2]) for word in (lr, adamw_lr)]
@@ -130,7 +130,7 @@ def test_a_loss_that_never_falls_gets_a_sentence(train: Train) -> None:
         (["mode.steps=5"], "mode.steps=5 are too few for a curve; type mode.steps=40 or more"),
         (
             ["resume=outputs/a"],
-            "mode=find_lr reads no run; leave resume=outputs/a out, or type init=<a run> for its weig",
+            "mode=find_lr reads no run; leave resume=outputs/a out, or type parameters.init=<a run> for its weig",
         ),
         (["~optimizer.lr"], "mode=find_lr scales the rates from optimizer.lr; type optimizer.lr=0.1"),
     ],

@@ -41,7 +41,7 @@ def by_hand(params, **options):
 BASE = ["model=mlp", "~model.width", "~model.depth", "~model.dropout", "model._target_=own_groups.normed"]
 BASE += ["optimizer=adamw", "optimizer.weight_decay=0.5", "optimizer.lr=0.01", "optimizer.fused=false"]
 BASE += ["trainer.precision=fp64", "trainer.epochs=2", "scheduler=constant", "logger=[]", "snapshot.every=1epochs"]
-RULES = ["optimizer.no_decay=[bias,norm]", "optimizer.groups=[{match:4,lr:0.03}]"]
+RULES = ["parameters.no_decay=[bias,norm]", "parameters.groups=[{match:4,lr:0.03}]"]
 PLACES = {"one": (1, []), "ddp": (2, []), "fsdp": (2, ["strategy=fsdp"]), "pipeline": (2, ["strategy=pipeline"])}
 
 
@@ -89,7 +89,7 @@ def test_groups_by_rule_are_the_groups_written_by_hand_under_every_strategy(tmp_
 
 
 def test_a_run_with_groups_and_frozen_weights_goes_on_under_another_strategy(tmp_path: Path) -> None:
-    words = [*RULES, "freeze=[1.weight,2]"]
+    words = [*RULES, "parameters.freeze=[1.weight,2]"]
     whole = train(tmp_path / "whole", "one", *words)
     begin = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
     train(tmp_path / "moved", "ddp", *words, trainer__pause_after=1)
@@ -107,13 +107,13 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     train(first, "one", trainer__max_steps=5)
     trained = torch.load(first / "model.pt", weights_only=True)
     for where in (first, first / "model.pt", list_snapshots(first / "snapshots")[0]):
-        train(tmp_path / where.name, "ddp", f"init={where}", "freeze=[1,2]", trainer__max_steps=1)
+        train(tmp_path / where.name, "ddp", f"parameters.init={where}", "parameters.freeze=[1,2]", trainer__max_steps=1)
         found = torch.load(tmp_path / where.name / "model.pt", weights_only=True)
         assert torch.equal(found["1.weight"], trained["1.weight"])
         assert distance(found["4.weight"], trained["4.weight"]) < 0.2  # after one step
     began = read_run(tmp_path / "model.pt")["data"]["init"]
     assert began == hashlib.sha256((first / "model.pt").read_bytes()).hexdigest()[:16]
-    wider = ["model.classes=12", f"init={first}", "new_layers=[4]", "freeze=[1,2]"]
+    wider = ["model.classes=12", f"parameters.init={first}", "parameters.new_layers=[4]", "parameters.freeze=[1,2]"]
     train(tmp_path / "wider", "one", *wider, trainer__max_steps=1)
     found = torch.load(tmp_path / "wider" / "model.pt", weights_only=True)
     assert torch.equal(found["1.weight"], trained["1.weight"])
@@ -133,24 +133,33 @@ def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
     start = ["launch=fork", *BASE]
     for words, said in (
         (
-            f"init={tmp_path}/none.pt",
-            "none.pt does not exist; type init=<a file of weights, a snapshot or",
+            f"parameters.init={tmp_path}/none.pt",
+            "none.pt does not exist; type parameters.init=<a file of weights, a snapshot or",
         ),
-        (f"init={tmp_path}", "holds neither model.pt nor a snapshot; type init="),
-        (f"init={tmp_path}/text.pt", "text.pt cannot be read ("),
-        (f"init={tmp_path}/tensor.pt", "tensor.pt holds no state dict; type init="),
-        (f"init={tmp_path}/body.pt", "2.bias is [16] here and missing there, 2.weight is [16] here and missing there"),
-        (f"init={tmp_path}/body.pt", "to train them from random weights type new_layers=[2,4]"),
+        (f"parameters.init={tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
+        (f"parameters.init={tmp_path}/text.pt", "text.pt cannot be read ("),
+        (f"parameters.init={tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
         (
-            "freeze=[head]",
+            f"parameters.init={tmp_path}/body.pt",
+            "2.bias is [16] here and missing there, 2.weight is [16] here and missing there",
+        ),
+        (f"parameters.init={tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
+        (
+            "parameters.freeze=[head]",
             "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one",
         ),
-        ("freeze=['*']", "freeze=[*] leaves no parameter to train; type freeze=[<fewer names>]"),
         (
-            "optimizer.groups=[{lr:0.1}]",
-            "no match, the parameters' name; type optimizer.groups=[{match:fc,lr:0.1}]",
+            "parameters.freeze=['*']",
+            "parameters.freeze=[*] leaves no parameter to train; type parameters.freeze=[<fewer names>]",
         ),
-        ("optimizer.groups=[{match:'4',lr:-1}]", "lr=-1 must be a number above 0; type optimizer.groups=[{match:4,lr:"),
+        (
+            "parameters.groups=[{lr:0.1}]",
+            "no match, the parameters' name; type parameters.groups=[{match:fc,lr:0.1}]",
+        ),
+        (
+            "parameters.groups=[{match:'4',lr:-1}]",
+            "lr=-1 must be a number above 0; type parameters.groups=[{match:4,lr:",
+        ),
     ):
         assert said in str(answer(*start, words)), words
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16))
@@ -166,8 +175,11 @@ def refusal(cfg: Any) -> str:
 
 def test_a_rule_for_nothing_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for words, said in (
-        ("optimizer.no_decay=[layer9]", "optimizer.no_decay: the model has no layer9; the nearest names are"),
-        ("optimizer.groups=[{match:'4',momentum:0.5}]", "optimizer.groups: AdamW has no momentum, but lr, betas, eps"),
+        ("parameters.no_decay=[layer9]", "parameters.no_decay: the model has no layer9; the nearest names are"),
+        (
+            "parameters.groups=[{match:'4',momentum:0.5}]",
+            "parameters.groups: AdamW has no momentum, but lr, betas, eps",
+        ),
     ):
         cfg = with_values(config(words, "strategy=pipeline"), f"run_dir={tmp_path / 'refused'}")
         assert all(said in found for found in in_world(2, refusal, cfg)), words

@@ -108,7 +108,7 @@ def test_each_replica_holds_the_model_once() -> None:
 def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build
-    from lockstep.config.targets import instantiate
+    from lockstep.config.nodes import instantiate
     from lockstep.distributed.world import init_distributed
 
     odd_weights(torch.device("cpu"), 1)  # a constant that this process keeps, for hashes
@@ -116,7 +116,7 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         gc.collect()
         before = live_bytes()
         strategy = instantiate(cfg.strategy)
-        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()

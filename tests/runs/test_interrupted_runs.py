@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from lockstep.runs.compare import read_digests
 
 from lockstep.loggers.csv_logger import read_rows
-from lockstep.runs.compare import read_digests
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,

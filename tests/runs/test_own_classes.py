@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lockstep.config.targets import instantiate
+from lockstep.hydra_errors import as_config_error
 from omegaconf import OmegaConf
 from torch.optim import lr_scheduler
 
 from lockstep.config.schema import NOT_PASSED
-from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
-from lockstep.hydra_errors import as_config_error
 from lockstep.preflight import preflight
 from support.commands import PYTHON_TRAIN, Command
 from support.configs import composed, with_values

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.targets import instantiate
+from lockstep.config.nodes import instantiate
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers.csv_logger import read_rows
 from lockstep.preflight import preflight
-from support.configs import composed, with_values
+from support.configs import composed, parts_of, with_values
 from support.models import WATCHED
 from support.worlds import distance, in_world, train, train_all, weights
 
@@ -107,7 +107,7 @@ def test_a_batch_smaller_than_the_number_of_ranks_is_legal(tmp_path: Path) -> No
     launched = composed(
         *tiny, "strategy=pipeline", "launch=spawn", "launch.nproc_per_node=3", f"run_dir={tmp_path / 'x'}"
     )
-    preflight(launched, instantiate(launched.launch))
+    preflight(launched)
     in_world(3, train_all, [cfg])
     in_world(1, train_all, [composed(*tiny, f"run_dir={tmp_path / 'alone'}")])
     assert distance(weights(tmp_path / "alone"), weights(tmp_path / "piped")) < 1e-11
@@ -127,8 +127,8 @@ def parameters_alive(cfg: Any) -> list[bool]:
     from lockstep.distributed.world import init_distributed
 
     with init_distributed("gloo", 60) as world:
-        strategy = instantiate(cfg.strategy)
-        cfg, loaders = build.model_and_data(cfg, world, strategy)
+        parts = parts_of(cfg)  # holds the strategy
+        cfg, loaders = build.model_and_data(cfg, world, parts)
         gc.collect()
         assert loaders.val is None
         return [reference() is not None for reference in WATCHED]
@@ -145,4 +145,4 @@ def test_a_rank_keeps_the_parameters_of_its_own_stage_only() -> None:
 def test_a_model_that_cannot_be_cut_into_stages_is_refused_before_a_rank_starts(model: str, said: str) -> None:
     cfg = composed("strategy=pipeline", f"model={model}", "launch=spawn", "launch.nproc_per_node=2")
     with pytest.raises(ConfigError, match=said):
-        preflight(cfg, instantiate(cfg.launch))
+        preflight(cfg)

@@ -2,8 +2,6 @@
 
 import pytest
 
-from lockstep.config.check import check_config
-from lockstep.config.targets import instantiate
 from lockstep.errors import ConfigError
 from lockstep.preflight import preflight
 from support.configs import composed
@@ -43,9 +41,4 @@ def test_a_profiled_run_shows_its_phases_and_ends_with_the_same_bits(tmp_path):
 )
 def test_what_cannot_be_measured_is_refused(typed, answer):
     with pytest.raises(ConfigError, match=f"type {answer}$"):
-        check(composed("profiler.enabled=true", *typed))
-
-
-def check(cfg):
-    check_config(cfg)
-    preflight(cfg, instantiate(cfg.launch))
+        preflight(composed("profiler.enabled=true", *typed))

@@ -30,7 +30,7 @@ def test_a_race_of_two_learning_rates_ends_with_the_better_one_and_goes_on_after
         *table[11:12],
     ]  # one job ended with the parent, others never began
     (folder / "sweep.csv").write_text("\n".join([*table[:9], *lost, ""]))
-    again = start(*PYTHON_TRAIN, "-m", "sweep.resume=s").finish()
+    again = start(*RACE, *words, "sweep.slots=2").finish()
     assert len(re.findall(r"^sweep: job ", again.output, re.MULTILINE)) == int(trainings) - 9
     assert verdict in again.output
     found = {row["overrides"]: row["objective"] for row in rows_of(folder)}

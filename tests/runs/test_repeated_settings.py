@@ -50,7 +50,7 @@ def test_a_killed_sweep_that_goes_on_has_the_same_table(sweep: Command, tmp_path
     run.send(signal.SIGKILL)
     run.process.wait()
     assert states(tmp_path / "s")[3:] == ["waiting"] * 3
-    resumed = Command([*PYTHON_TRAIN, "-m", "sweep.resume=s"], tmp_path).finish()
+    resumed = Command([*PYTHON_TRAIN, *SWEEP], tmp_path).finish()
     assert summary(resumed.output) == summary(sweep.output)
     for name in ("overrides", "objective", "best", "best_step", "test"):
         assert column(tmp_path / "s", name) == column(sweep.cwd / "s", name)

@@ -15,7 +15,8 @@ SHORT = ["model=linear", "trainer.max_steps=2"]
 def test_a_search_that_goes_on_with_one_value_of_a_key_trains_with_it(start):
     drawn = ["sweep.search=random", "sweep.trials=2", "optimizer.lr=interval(0.01,0.1)", "trainer.batch_size=32,16"]
     start(*PYTHON_TRAIN, "-m", *SHORT, "sweep.trials=9", *drawn, "hydra.sweep.dir=s").finish()
-    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "trainer.batch_size=32", "sweep.trials=4").finish()
+    drawn = [*drawn[:-1], "trainer.batch_size=32", "sweep.trials=4"]
+    run = start(*PYTHON_TRAIN, "-m", *SHORT, *drawn, "hydra.sweep.dir=s").finish()
     added = rows_of(run.cwd / "s")[2:]
     assert len(added) >= 2
     for row in added:
@@ -23,17 +24,15 @@ def test_a_search_that_goes_on_with_one_value_of_a_key_trains_with_it(start):
         assert "batch_size: 32\n" in (run.cwd / "s" / row["folder"] / ".hydra" / "config.yaml").read_text()
 
 
-def test_a_resumed_sweep_also_runs_what_earlier_commands_have_left(start):
-    """A job of the first command waits; the second one lists other values, and names what goes on with all of them,
-    which can be typed in a shell for any folder.
-    """
+def test_a_command_that_is_typed_again_runs_what_it_has_left(start):
+    """A job of the first command waits; the second one lists other values, in a folder with any name."""
     command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir='a=1 ü'"]
     table = start(*command, "optimizer.lr=0.1,0.2").finish().cwd / "a=1 ü" / "sweep.csv"
     lines = table.read_text().splitlines()
     table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
-    (typed,) = re.findall(r"-m (.*sweep\.resume=.*)\n", start(*command, "seed=1,2").finish(75).output)
+    start(*command, "seed=1,2").finish(75)
     assert column(table.parent, "state") == ["finished", "waiting", "finished", "finished"]
-    more = start(*PYTHON_TRAIN, "-m", *shlex.split(typed)).finish()
+    more = start(*command, "optimizer.lr=0.1,0.2").finish()
     assert "sweep: job 1, optimizer.lr=0.2\n" in more.output
     assert column(table.parent, "state") == ["finished"] * 4
 
@@ -55,14 +54,18 @@ def test_a_refused_command_does_not_change_what_the_sweep_is(start):
 def test_a_plot_that_cannot_be_written_does_not_fail_the_sweep(start, tmp_path):
     (tmp_path / "s" / "sweep.png").mkdir(parents=True)
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "optimizer.lr=0.1,0.2").finish()
-    assert "sweep.png cannot be written (Is a directory); to draw it, type -m sweep.resume=s\n" in run.output
+    (again,) = re.findall(r"sweep.png cannot be written \(Is a directory\); to draw it, type (-m .*)\n", run.output)
+    (tmp_path / "s" / "sweep.png").rmdir()
+    start(*PYTHON_TRAIN, *shlex.split(again)).finish()
+    assert (tmp_path / "s" / "sweep.png").is_file()
     assert "curves: " in run.output
 
 
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_a_job_that_slurm_has_is_not_submitted_again(start, tmp_path, state):
     """The sweep ended when sbatch had taken the job and the row did not say so yet."""
-    table = start(*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "seed=1,2").finish().cwd / "s" / "sweep.csv"
+    command = [*PYTHON_TRAIN, *SHORT, "-m", "hydra.sweep.dir=s", "seed=1,2"]
+    table = start(*command).finish().cwd / "s" / "sweep.csv"
     lines = table.read_text().splitlines()
     table.write_text("\n".join([*lines[:2], lines[2].replace("finished", state)]))
     (table.parent / "1_seed=2" / "slurm_job").write_text("17\n")
@@ -70,7 +73,7 @@ def test_a_job_that_slurm_has_is_not_submitted_again(start, tmp_path, state):
     squeue.parent.mkdir()
     squeue.write_text("#!/bin/sh\necho 17\n")
     squeue.chmod(0o755)
-    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", PATH=f"{squeue.parent}:{os.environ['PATH']}").finish()
+    run = start(*command, PATH=f"{squeue.parent}:{os.environ['PATH']}").finish()
     assert "sweep: job" not in run.output
     assert column(table.parent, "state") == ["finished", "running"]
     assert column(table.parent, "cause") == ["", "submitted, and runs elsewhere"]
@@ -82,7 +85,7 @@ def test_a_job_whose_folder_cannot_be_written_is_not_refused_for_ever(start, tmp
     logs = tmp_path / "s" / "1_seed=2" / "logs"
     logs.parent.mkdir(parents=True)
     logs.write_text("a file where a folder should be")
-    run = start(*command).finish(6)
+    run = start(*command).finish(1)
     assert column(tmp_path / "s", "cause")[1].startswith(
         f"the run folder {logs.parent} cannot be written (File exists)"
     )
@@ -91,16 +94,16 @@ def test_a_job_whose_folder_cannot_be_written_is_not_refused_for_ever(start, tmp
     start(*command, "sweep.retry=failed").finish()
 
 
-def test_the_command_that_goes_on_holds_what_only_its_user_may_type(start, tmp_path):
-    """A class of the user's and a folder of configs: a record may not ask for them."""
+def test_the_command_that_goes_on_names_a_class_and_a_folder_of_configs_of_the_users(start, tmp_path):
     (tmp_path / "conf").mkdir()
     net = "def net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     (tmp_path / "nets.py").write_text(f"from torch import nn\n{net}")
     words = ["model._target_=nets.net", "--config-dir=conf", "trainer.max_steps=2", "hydra.sweep.dir=s"]
-    table = start(*PYTHON_TRAIN, "-m", *words, "seed=1,2", PYTHONPATH=".").finish().cwd / "s" / "sweep.csv"
-    lines = table.read_text().splitlines()
-    table.write_text("\n".join([*lines[:2], lines[2].replace("finished", "waiting")]))
-    run = start(*PYTHON_TRAIN, "-m", *words, "seed=3", PYTHONPATH=".").finish(75)
-    (typed,) = re.findall(r"^go on with: .* (-m .*)\n", run.output, re.MULTILINE)
+    logs = tmp_path / "s" / "1_seed=2" / "logs"
+    logs.parent.mkdir(parents=True)
+    logs.write_text("a file where a folder should be")
+    run = start(*PYTHON_TRAIN, "-m", *words, "seed=1,2", PYTHONPATH=".").finish(1)
+    logs.unlink()
+    (typed,) = re.findall(r"^run what failed again: .* (-m .*)\n", run.output, re.MULTILINE)
     start(*PYTHON_TRAIN, *shlex.split(typed), PYTHONPATH=".").finish()
-    assert column(table.parent, "state") == ["finished"] * 3
+    assert column(tmp_path / "s", "state") == ["finished"] * 2

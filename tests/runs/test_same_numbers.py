@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from support.configs import composed
+from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import distance, in_world, train, train_all, weights
 
@@ -71,7 +71,7 @@ def test_ranks_whose_configs_differ_are_refused_by_the_key(tmp_path: Path) -> No
 
 
 def train_with_another_batch_size(cfg: Any) -> str:
-    cfg.trainer.batch_size += int(os.environ["RANK"])
+    cfg = with_values(cfg, f"trainer.batch_size={cfg.trainer.batch_size + int(os.environ['RANK'])}")
     with pytest.raises(ConfigError) as error:
         train(cfg)
     return str(error.value)

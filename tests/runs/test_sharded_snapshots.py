@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.config.targets import instantiate
+from lockstep.config.nodes import instantiate
 from lockstep.snapshots.files import list_snapshots, parts_of
 from lockstep.snapshots.initial_weights import load_initial_weights
 from support.configs import composed

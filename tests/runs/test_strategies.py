@@ -68,7 +68,7 @@ def stop_after_two_steps(cfg: Any) -> str:
     with pytest.raises(StoppedEarly):
         train(cfg)
     assert 2 <= len(steps) <= 3  # the vote is counted in the next step, or in an evaluation before it
-    return str(cfg.strategy._target_.rpartition(".")[2])
+    return str(cfg.strategy["_target_"].rpartition(".")[2])
 
 
 def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> None:

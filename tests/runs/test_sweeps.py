@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import subprocess
 import termios
 from contextlib import suppress
@@ -17,9 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.cli import resume_sweep
-from lockstep.errors import ConfigError
-from support.commands import PYTHON_TRAIN, TORCHRUN, TRAIN
+from support.commands import PYTHON_TRAIN, TRAIN
 from support.sweep_tables import column, rows_of
 
 SHORT = ["model=linear", "trainer.max_steps=2"]
@@ -27,26 +24,24 @@ SHORT = ["model=linear", "trainer.max_steps=2"]
 
 def test_a_sweep_with_a_wrong_value_is_refused_before_its_first_job(start):
     run = start(*PYTHON_TRAIN, *SHORT, "-m", "optimizer.lr=0.1,-1,0.01", "hydra.sweep.dir=s").finish(2)
-    wrong = "optimizer.lr=-1 must be a number above 0; type optimizer.lr=0.05"
-    assert run.sentence == f"lockstep: the job optimizer.lr=-1: {wrong}"
+    assert run.sentence.startswith("lockstep: the job optimizer.lr=-1: torch.optim.SGD refuses its arguments (")
     assert not (run.cwd / "s").exists()
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["model=resnet18", "model.name=resnet18,foo"], "the job model.name=foo: model.name=foo is no model of"),
         (
             ["launch=torchrun", "gradient_sync=ring,powersgd,local_sgd", "strategy=ddp,fsdp"],
             "the job gradient_sync=ring strategy=fsdp: gradient_sync=",
         ),
         (
             ["model=mlp", "+model.depht=1,2"],
-            "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht; leave model.depht out, or",
+            "the job +model.depht=1: lockstep.models.mlp.mlp takes no depht, it takes ",
         ),
-        (["model=mlp", "mode=train,check"], "the job mode=check: mode=check is no training, and a sweep trains; leave"),
+        (["model=mlp", "mode=train,check"], "mode=train,check is no training, and a sweep trains; type"),
     ],
-    ids=["model", "strategy", "argument", "mode"],
+    ids=["strategy", "argument", "mode"],
 )
 def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(start, typed, said):
     run = start(*PYTHON_TRAIN, "trainer.max_steps=2", "-m", *typed, "hydra.sweep.dir=s").finish(2)
@@ -59,7 +54,7 @@ def test_what_only_a_job_s_own_checks_refuse_is_refused_before_the_first_job(sta
 def test_a_drawn_combination_that_is_refused_costs_its_own_job_only(start):
     drawn = ["sweep.search=random", "trainer.batch_size=32,64", "trainer.gradient_accumulation_steps=1,64"]
     words = [*PYTHON_TRAIN, "-m", "model=mlp", "logger=[]", "trainer.max_steps=1", *drawn]
-    run = start(*words, "sweep.trials=2", "hydra.sweep.dir=s").finish(6)
+    run = start(*words, "sweep.trials=2", "hydra.sweep.dir=s").finish(1)
     assert column(run.cwd / "s", "state") == ["failed", "finished"]
     sentence = "refused: trainer.batch_size=32 is too small for 64 micro-batches; type trainer.batch_size=64 or more"
     assert column(run.cwd / "s", "cause") == [sentence, ""]
@@ -86,17 +81,10 @@ def test_a_halving_leaves_out_what_the_constraints_refuse(start):
     assert "sweep.constraints: optimzer.lr < 1 names optimzer.lr, which is no key of a job; type" in run.sentence
 
 
-def test_a_wrong_value_in_a_sweep_under_torchrun_is_refused_before_its_first_job(start):
-    sweep = [*SHORT, "optimizer.lr=0.1,-1,0.01", "-m", "seed=3", "hydra.sweep.dir=s"]
-    run = start(*TORCHRUN, "--standalone", "--nproc_per_node=1", TRAIN, *sweep).finish(1)
-    assert "lockstep: the job optimizer.lr=-1: optimizer.lr=-1 must be a number above 0; type" in run.output
-    assert not (run.cwd / "s").exists()
-
-
 def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     """Job 1 diverges. Then: nothing is run twice, new values get new numbers, another config is refused."""
     command = [*PYTHON_TRAIN, "model=mlp", "trainer.epochs=1", "-m", "hydra.sweep.dir=s"]
-    run = start(*command, "optimizer.lr=0.1,1e10,0.02").finish(6)
+    run = start(*command, "optimizer.lr=0.1,1e10,0.02").finish(1)
     folder = run.cwd / "s"
     assert column(folder, "state") == ["finished", "failed", "finished"]
     assert column(folder, "overrides") == ["optimizer.lr=0.1", "optimizer.lr=10000000000.0", "optimizer.lr=0.02"]
@@ -108,13 +96,13 @@ def test_the_table_of_a_sweep_and_a_second_command_in_its_folder(start):
     check_changes_are_refused(start, command, folder)
 
     first = rows_of(folder)
-    more = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "optimizer.lr=0.05,0.1,0.02").finish(6)
+    more = start(*command, "optimizer.lr=0.05,0.1,0.02").finish(1)
     assert re.findall(r"^sweep: job (\d+),", more.output, re.MULTILINE) == ["3"]
     assert rows_of(folder)[:3] == first
     assert rows_of(folder)[3]["state"] == "finished"
     assert (folder / "3_optimizer.lr=0.05" / "model.pt").exists()
 
-    retried = start(*command, "optimizer.lr=1e10", "sweep.retry=failed").finish(6)
+    retried = start(*command, "optimizer.lr=1e10", "sweep.retry=failed").finish(1)
     assert re.findall(r"^sweep: job (\d+),", retried.output, re.MULTILINE) == ["1"]
 
 
@@ -147,7 +135,8 @@ def check_summary(output: str) -> None:
     ]
     assert "the loss is" in summary
     assert "train.py model=mlp trainer.epochs=1 optimizer.lr=0.1\n" in summary
-    assert "-m sweep.resume=s sweep.retry=failed" in summary
+    again = "-m model=mlp trainer.epochs=1 optimizer.lr=0.1,1e10,0.02 hydra.sweep.dir=s sweep.retry=failed"
+    assert f"run what failed again: python {TRAIN} {again}\n" in summary
 
 
 def check_changes_are_refused(start, command: list[str], folder: Path) -> None:
@@ -198,24 +187,11 @@ def test_folders_that_no_sweep_can_use_are_refused(start, tmp_path):
         run = start(*PYTHON_TRAIN, "-m", "hydra.sweep.dir=s", "seed=1,2").finish(2)
     assert "another sweep holds s (" in run.sentence
     assert "wait for its end, or type hydra.sweep.dir=" in run.sentence
-    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=run").finish(2)
-    assert run.sentence.endswith("is not the folder of a sweep; type sweep.resume=<a folder with sweep.json>")
 
 
-@pytest.mark.parametrize(
-    "words", [["model._target_=os.system"], ["model._target_=lockstep.models.Net,os.system"], ["--config-dir=/theirs"]]
-)
-def test_a_strangers_sweep_cannot_name_what_may_run_anything(tmp_path, words):
-    (tmp_path / "sweep.json").write_text(json.dumps({"schema": 2, "arguments": ["-m", "seed=1,2", *words]}))
-    with pytest.raises(ConfigError, match=f"was trained with .*type {re.escape(shlex.join(words))}"):
-        resume_sweep(["src/train.py", "-m", f"sweep.resume={tmp_path}"])
-    again = resume_sweep(["src/train.py", "-m", f"sweep.resume={tmp_path}", *words])
-    assert again.count(words[0]) == 1
-
-
-def test_a_sampling_sweeper_under_torchrun_is_refused(start):
-    run = start(*PYTHON_TRAIN, "-m", "hydra/sweeper=optuna", RANK=0, WORLD_SIZE=2).finish(2)
-    assert run.sentence.endswith("type python src/train.py -m launch=torchrun hydra/sweeper=optuna ...")
+def test_a_sweep_inside_the_ranks_of_a_launcher_is_refused(start):
+    run = start(*PYTHON_TRAIN, "-m", "seed=1,2", RANK=0, WORLD_SIZE=2).finish(2)
+    assert run.sentence.endswith("type python src/train.py -m launch=torchrun and the same overrides")
 
 
 def test_jobs_at_once_have_a_bar_each_below_their_lines_on_a_terminal(tmp_path):

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from lockstep.config.targets import check_targets, is_open, locate
 from omegaconf import OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.targets import check_targets, is_open, locate
 from lockstep.errors import ConfigError
 from support.commands import ROOT, Command
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.targets import instantiate
+from lockstep.config.nodes import instantiate
 from lockstep.data.builtin import digits
 from lockstep.errors import EXIT_RESUMABLE
 from support.commands import ROOT, TRAIN

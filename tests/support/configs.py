@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import cli
 from lockstep.compat import hydra_version_base
-from lockstep.config.check import check_composed
-from lockstep.config.nodes import instantiate
+from lockstep.config.check import check
+from lockstep.config.nodes import instantiate, with_own_arguments
 from lockstep.config.record import ConfigRecord, record_config
 from lockstep.config.schema import RunConfig
 from lockstep.launchers.env import EnvLauncher
@@ -36,7 +36,8 @@ def composed(*overrides: str, whole: bool = True) -> RunConfig:
 
 
 def _checked(cfg: DictConfig, words: Sequence[str] = ()) -> RunConfig:
-    cfg, config = check_composed(cfg, words)
+    cfg = with_own_arguments(cfg, words)
+    config = check(cfg)
     object.__setattr__(config, "composed", cfg)  # with its interpolations, for `with_values` and `record_of`
     return config
 

@@ -17,9 +17,8 @@ _FILE = re.compile(r"```(?:python|yaml)\n(# @package _global_\n)?# ((?:my_work|c
 
 
 def prose(page: Path) -> str:
-    """The page without its code blocks, and without the tables that a program has written."""
-    text = _CODE_BLOCK.sub("", page.read_text())
-    return text.partition("<!-- begin: the tables")[0]
+    """The page without its code blocks."""
+    return _CODE_BLOCK.sub("", page.read_text())
 
 
 def code_spans(page: Path) -> list[str]:

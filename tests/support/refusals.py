@@ -3,11 +3,14 @@
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lockstep import cli
 from lockstep.config.check import explain
 from lockstep.config.nodes import check_nodes, instantiate_as
+from lockstep.config.schema import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
 from lockstep.preflight import build_parts, check_place
@@ -17,20 +20,26 @@ COMMANDS = ("python", "pip", "the")  # first words of advice that is no override
 
 
 def answer(*typed: str) -> str | None:
-    """The sentence that `python src/train.py <typed>` is refused with, None if a training would start."""
+    """The sentence that `python src/train.py <typed>` is refused with, None if a training would start. With -m: of the
+    first job that is refused. Hydra's own text below the sentence is left out."""
     try:
-        accepted(*typed)
+        for words in jobs(typed):
+            _passed(words)
     except Exception as error:
-        sentence = explain(error, typed)
+        sentence = str(error) if isinstance(error, ConfigError) else explain(error, typed)
         if sentence is None:
             raise
-        return f"lockstep: {sentence}"
+        return "lockstep: " + sentence.partition("\n")[0]
     return None
 
 
-def accepted(*typed: str) -> Any:
+def accepted(*typed: str) -> RunConfig:
     """The config of `python src/train.py <typed>`, which passes every check of `main`, in its order."""
-    config = composed(*cli.with_overrides_of_run(list(typed)), whole=False)
+    return _passed(cli.with_overrides_of_run(list(typed)))
+
+
+def _passed(words: Sequence[str]) -> RunConfig:
+    config = composed(*words, whole=False)
     for group in ("launch", "mode"):
         check_nodes(group, getattr(config, group))
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
@@ -38,6 +47,20 @@ def accepted(*typed: str) -> Any:
     if not mode.starts_ranks:
         check_place(config, launcher)
     return config
+
+
+def jobs(typed: tuple[str, ...]) -> list[list[str]]:
+    """The words of each job: those of the command itself without -m."""
+    words = [
+        f"hydra.searchpath=[file://{word.partition('=')[2]}]" if word.startswith("--config-dir=") else word
+        for word in cli.with_overrides_of_run(list(typed))
+    ]
+    if "-m" not in words:
+        return [words]
+    sweep = OverridesParser.create().parse_overrides([word for word in words if word != "-m"])
+    lists = [one for one in sweep if one.is_sweep_override()]
+    fixed = [str(one.input_line) for one in sweep if one not in lists]
+    return [[*fixed, f"{one.get_key_element()}={value}"] for one in lists for value in one.sweep_string_iterator()]
 
 
 def assert_advice_helps(kept: Sequence[str], sentence: str) -> None:

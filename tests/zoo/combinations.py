@@ -35,7 +35,7 @@ COMMON = [
     "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "dataset=zoo", "model=linear",
     "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
     f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
-    "objective=test/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
+    "monitor=test/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
 ]  # fmt: skip
 
 
@@ -118,15 +118,20 @@ CHANGES = {
         )
         for name in OWN_OPTIMIZERS
     },
-    "frozen stem": Change(("freeze=[stem]",), Numbers(frozen="stem.")),
-    "slow head": Change((f"optimizer.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
+    "frozen stem": Change(("parameters.freeze=[stem]",), Numbers(frozen="stem.")),
+    "slow head": Change((f"parameters.groups=[{{match:head.*,lr:{LR / 10}}}]",), Numbers(slow="head.")),
     "cosine": Change(("scheduler=cosine", "scheduler.warmup_epochs=0"), Numbers(cosine=True)),
     "one_cycle": Change(("scheduler=one_cycle", "optimizer.momentum=0"), Numbers(one_cycle=True)),
     "whole batch": Change(("trainer.batch_size=22",), Numbers(batch=22)),
     "stopped": Change(("trainer.max_steps=4",), Numbers(steps=4)),
     "fp32": Change(("trainer.precision=fp32",), Numbers(), 1e-3),
     "all": Change(
-        ("trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0.05", "trainer.ema=0.8", "freeze=[stem]"),
+        (
+            "trainer.gradient_accumulation_steps=2",
+            "trainer.max_grad_norm=0.05",
+            "trainer.ema=0.8",
+            "parameters.freeze=[stem]",
+        ),
         Numbers(accumulation=2, clip=0.05, ema=0.8, frozen="stem."),
     ),
 }
@@ -434,7 +439,7 @@ def refused_or_wrong(combination: Combination, answer: Answer) -> Outcome:
 def begin(combination: Combination, place: Path, found: dict[str, Any], loss: float) -> Outcome | None:
     """A new run that begins with the weights of this one."""
     weights = place / "run" / "model.pt"
-    answer = answer_of([*combination.words, "run_dir=second", f"init={weights}"], place)
+    answer = answer_of([*combination.words, "run_dir=second", f"parameters.init={weights}"], place)
     if answer.code:
         return refused_or_wrong(combination, answer)
     if not _is_known(combination):

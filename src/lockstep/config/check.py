@@ -3,22 +3,20 @@
 No torch here, and pydantic inside functions: `--help` and ranks need neither.
 """
 
-import copy
 import json
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -28,45 +26,35 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.config.nodes import join, with_own_arguments
-from lockstep.config.schema import CONF, Node, RunConfig, build
-from lockstep.errors import ConfigError, path_value
+from lockstep.compat import hydra_composed
+from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
+from lockstep.errors import ConfigError
 
 FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
 SPELLED = {"yes": True, "on": True, "no": False, "off": False, "none": None, "nil": None, "never": None}
 OPTIONS = {
-    folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir() and folder.name not in ("hydra", "local")
 }
+UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
+MISSING = {"missing", "missing_argument"}
+SAYS_NO_MORE = (ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, MissingConfigException)
 
 
-def check(cfg: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """The typed values of a composed config. overrides: those typed. Raises ConfigError for what cannot work."""
-    return check_composed(cfg, overrides)[1]
-
-
-def check_composed(cfg: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, RunConfig]:
-    """`check`, with the config as it is kept: a class that was typed has its own arguments alone."""
-    cfg, lines = with_own_arguments(cfg, typed_values(overrides))
-    for line in lines if os.environ.get("RANK", "0") == "0" else ():
-        print(line, flush=True)
+def check(cfg: DictConfig) -> RunConfig:
+    """The typed values of a composed config. Raises ConfigError for what cannot work, and what OmegaConf raises."""
     values = cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
-    for key in FOLDERS:
-        if isinstance(values.get(key), str):
-            values[key] = os.path.expanduser(values[key])
+    values |= {key: os.path.expanduser(values[key]) for key in FOLDERS if isinstance(values.get(key), str)}
     check_values("", values, RunConfig)
+    for section, name in CALLED_LATER:
+        node = values[section].get(name)
+        if isinstance(node, dict) and "_target_" in node:
+            node["_partial_"] = True
     config = build(RunConfig, values)
     config.refuse_contradictions()
-    return cfg, config
-
-
-def typed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """{key: value} of typed overrides; those inside a typed {...} by their own keys."""
-    found: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if not override.is_delete() and not override.is_sweep_override():
-            found |= flatten(override.value(), override.key_or_group)
-    return found
+    return config
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -76,35 +64,67 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return {key: found for name, value in node.items() for key, found in flatten(value, join(prefix, name)).items()}
 
 
+def join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
 def show(value: object) -> str:
     """A value as it is typed on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return f"[{','.join(map(show, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def word(key: str, value: object) -> str:
+    """`key=value` for a shell."""
+    return shlex.quote(f"{key}={show(value)}")
 
 
 # ---- Values
 
 
+def check_values(section: str, values: Node, kind: Any, target: object = None) -> None:
+    """Raise ConfigError if `values`, at the key `section`, do not fit `kind`, a dataclass or a pydantic model.
+
+    target: what the node `section` names.
+    """
+    errors = _errors(values, kind)
+    if not errors:
+        return
+    place = _place(values, errors[0])
+    errors = [error for error in errors if _place(values, error) == place]
+    key, types = join(section, place), {error["type"] for error in errors}
+    value = OmegaConf.select(OmegaConf.create(values), place, default=MISSING)
+    value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    if value is MISSING:
+        raise ConfigError(f"{key} is missing; type {word(f'+{key}', default_of(key))}")
+    if types & UNKNOWN:
+        raise ConfigError(unknown_key(key, show(value), flatten(values, section)))
+
+    def accepts(candidate: object) -> bool:
+        changed = OmegaConf.create(values)
+        OmegaConf.update(changed, place, candidate, merge=False)
+        container = cast(Node, OmegaConf.to_container(changed))
+        return all(not f"{_place(container, error)}.".startswith(f"{place}.") for error in _errors(container, kind))
+
+    said = {error["type"]: error["msg"].removeprefix("Input should be ") for error in errors}
+    said |= {"missing": "longer"} if "missing" in said else {}
+    accepted = " or ".join(dict.fromkeys(text for kind, text in said.items() if kind != "needs_python_object"))
+    meant = [candidate for candidate in _candidates(value, errors, default_of(key, target)) if accepts(candidate)]
+    advice = word(key, meant[0]) if meant else f"{key}=<value>"
+    raise ConfigError(f"{key}={show(value)} should be {accepted}; type {advice}")
+
+
 @cache
-def _adapter(kind: type[Any]) -> Any:
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
-def check_values(section: str, values: Node, kind: type[Any]) -> None:
-    """Raise ConfigError if `values`, at the key `section`, do not fit `kind`, a dataclass or a pydantic model."""
-    errors = _errors(values, kind)
-    if errors:
-        raise ConfigError(_sentence(section, values, kind, errors))
-
-
-def _errors(values: Node, kind: type[Any]) -> list[Any]:
+def _errors(values: Node, kind: Any) -> list[Any]:
     from pydantic import ValidationError
 
     try:
@@ -115,97 +135,39 @@ def _errors(values: Node, kind: type[Any]) -> list[Any]:
     return []
 
 
-def _place(values: Node, error: Any) -> tuple[str, ...]:
-    """The key of an error, without what pydantic adds for the members of a union."""
+def _place(values: Node, error: Any) -> str:
+    """The key of an error, without what pydantic adds for the members of a union and for the item of a list."""
     node: Any = values
     place = []
     for name in error["loc"]:
-        inside = name in node if isinstance(node, dict) else isinstance(node, list) and isinstance(name, int)
-        if inside or (error["type"] in ("missing", "missing_argument") and isinstance(node, dict)):
+        if isinstance(node, dict) and (name in node or error["type"] in MISSING):
             place.append(str(name))
-            node = node[name] if inside else None
-    return tuple(place)
+            node = node.get(name)
+    return ".".join(place)
 
 
-def _sentence(section: str, values: Node, kind: type[Any], errors: list[Any]) -> str:
-    """About the key of the first error: what stands there, what is accepted, and what to type."""
-    place = _place(values, errors[0])
-    key, types = join(section, ".".join(place)), {error["type"] for error in errors if _place(values, error) == place}
-    if types & {"extra_forbidden", "unexpected_keyword_argument"}:
-        return unknown_key(key, show(_at(values, place)), flatten(values, section))
-    if types & {"missing", "missing_argument"}:
-        return f"{key} is missing; type {'~' if False else '+'}{key}={show(default_of(key))}"
-    value = _at(values, place)
-    mine = [error for error in errors if _place(values, error) == place]
-    accepted = " or ".join(dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in mine))
-
-    def accepts(candidate: object) -> bool:
-        changed = copy.deepcopy(values)
-        _set(changed, place, candidate)
-        return all(_place(changed, error)[: len(place)] != place for error in _errors(changed, kind))
-
-    meant = next(filter(accepts, _candidates(value, mine, default_of(key))), None)
-    known = meant is not None or accepts(None)
-    typed = re.sub(r"\.(\d+)\b.*", "", key)  # Hydra reads no override of an item of a list
-    if typed != key:
-        whole = copy.deepcopy(_at(values, place[: typed.count(".") + 1 - (section.count(".") + 1 if section else 0)]))
-        example = show(default_of(typed)) if not known else "[...]"
-        return f"{key}={show(value)} should be {accepted}; type {typed}={example if example != 'null' else show(whole[:0])}"
-    return f"{key}={show(value)} should be {accepted}; type {word(key, meant) if known else f'{key}=<value>'}"
-
-
-def _candidates(value: Any, errors: list[Any], default: object) -> Iterator[object]:
+def _candidates(value: Any, errors: list[Any], default: object) -> list[Any]:
     """Values that may have been meant, the likeliest first."""
     text = show(value).lower()
-    words = [
-        name for error in errors for name in re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-    ]
-    yield from get_close_matches(text, words, 1)
-    yield from [found for found in words if found in text or text in found][:1]
-    if text in SPELLED:
-        yield SPELLED[text]
-    if isinstance(value, str) and (number := re.match(r"-?\d+(\.\d+)?(e-?\d+)?", text)):
-        yield from (int(number[0]) if number[0].isdigit() else float(number[0]), float(number[0]) / 100, [value])
-    if isinstance(value, float) and not isinstance(value, bool):
-        with suppress(ValueError, OverflowError):
-            yield round(value)
-    yield from value[:1] if isinstance(value, list) else [[value]] if value is not None else []
-    yield default
-    for error in errors:
-        for name, limit in error.get("ctx", {}).items():
-            if name in ("ge", "le", "gt", "lt"):
-                yield {"ge": limit, "le": limit, "gt": limit + 1, "lt": limit / 2}[name]
-    yield from (words[:1] or [True if any(error["type"].startswith("bool") for error in errors) else None])
+    words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in errors))
+    number = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", text)
+    numbers = [yaml.safe_load(number[0]), round(float(number[0]))] if number else []
+    inner = value[:1] if isinstance(value, list) else [] if value is None else [[value]]
+    limits = [limit for error in errors for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
+    near = [*get_close_matches(text, words, 1), *(name for name in words if name in text or text in name)]
+    found = [*near, SPELLED.get(text, default), *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
+    return [one for one in found if not isinstance(one, dict) or "_target_" in one]
 
 
-def _at(values: Any, place: Sequence[str]) -> Any:
-    for name in place:
-        values = (
-            values[int(name)] if isinstance(values, list) else values[name] if name in values else values[int(name)]
-        )
-    return values
-
-
-def _set(values: Any, place: Sequence[str], value: object) -> None:
-    inner = _at(values, place[:-1])
-    inner[int(place[-1]) if isinstance(inner, list) else place[-1]] = value
-
-
-def word(key: str, value: object) -> str:
-    """`key=value` for a shell."""
-    return shlex.quote(f"{key}={show(value)}")
-
-
-def default_of(key: str) -> object:
-    """The value of a key in conf/; None if it has none, or if it depends on another one."""
+def default_of(key: str, target: object = None) -> object:
+    """The value of a key in conf/, of the option with this `_target_`; None if there is none, or an interpolation."""
     section, _, rest = key.partition(".")
-    files = [CONF / "config.yaml", *sorted((CONF / section).glob("*.yaml"))]
-    for path, names in zip(files, [key.split("."), *[rest.split(".")] * (len(files) - 1)], strict=True):
-        node = yaml.safe_load(path.read_text()) or {}
-        for name in names:
-            node = node.get(name) if isinstance(node, dict) else None
-        if node is not None and "${" not in str(node):
-            return node
+    files = [(CONF / "config.yaml", key), *((path, rest) for path in sorted((CONF / section).glob("*.yaml")))]
+    for path, place in files:
+        option = OmegaConf.create(yaml.safe_load(path.read_text()) or {})
+        value = OmegaConf.select(option, place, throw_on_resolution_failure=False) if place else None
+        if value is not None and "${" not in str(value) and target in (None, option.get("_target_")):
+            return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return None
 
 
@@ -214,26 +176,18 @@ def default_of(key: str) -> object:
 
 def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
     """The sentence for a key that this config does not have."""
-    if key.partition(".")[0] in ("experiment", "local"):
-        return f"{key} is set by a file below conf/{key.partition('.')[0]} that is not for the whole config; type # @package _global_ in its first line"
-    meant = suggestion(key, known)
-    value = value or "<value>"
-    own = "" if "." in key else f", or +vars.{key}={value} for a key of your own"
-    if meant is None:
-        return f"{key} is no key of this config; type {own.removeprefix(', or ') or '--cfg job to see the keys'}"
-    return f"{key} is no key of this config; type {shlex.quote(f'{meant}={value}')}{own}"
-
-
-def suggestion(key: str, known: Iterable[str]) -> str | None:
-    """The key that was probably meant: one that ends alike, else the nearest."""
+    section, last = key.partition(".")[0], key.rpartition(".")[2]
+    if section in ("experiment", "local"):
+        return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
     keys = [one for one in known if one != key and not one.rpartition(".")[2].startswith("_")]
-    last = key.rpartition(".")[2]
-    same = [one for one in keys if one.rpartition(".")[2] == last]
-    near = get_close_matches(key, keys, 1, 0.7)
-    names = get_close_matches(last, dict.fromkeys(one.rpartition(".")[2] for one in keys), 1, 0.75)
-    alike = [one for one in keys if names and one.rpartition(".")[2] == names[0]]
-    in_section = [one for one in (*same, *alike) if one.rpartition(".")[0] == key.rpartition(".")[0]]
-    return next(iter([*in_section, *sorted(same, key=len), *near, *sorted(alike, key=len)]), None)
+    keys = keys if "." in key else [*OPTIONS, *keys]
+    ends = {one: one.rpartition(".")[2] for one in keys}
+    near = get_close_matches(last, ends.values(), 1, 0.75)
+    alike = [one for one in keys if ends[one] == last] or [one for one in keys if near and ends[one] == near[0]]
+    alike.sort(key=lambda one: (one.partition(".")[0] != section, len(one)))
+    meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.85)][:1]]
+    own = [] if "." in key else [shlex.quote(f"+vars.{key}={value}") + " for a key of your own"]
+    return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
 
 def explain(error: BaseException, words: Sequence[str]) -> str | None:
@@ -242,18 +196,22 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     words: the command's.
     """
     causes = list(_causes(error))
-    for cause in causes:
-        if isinstance(cause, ConfigError):
-            return str(cause)
-    told = next((sentence for cause in causes if (sentence := _told(cause, list(words)))), None)
-    if told is None and not isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):
+    if not any(isinstance(cause, HydraException | OmegaConfBaseException | yaml.YAMLError) for cause in causes):
         return None
-    sentence, shows_text = told or (
-        f"{_wrong_word(words) or 'the config'} cannot be composed; type --info to see how",
-        True,
-    )
-    text = "\n".join(f"    {line}" for line in str(error).strip().splitlines()) if shows_text else ""
-    return f"{sentence}\n{text}" if text else sentence
+    overrides = [one for one in words if not one.startswith("-")]
+    for cause in causes:
+        sentence = str(cause) if isinstance(cause, ConfigError) else _told(cause, overrides)
+        if sentence is not None:
+            break
+    else:
+        cause, sentence = error, "the config cannot be composed; type --info to see how"
+        for one in overrides:
+            if composed([other for other in overrides if other != one]) is not None:
+                is_sweep = OverridesParser.create().parse_override(one).is_sweep_override()
+                advice = f"-m {shlex.quote(one)} for a sweep" if is_sweep else "--cfg job to see the keys"
+                sentence = f"{one} cannot be used here; type {advice}"
+    more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
+    return f"{sentence}\n    {more}" if more else sentence
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -264,152 +222,73 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _told(cause: BaseException, words: list[str]) -> tuple[str, bool] | None:
-    """(sentence, whether the library's own text says more)."""
+def _told(cause: BaseException, words: list[str]) -> str | None:
+    """What an error says by its type and its attributes."""
+    key = getattr(cause, "full_key", None)
     if isinstance(cause, yaml.YAMLError):
         mark = getattr(cause, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
-        return (
-            f"{where} is no YAML; type one `key: value` a line, with spaces, and every bracket and quote closed",
-            True,
-        )
-    if isinstance(cause, MissingConfigException):
-        return _missing_option(cause, words)
+        return f"{where} is no YAML; type one `key: value` a line, with spaces, and every bracket and quote closed"
+    if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
+        group, _, option = str(cause.missing_cfg_file).rpartition("/")
+        options = sorted(cause.options or OPTIONS.get(group, []))
+        meant = (get_close_matches(option, options, 1) or ["<one of them>"])[0]
+        other = f"--config-dir=<the folder that holds {cause.missing_cfg_file}.yaml>"
+        known = f"{group} has the options {', '.join(options)}; type {group}={meant}, or {other}"
+        return f"{cause.missing_cfg_file} is no config: {known if options else f'type {other}'}"
     if isinstance(cause, OverrideParseException):
         return _unreadable(str(cause.override), words)
-    key = getattr(cause, "full_key", None)
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} has no value; type {key}=<value>", False
+        return f"{key} has no value; type {key}=<value>"
     if isinstance(cause, InterpolationResolutionError):
-        return f"{key} has no usable value; type {key}=<value>", True
+        key = key or next((one.partition("=")[0] for one in words if "${" in one), "a key")
+        return f"{key} has no usable value; type {key}=<value>"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError | ConfigTypeError) and key:
         return _unknown_override(key, words)
     return None
 
 
-def _unknown_override(key: str, words: list[str]) -> tuple[str, bool]:
-    typed = next((one for one in words if f"{one.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), None)
-    typed = typed or next((one for one in words if f"{key}.".startswith(one.lstrip("+~").partition("=")[0] + ".")), "")
-    key, _, value = typed.lstrip("+~").partition("=") if typed else (key, "", "")
-    if typed.startswith("~"):
-        return f"{typed} removes what is not there; leave it out, or type --cfg job to see the keys", False
-    cfg = composed(words)
-    if cfg is None:
-        return f"{key} is no key of this config; type --cfg job to see the keys", True
-    values = flatten(OmegaConf.to_container(cfg, resolve=False))
-    if key in OPTIONS:
-        return f"config.yaml chooses no option of {key}; type +{key}={value}", False
+def _unknown_override(key: str, words: list[str]) -> str:
+    from lockstep.config.nodes import locate, parameters_of
+
+    typed = next((one for one in words if f"{one.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), key)
+    key, _, value = typed.lstrip("+~").partition("=")
+    cfg = composed([one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS])
+    if typed.startswith("~") or cfg is None:
+        return f"{typed} is about a key that is not there; type --cfg job to see the keys"
     parent, _, name = key.rpartition(".")
     node: Any = OmegaConf.select(cfg, parent) if parent else None
     if OmegaConf.is_dict(node) and "_target_" in node:
-        from lockstep.config.nodes import locate, parameters_of
-
         parameters = parameters_of(locate(parent, node["_target_"]))
         if parameters is None or name in parameters:
-            return (
-                f"{key} is not in the YAML of this option, and {node['_target_']} takes it; type +{key}={value}",
-                False,
-            )
-    return unknown_key(key, value, values), False
+            return f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value)}"
+    return unknown_key(key, value or "<value>", flatten(OmegaConf.to_container(cfg, resolve=False)))
 
 
-def _missing_option(error: MissingConfigException, words: list[str]) -> tuple[str, bool]:
-    group, _, option = str(error.missing_cfg_file or "").rpartition("/")
-    options = sorted(error.options or OPTIONS.get(group, []))
-    if not options:
-        return f"there is no config {error.missing_cfg_file}; type --config-dir=<the folder that holds it>", True
-    meant = get_close_matches(option, options, 1)
-    folder = (
-        "" if any("config-dir" in one for one in words) else f", or --config-dir=<a folder with {group}/{option}.yaml>"
-    )
-    known = f"{group} has the options {', '.join(options)}"
-    return (
-        f"{group}={option} is no option: {known}; type {group}={meant[0] if meant else '<one of them>'}{folder}",
-        False,
-    )
-
-
-def _unreadable(typed: str, words: list[str]) -> tuple[str, bool]:
+def _unreadable(typed: str, words: list[str]) -> str:
     """For a word that Hydra cannot parse: a word near to it that it can."""
     key, equals, value = typed.partition("=")
     if not equals:
-        rest = words[words.index(typed) + 1 :] if typed in words else []
-        cfg = composed(words)
+        key, colon, value = typed.partition(":")
+        cfg = composed([one for one in words if one.partition("=")[0] in OPTIONS])
         known = flatten(OmegaConf.to_container(cfg, resolve=False)) if cfg is not None else {}
-        plain = typed.replace(":", "=", 1)
-        if ":" in typed and plain.partition("=")[0] in known:
-            return f"{typed} has no =; type {plain}", False
-        if typed in known or typed in OPTIONS:
-            given = rest[0] if rest and "=" not in rest[0] else show(default_of(typed)) if typed in known else "<value>"
-            return f"{typed} has no value; type {typed}={given}", False
-        return unknown_key(typed, "<value>", known), False
+        after = [one for one in words[words.index(typed) + 1 :] if "=" not in one] if typed in words else []
+        if key not in known and key not in OPTIONS:
+            return unknown_key(key, value or "<value>", known)
+        value = value if colon else after[0] if after else show(default_of(key))
+        return f"{typed} has no =; type {key}={value}"
     inner = value.strip("[](){} ,'\"")
-    for meant in (
-        f"{key.strip()}={value.strip()}",
-        f"{key}=[{inner}]",
-        f"{key}={inner}",
-        f"{key}='{value}'",
-        f'{key}="{inner}"',
-    ):
-        if meant != typed and _parses(meant):
-            return f"{typed} cannot be read; type {shlex.quote(meant)}", True
-    return f"{typed} cannot be read; type {key}=<value>, with every bracket and quote closed", True
-
-
-def _parses(text: str) -> bool:
-    with suppress(HydraException):
-        OverridesParser.create().parse_override(text)
-        return True
-    return False
-
-
-def _wrong_word(words: Sequence[str]) -> str | None:
-    """The first word without which the others compose."""
-    overrides = [one for one in words if not one.startswith("-")]
-    for one in overrides:
-        if composed([other for other in overrides if other is not one]) is not None:
-            return one
-    return None
+    for meant in (f"{key.strip()}={value.strip()}", f"{key}=[{inner}]", f"{key}={inner}", f'{key}="{inner}"'):
+        with suppress(HydraException):
+            OverridesParser.create().parse_override(meant)
+            return f"{typed} cannot be read; type {shlex.quote(meant)}"
+    return f"{typed} cannot be read; type {key}=<value>, with every bracket and quote closed"
 
 
 def composed(words: Sequence[str]) -> DictConfig | None:
-    """The config of those of the words that choose an option, None if Hydra cannot compose them."""
-    chosen = [one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS and "=" in one]
+    """The config of these words, None if Hydra cannot compose them."""
     try:
-        with hydra_composed(["run_dir=.", *chosen]) as cfg:
-            return cfg
+        with hydra_composed(["run_dir=.", *words]) as cfg:
+            return cast(DictConfig, cfg)
     except Exception:
         return None
-
-
-@contextmanager
-def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[DictConfig]:
-    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
-
-    In the block HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this.
-    """
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.version import VersionBase
-
-    from lockstep.compat import hydra_version_base
-
-    before, base, known = GlobalHydra.instance(), VersionBase.instance(), HydraConfig.instance().cfg
-    GlobalHydra.set_instance(copy.copy(before))
-    GlobalHydra.instance().clear()
-    VersionBase.set_instance(copy.copy(base))
-    overrides = ["hydra.runtime.output_dir=${hydra:run.dir}", *[one for one in words if not one.startswith("-")]]
-    if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
-        overrides.append(f"hydra.searchpath=[{searched}]")
-    try:
-        with hydra.initialize_config_dir(str(CONF), **hydra_version_base()):
-            cfg = hydra.compose("config", overrides=overrides, return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
-        yield cfg
-    finally:
-        GlobalHydra.set_instance(before)
-        VersionBase.set_instance(base)
-        HydraConfig.instance().cfg = known

@@ -134,13 +134,10 @@ def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
 def config_flags(words: Sequence[str]) -> list[str]:
     """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
     names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    found = []
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if names.get(name, name) in names.values():
-            value = value if equals else (words[index + 1] if index + 1 < len(words) else "")
-            found.append(f"{names.get(name, name)}={value}")
-    return found + [word for word in words if word.startswith("hydra.searchpath=")]
+    pairs = [(one.partition("="), after) for one, after in zip(words, [*words[1:], ""], strict=True)]
+    named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
+    found = [f"{name}={value}" for name, value in named if name in names.values()]
+    return found + [one for one in words if one.startswith("hydra.searchpath=")]
 
 
 def key_of(word: str) -> str:

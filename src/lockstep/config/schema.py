@@ -53,6 +53,7 @@ Classes = Count
 Duration = Annotated[str, Pattern(r"(?!0+(\.0+)?\D)\d+(\.\d+)?\s*(s|min|h)", "a time such as 90s, 30min or 2h")]
 Interval = Annotated[str, Pattern(r"(?!0+\D)(\d+)?\s*(epoch|step|min)s?", "epochs, steps or minutes, such as 50steps")]
 
+CALLED_LATER = (("scheduler", "schedule"), ("dataset", "collate_fn"))  # nodes inside others that need no _partial_
 FROM_DATA = ("shape", "classes")  # null in a node: the training data tells
 
 
@@ -255,29 +256,6 @@ class RunConfig(Section):
                 value = part | {name: value} if isinstance(part, dict) else replace(part, **{name: value})
             config = replace(config, **{section: value})
         return config
-
-    def completed(self, shape: list[int] | None, classes: int | None) -> "RunConfig":
-        """With these in the place of each `shape` and `classes` that is null: what the training data has told."""
-        told = {"shape": shape, "classes": classes}
-
-        def complete(node: Any) -> Any:
-            if isinstance(node, list):
-                return [complete(item) for item in node]
-            if isinstance(node, dict):
-                return {
-                    key: told[key] if value is None and key in told else complete(value) for key, value in node.items()
-                }
-            return node
-
-        changes = {key: complete(getattr(self, key)) for key in ("model", "task")}
-        data = self.dataset
-        dataset = replace(
-            data,
-            shape=data.shape or shape,
-            classes=data.classes or classes,
-            batch_transforms=complete(data.batch_transforms),
-        )
-        return replace(self, dataset=dataset, **changes)
 
     def refuse_contradictions(self) -> None:
         """Raise ConfigError for values that would together choose something else than what they say."""

@@ -253,7 +253,19 @@ def completed(config: RunConfig, dataset: Any) -> RunConfig:
     shape = sample_shape(inputs) if "shape" in asked else None
     is_regression = issubclass(_class_of_task(config), Regression)
     classes = class_count(dataset, targets, are_values=is_regression) if "classes" in asked else None
-    config = config.completed(shape, classes)
+    told: dict[str, Any] = {"shape": shape, "classes": classes}
+
+    def complete(node: Any) -> Any:
+        if isinstance(node, list):
+            return [complete(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        return {key: told[key] if value is None and key in told else complete(value) for key, value in node.items()}
+
+    data = config.dataset
+    data = replace(data, shape=data.shape or shape, classes=data.classes or classes)
+    data = replace(data, batch_transforms=complete(data.batch_transforms))
+    config = replace(config, dataset=data, model=complete(config.model), task=complete(config.task))
     if isinstance(dataset, InMemoryDataset):
         check_shape(dataset, inputs, config.model.get("shape"))
     check_class_weights(config)

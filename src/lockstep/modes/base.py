@@ -123,16 +123,16 @@ class Mode:
 
         Here: bring the trained net back, and `run`.
         """
-        from lockstep import build
+        from lockstep import build, build_state
         from lockstep.snapshots.resume import restore_trained, snapshots_to_try
 
         with join(config, parts) as (world, logs):
             begin(config, record, world, logs)
             config, loaders = build.model_and_data(config, world, parts)
-            state = build.train_state(config, parts.strategy, loaders.train, takes_steps=False)
+            state = build_state.train_state(config, parts.strategy, loaders.train, takes_steps=False)
             record = record.completed(config)
             paths = snapshots_to_try(config.resume, self.snapshot, self.name)
-            saved, snapshot = restore_trained(state, paths, build.model_config(record))
+            saved, snapshot = restore_trained(state, paths, build_state.model_config(record))
             trained = TrainedRun(state, loaders, snapshot, saved, record.shown)
             _require_same_classes(trained)
             _warn_of_changed_data(trained, record.shown)

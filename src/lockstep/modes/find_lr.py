@@ -57,7 +57,7 @@ class FindLr(Mode):
 
     def work(self, config: RunConfig, record: "ConfigRecord", parts: "Parts") -> float:
         """Returns the suggestion. Raises ConfigError, on all ranks, if the loss never falls."""
-        from lockstep import build
+        from lockstep import build, build_state
         from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.training.loop import train_epoch
         from lockstep.training.rate_finder import RateFinder, suggested
@@ -74,7 +74,7 @@ class FindLr(Mode):
             changes |= {"trainer.max_time": None, "trainer.pause_after": None, "trainer.ema": None, "watch.nan": "stop"}
             rising = {"first": self.min_lr / typed, "last": self.max_lr / typed}
             changes["scheduler"] = {"_target_": RISING} | rising
-            state = build.train_state(config.changed(changes), parts.strategy, loaders.train)
+            state = build_state.train_state(config.changed(changes), parts.strategy, loaders.train)
             finder, divergence = RateFinder(state), None
             try:
                 while not state.finished:

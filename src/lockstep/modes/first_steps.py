@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep import build
+from lockstep import build, build_state
 from lockstep.compat import is_of_transform
 from lockstep.config.nodes import instantiate_as
 from lockstep.config.schema import RunConfig
@@ -93,7 +93,7 @@ def find_facts(config: RunConfig, parts: Parts, folder: Path, variant: Variant, 
                 loader = loaders.train
                 fingerprint = data_fingerprint(loader.dataset)
                 require_same_data(world, "training data", len(loader), fingerprint)
-                state = build.train_state(config, strategy, loader)
+                state = build_state.train_state(config, strategy, loader)
                 facts = replace(FirstSteps(state, loader, variant, folder, needs_all).take(), fingerprint=fingerprint)
             except OtherData as error:
                 facts = Facts(resume=[f"the {error.name} is another one at each start: draw it from a seed of its own"])

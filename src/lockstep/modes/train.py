@@ -20,7 +20,7 @@ class Train(Mode):
 
     def work(self, config: "RunConfig", record: "ConfigRecord", parts: "Parts") -> float | None:
         """Returns the objective of the weights that it chose, None if nothing is chosen."""
-        from lockstep import build
+        from lockstep import build, build_state
         from lockstep.distributed.run_folder import hold_run_folder
         from lockstep.snapshots.resume import write_hydra_files
         from lockstep.training.loop import fit
@@ -30,21 +30,21 @@ class Train(Mode):
             begin(config, record, world, logs)
             config, loaders = build.model_and_data(config, world, parts)
             record = record.completed(config)
-            state = build.train_state(config, parts.strategy, loaders.train)
+            state = build_state.train_state(config, parts.strategy, loaders.train)
             weights = WeightCheck(state, config.watch.every, config.watch.weights)
             with (
-                build.loggers(config, state, held.restore) as loggers,
-                build.snapshots(config, record, state, loaders, loggers, weights) as snapshots,
+                build_state.loggers(config, state, held.restore) as loggers,
+                build_state.snapshots(config, record, state, loaders, loggers, weights) as snapshots,
                 reporter.failures(),  # of the training, before the files are closed, which takes time
             ):
                 snapshots.resume(config.resume)
                 if not state.finished:
                     write_hydra_files(world, config.run_dir, record.files, state.progress.step)
-                info = build.run_info(config, record, snapshots, loaders)
-                tested = build.earlier_test(info, world)
+                info = build_state.run_info(config, record, snapshots, loaders)
+                tested = build_state.earlier_test(info, world)
                 loggers.on_fit_start(info)
-                evaluations = build.evaluators(config, state, loaders, loggers)
-                running, timer = build.running_metrics(config, state, loggers)
+                evaluations = build_state.evaluators(config, state, loaders, loggers)
+                running, timer = build_state.running_metrics(config, state, loggers)
                 watchers = [running, weights, snapshots]
                 with signals.stop_after_saving():
                     run_dir = Path(config.run_dir)

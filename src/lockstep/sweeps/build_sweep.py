@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.cli import as_config_error, tell
 from lockstep.config.check import check, check_values, flatten
-from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in
+from lockstep.config.nodes import check_nodes, instantiate_as, nodes_in, with_own_arguments
 from lockstep.config.record import config_flags
 from lockstep.config.schema import RunConfig, Sweep
 from lockstep.distributed import signals
@@ -189,7 +189,7 @@ class HydraJobs:
         with _naming(overrides, self.fixed):
             config = self.compose(overrides, number, str(number))
             HydraConfig.instance().set_config(config)  # Hydra's own resolvers then answer for this job
-            return check(_without_hydra(config), overrides)
+            return check(with_own_arguments(_without_hydra(config), overrides))
 
     def slots(self, lists: Sequence[Sequence[str]]) -> list[Slot]:
         """How this machine is divided between jobs with these overrides. Raises ConfigError."""
