@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.compat import register_resolver
 from lockstep.config.check import OPTIONS, explain, flatten
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, key_of, sets
+from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, key_of, sets, typed_overrides
 from lockstep.config.schema import CONF
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
@@ -136,7 +136,7 @@ def as_config_error(error: BaseException, words: Sequence[str] | None = None) ->
     """The ConfigError for an error of the user's input, None for any other. words: of another command than this one."""
     if isinstance(error, ConfigError):
         return error
-    sentence = explain(error, sys.argv[1:] if words is None else words)
+    sentence = None if isinstance(error, RankFailed) else explain(error, sys.argv[1:] if words is None else words)
     return None if sentence is None else ConfigError(sentence)
 
 
@@ -241,7 +241,7 @@ def with_values_of_run(cfg: DictConfig) -> DictConfig:
         return cfg
     record = run_folder(str(cfg.resume)) / RECORD
     config, recorded = _read(record / "config.yaml"), _read(record / "overrides.yaml")
-    typed = [word for word in HydraConfig.get().overrides.task if word not in recorded]
+    typed = [word for word in typed_overrides(HydraConfig.get()) if word not in recorded]
     typed += [word.partition("._target_=")[0] for word in typed]  # the arguments of a typed class are its own
     for key, value in flatten({name: config.get(name) or {} for name in VALUES_OF_RUN}).items():
         stays = key in INPUTS_OF_NET and key not in map(key_of, typed)

@@ -5,14 +5,17 @@ The imports are inside the functions: `--help` must not import torch.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import path_value
 from lockstep.source_code import ROOT
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import Generator, Tensor
     from torch.distributed.tensor import DTensor
     from torch.optim.lr_scheduler import LRScheduler
@@ -43,27 +46,38 @@ def hydra_version_base() -> dict[str, str]:
     return {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
 
-def hydra_compose(overrides: Sequence[str], with_hydra: bool = False) -> Any:
-    """The config that Hydra composes of overrides. What it knows of a `hydra.main` around stays as it is.
+@contextmanager
+def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Iterator[DictConfig]":
+    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
 
-    with_hydra: with Hydra's own section.
+    In the block HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this.
     """
     import copy
 
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
     from hydra.version import VersionBase
+    from omegaconf import open_dict
 
-    of_caller, base = GlobalHydra.instance(), VersionBase.instance()
-    GlobalHydra.set_instance(copy.copy(of_caller))
+    before, base, known = GlobalHydra.instance(), VersionBase.instance(), HydraConfig.instance().cfg
+    GlobalHydra.set_instance(copy.copy(before))
     GlobalHydra.instance().clear()
     VersionBase.set_instance(copy.copy(base))
+    overrides = ["hydra.runtime.output_dir=${hydra:run.dir}", *[one for one in words if not one.startswith("-")]]
+    if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
+        overrides.append(f"hydra.searchpath=[{searched}]")
     try:
         with hydra.initialize_config_dir(str(ROOT / "conf"), **hydra_version_base()):
-            return hydra.compose("config", overrides=list(overrides), return_hydra_config=with_hydra)
+            cfg = hydra.compose("config", overrides=overrides, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        yield cfg
     finally:
-        GlobalHydra.set_instance(of_caller)
+        GlobalHydra.set_instance(before)
         VersionBase.set_instance(base)
+        HydraConfig.instance().cfg = known
 
 
 def hydra_may_call_all() -> dict[str, object]:

@@ -1,9 +1,7 @@
-"""Lockstep from Python: what a notebook or a script calls in place of the command line.
-
-`overrides` are those of the command, and --config-dir=<folder>: a list, or one text. Errors are ConfigError and RankFailed.
-"""
+"""Lockstep from Python. `overrides` are the words of `python src/train.py <overrides>`, as a list or as one text."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -15,12 +13,12 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict, read_write
 
 from lockstep import cli
-from lockstep.compat import hydra_compose
+from lockstep.compat import hydra_composed
 from lockstep.config import check as checks
 from lockstep.config.nodes import with_own_arguments
+from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
@@ -28,94 +26,81 @@ from lockstep.errors import EXIT_CONFIG, ConfigError, RankFailed, path_value, wi
 from lockstep.failures.report import read_report
 from lockstep.source_code import ROOT
 
+TABLE = "promise  "  # the beginning of what mode=check prints
+
 
 def train(overrides: str | Sequence[str] = (), ranks: int | None = None) -> "Result":
-    """Train as `python src/train.py <overrides>` does, in processes of its own, and print what these print.
+    """Train in processes of its own, on so many ranks, and print what they print. They have this process's `sys.path`.
 
-    They have this process's `sys.path`, but not what is defined in a cell. ranks: how many train together here. An
-    interrupt lets them save a snapshot, and says what to call to go on.
+    Raises ConfigError for what cannot work, with what to type instead, RankFailed for a run that fails, and at an
+    interrupt, when the ranks have saved a snapshot, KeyboardInterrupt with what to call to go on.
     """
     words = _words(overrides)
-    if ranks is not None:
-        words += ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
+    if ranks is not None and any(word.startswith(("launch=", "launch.nproc_per_node=")) for word in words):
+        raise ConfigError(f"ranks={ranks} and a typed launch both say how ranks start; leave ranks= out")
+    words += [] if ranks is None else ["launch=torchrun", f"launch.nproc_per_node={ranks}"]
     place = cli.chosen("hydra.run.dir", words) or cli.chosen("run_dir", words)
     folder = Path(without_quotes(place or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")))
-    code, lines = _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"])
-    if code:
-        said = [line for line in lines if line.startswith("lockstep: ")] or [f"the training ended with {code}"]
-        raise RankFailed(said[0].removeprefix("lockstep: "), read_report(folder) or {})
+    _run(words if place else [*words, f"hydra.run.dir={path_value(folder)}"], folder)
     return result_of(folder)
 
 
 def check(overrides: str | Sequence[str] = ()) -> str:
-    """Take a few steps as `python src/train.py <overrides> mode=check` does, and return its table of promises.
+    """The table of mode=check: `assert lockstep.check("model=mine")` is a test.
 
-    `assert lockstep.check(["model=mine"])` is a test: AssertionError, with the table, if a promise does not hold.
+    Raises AssertionError if a promise does not hold, else as `train`.
     """
-    code, lines = _run([*_words(overrides), "mode=check"])
-    begin = next((number for number, line in enumerate(lines) if line.startswith("promise ")), None)
-    if begin is None:
-        raise RankFailed("the check has failed", {})
-    if code:
-        raise AssertionError("\n".join(["a promise does not hold", *lines[begin:]]))
-    return "\n".join(lines[begin:])
+    printed = _run([*_words(overrides), "mode=check"])
+    return printed[printed.find(TABLE) :]
 
 
 def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
-    """The checked config of `python src/train.py <overrides>`. Starts nothing. A hydra.main around it goes on."""
+    """The checked config of a command. Starts nothing. A `hydra.main` function may call it. Raises ConfigError."""
     words = _words(overrides)
     cli.register_resolvers()
-    of_caller: Any = HydraConfig.instance().cfg
     try:
-        composed = [word for word in cli.with_overrides_of_run(words) if not word.startswith("-")]
-        folders = ",".join(path_value(f"file://{folder.resolve()}") for folder in cli.config_dirs(words))
-        cfg = hydra_compose([*composed, *[f"hydra.searchpath=[{folders}]"] * bool(folders)], with_hydra=True)
-        HydraConfig.instance().set_config(cfg)
-        runtime: Any = HydraConfig.get().runtime
-        with read_write(runtime), open_dict(cfg):
-            runtime.output_dir = os.path.abspath(cfg.hydra.run.dir)
-            del cfg["hydra"]
-        return checks.check(with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task))
+        with hydra_composed(cli.with_overrides_of_run(words), cli.config_dirs(words)) as cfg:
+            typed = typed_overrides(HydraConfig.get())
+            return checks.check(with_own_arguments(cli.with_values_of_run(cfg), typed))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
-    finally:
-        HydraConfig.instance().cfg = of_caller
 
 
 def _words(overrides: str | Sequence[str]) -> list[str]:
     words = shlex.split(overrides) if isinstance(overrides, str) else [str(word) for word in overrides]
     folders = [str(folder.resolve().parent) for folder in cli.config_dirs(words)]
-    sys.path += [folder for folder in folders if folder not in sys.path]
+    sys.path += [folder for folder in folders if folder not in sys.path]  # as the command does
     return words
 
 
-def _run(words: Sequence[str]) -> tuple[int, list[str]]:
-    """(exit code, lines) of a command, whose lines are printed as they come."""
-    info, path = read_rank_info(), os.pathsep.join(map(os.path.abspath, sys.path))
-    if not info.may_start_ranks:
-        raise ConfigError(f"lockstep inside {info.started_by} would start every rank again; run it in one process")
-    call, env = [sys.executable, str(ROOT / "src" / "train.py"), *words], {"PYTHONPATH": path, ENDS_WITH_PARENT: "1"}
-    process = Popen(
-        call, env=os.environ | env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace",
-        start_new_session=True,  # a kernel's interrupt goes to its whole group: the training gets one, from here
-    )  # fmt: skip
-    lines, interrupted = list[str](), False
-    while process.returncode is None:
+def _run(words: Sequence[str], folder: Path = Path()) -> str:
+    """The output of the command, which is printed as it comes. folder: where a failed run has left its report."""
+    if not read_rank_info().may_start_ranks:
+        raise ConfigError("lockstep inside a rank would start every rank again; run it in one process")
+    line = [sys.executable, str(ROOT / "src" / "train.py"), *words]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), ENDS_WITH_PARENT: "1"}
+    # A session of its own: a kernel's interrupt goes to its whole group, and the training gets one, from here.
+    run = Popen(line, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, errors="replace", start_new_session=True)
+    printed, interrupted = "", False
+    while run.returncode is None:
         try:
-            for line in process.stdout or ():
-                lines.append(line.rstrip("\n"))
-                print(line, end="", flush=True)
-            process.wait()
+            for text in run.stdout or ():
+                print(text, end="", flush=True)
+                printed += text
+            run.wait()
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+            run.send_signal(signal.SIGINT)
             interrupted = True
     if interrupted:
         raise KeyboardInterrupt(f"stopped; to go on, type lockstep.train({list(words)!r})")
-    if process.returncode == EXIT_CONFIG:
-        raise ConfigError(
-            ([line for line in lines if line.startswith("lockstep: ")] or lines)[-1].removeprefix("lockstep: ")
-        )
-    return process.returncode, lines
+    said = re.findall("(?m)^(?:lockstep|train.py: error): (.*)", printed) or [printed]
+    if run.returncode == EXIT_CONFIG:
+        raise ConfigError(said[-1])
+    if run.returncode and TABLE in printed:
+        raise AssertionError(printed[printed.find(TABLE) :])
+    if run.returncode:
+        raise RankFailed(said[0], read_report(folder) or {})
+    return printed
 
 
 # until issue 45

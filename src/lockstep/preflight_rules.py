@@ -1,6 +1,8 @@
 # until issue 42
 """What the options of a training contradict, as far as strategies, sync and step do not say it themselves."""
 
+import os
+import shutil
 from pathlib import Path
 
 from hydra.utils import get_object
@@ -23,6 +25,12 @@ def check_options(
 ) -> None:
     """Raise ConfigError for what options and machine contradict."""
     job = job_spec(config, launcher)
+    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    if job.compile and not has_compiler and not launcher.runs_elsewhere:
+        raise ConfigError(
+            "trainer.compile needs a C++ compiler, and this machine has none; type apt install g++, or "
+            "trainer.compile=false"
+        )
     check_mode(config, mode, job)
     validate_training(job)
     strategy.validate(job)

@@ -138,7 +138,13 @@ def test_gradients_are_averaged_before_they_are_digested(tmp_path: Path) -> None
 
 
 def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
-    data = [*own_data("support.damage.FloatDigits"), "+dataset.train.broken=[100]", "+dataset.test.broken=[]", "dataset.mean=null", "dataset.std=null"]
+    data = [
+        *own_data("support.damage.FloatDigits"),
+        "+dataset.train.broken=[100]",
+        "+dataset.test.broken=[]",
+        "dataset.mean=null",
+        "dataset.std=null",
+    ]
     options = ["watch.nan=rollback", "snapshot.every=4steps", "trainer.batch_size=64", "dataset.train.train=true"]
     in_world(1, train, composed(f"run_dir={tmp_path}", *SMALL, *data, *options))
     table = table_of(tmp_path)

@@ -57,7 +57,7 @@ def test_an_interrupt_of_the_kernel_saves_and_the_call_that_it_names_goes_on(not
     client = notebook([f"import lockstep\nlockstep.train({words}, ranks=2)"])
     ends = threading.Thread(target=lambda: interrupt_when(client, tmp_path / "outputs" / "long" / "snapshots"))
     ends.start()
-    with pytest.raises(CellExecutionError, match="KeyboardInterrupt.*to go on, type lockstep.train.*ranks=2"):
+    with pytest.raises(CellExecutionError, match="KeyboardInterrupt.*to go on, type lockstep.train.*nproc_per_node=2"):
         client.execute()
     ends.join()
     said = output_of(client.nb.cells[0])
@@ -74,11 +74,13 @@ def interrupt_when(client: NotebookClient, snapshots: Path) -> None:
 
 
 def lockstep_in(folder: Path, call: str) -> "subprocess.CompletedProcess[str]":
-    path = str(ROOT / "src")
-    command = [sys.executable, "-c", f"import lockstep\n{call}"]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True, timeout=120
-    )
+    return python(folder, "-c", f"import lockstep\n{call}")
+
+
+def python(folder: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """`python <words>`, typed in `folder`, which finds lockstep."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")} | variables
+    return subprocess.run([sys.executable, *words], cwd=folder, env=env, text=True, capture_output=True, timeout=120)
 
 
 def test_what_cannot_work_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +99,92 @@ def test_what_cannot_work_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_compose_gives_what_the_command_would_train_with(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "wide.yaml").write_text("defaults: [mlp]\nwidth: 512\n")
-    config = lockstep.compose([f"--config-dir={tmp_path}", "model=wide", "trainer.epochs=7", "run_dir=runs/a"])
-    assert (config.model.width, config.trainer.epochs, config.run_dir) == (512, 7, "runs/a")
-    assert config.objective.endswith("/accuracy")  # interpolations are resolved
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "wide.yaml").write_text("defaults: [mlp]\nwidth: 512\n")
+    config = lockstep.compose([f"--config-dir={tmp_path}/conf", "model=wide", "trainer.epochs=7", "run_dir=runs/a"])
+    assert (config.model["width"], config.trainer.epochs, config.run_dir) == (512, 7, "runs/a")
+    assert config.model["classes"] == config.dataset.classes  # interpolations are resolved
+    assert lockstep.compose("model=mlp 'vars={a: 1}'").vars == {"a": 1}
+
+
+OWN_PROGRAM = """
+import hydra
+import lockstep
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.version import getbase
+
+
+def known():
+    return GlobalHydra.instance(), GlobalHydra.instance().hydra, HydraConfig.instance().cfg, getbase()
+
+
+@hydra.main(version_base="1.2", config_path=".", config_name="own")
+def main(cfg):
+    before = known()
+    print(lockstep.compose(["model=mlp", "trainer.epochs=7"]).trainer.epochs)
+    try:
+        lockstep.compose(["trainer.epoch=3"])
+    except lockstep.errors.ConfigError as error:
+        print(error)
+    assert all(now is then for now, then in zip(known(), before, strict=True))
+    print(cfg.number, HydraConfig.get().job.name)
+
+
+main()
+"""
+
+
+def test_compose_works_inside_a_hydra_main_and_leaves_it_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("number: 3\n")
+    (tmp_path / "program.py").write_text(OWN_PROGRAM)
+    said = python(tmp_path, "program.py", "number=4").stdout.splitlines()
+    assert said == ["7", "trainer.epoch is no key of this config; type trainer.epochs=3", "4 program"]
+
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+"""
+OWN_SCRIPT = """
+import sys
+
+import torch
+
+import lockstep
+
+sys.path.insert(0, "nets")
+overrides = ["model._target_=far.Net", "optimizer._target_=beside.Descent", "trainer.epochs=1"]
+for held_out in ("0.1", "null"):
+    result = lockstep.train([*overrides, f"dataset.validation={held_out}", f"hydra.run.dir={held_out}"], ranks=2)
+    net = result.net()
+    print("net", type(net.net).__module__, len(net.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))))
+"""
+
+
+def test_ranks_import_what_the_caller_can_and_a_net_of_ones_own_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "far.py").write_text(NET)
+    (tmp_path / "beside.py").write_text("import torch\n\nclass Descent(torch.optim.SGD):\n    pass\n")
+    (tmp_path / "script.py").write_text(OWN_SCRIPT)
+    said = python(tmp_path, "script.py").stdout
+    assert said.count("rank 0 of 2") == 2
+    assert said.count("net far 2") == 2  # the best one, and where nothing chooses the last one
+    (tmp_path / "later.py").write_text("import lockstep\nprint(type(lockstep.load('0.1', 'best').net))\n")
+    later = python(tmp_path, "later.py", PYTHONPATH=f"{ROOT / 'src'}:{tmp_path / 'nets'}")
+    assert later.stdout == "<class 'far.Net'>\n"
+
+
+def test_check_is_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lockstep.check(["model=linear"]).splitlines()[-1].startswith("your own work fits")
+    with pytest.raises(AssertionError, match="gradient_sync=fp16 is not the exact mean; type gradient_sync=auto"):
+        lockstep.check("model=linear gradient_sync=fp16")
+    with pytest.raises(ConfigError, match="trainer.epoch is no key of this config; type trainer.epochs=2"):
+        lockstep.check(["trainer.epoch=2"])
+    assert "promise" in capfd.readouterr().out
+    assert not list(tmp_path.iterdir())

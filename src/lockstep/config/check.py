@@ -26,7 +26,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.compat import hydra_compose
+from lockstep.compat import hydra_composed
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
@@ -219,7 +219,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
@@ -288,7 +288,7 @@ def _unreadable(typed: str, words: list[str]) -> str:
 def composed(words: Sequence[str]) -> DictConfig | None:
     """The config of these words, None if Hydra cannot compose them."""
     try:
-        cfg: DictConfig = hydra_compose(["run_dir=.", *words])
-        return cfg
+        with hydra_composed(["run_dir=.", *words]) as cfg:
+            return cfg
     except Exception:
         return None

@@ -3,8 +3,8 @@
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from lockstep.compat import hydra_may_call_all
 from lockstep.config.check import check_values, flatten, join, show
 from lockstep.config.schema import CONF, FROM_DATA, Node
 from lockstep.errors import ConfigError
-from lockstep.launchers.base import print_line
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
@@ -185,5 +184,6 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
-            print_line(f"{key}: {target} has its own {names}, not those of the option", sys.stdout)
+            with suppress(OSError):  # nobody reads it
+                print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
     return cfg

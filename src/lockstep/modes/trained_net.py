@@ -97,9 +97,18 @@ def _as_tensor(sample: Any) -> Tensor:
 
 
 def load(
-    run: str | Path, which: str, device: str | torch.device, model: nn.Module | Callable[..., nn.Module] | None
+    run: str | Path,
+    which: str = "last",
+    device: str | torch.device = "cpu",
+    model: nn.Module | Callable[..., nn.Module] | None = None,
 ) -> TrainedNet:
-    """See `lockstep.load`."""
+    """The net of a trained run, in evaluation mode, with its preprocessing: raw samples in, outputs out.
+
+    run: a run folder or a snapshot. which: "last", "best" or a snapshot's file. device: where the net computes.
+    model: in the place of the class that the run names: what is called with its arguments, or a net for the weights.
+
+    Raises ConfigError if there is no such run.
+    """
     found = load_first_good(snapshots_to_try(str(run), which, "load", PYTHON), PYTHON)
     assert found is not None  # `snapshots_to_try` gave one at least
     saved, path = found

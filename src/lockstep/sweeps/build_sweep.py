@@ -309,11 +309,11 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], config: RunConfig, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
-    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+    from lockstep.preflight import preflight  # imports torch, which refusals of values need not wait for
 
     try:
         with _naming(overrides, fixed):
-            preflight_job(config)
+            preflight(config, starts=False)
     except ConfigError as error:
         return str(error)
     return ""
