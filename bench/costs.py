@@ -12,24 +12,30 @@ import statistics
 from typing import Any
 
 import harness
-from harness import DDP
+from harness import DDP, MEASURED_FSDP
 from rank_costs import train_costs
 
 WIDE = ["model=mlp", "model.width=2048", "model.depth=3", "trainer.batch_size=256", "optimizer=adamw"]
-PIPELINE = ["strategy=pipeline", "strategy._target_=measured_sharded.MeasuredPipeline"]
-FSDP = ["strategy=fsdp", "strategy._target_=measured_sharded.MeasuredFSDP"]
+PIPELINE = ["strategy=pipeline", "strategy._target_=measured_sharded.MeasuredPipeline", "strategy.micro_batches=4"]
+MODEL_PARALLEL = ["strategy=model_parallel", "strategy._target_=measured_sharded.MeasuredModelParallel",
+                  "strategy.devices=2", *harness.DDP_OPTIONS]  # fmt: skip
+VIRTUAL_RANKS = [
+    "strategy=virtual_ranks",
+    "strategy._target_=measured_sharded.MeasuredVirtualRanks",
+    "strategy.count=4",
+]
 STRATEGIES = {
     "`ddp`": DDP,
-    "`model_parallel`": ["strategy=model_parallel", "strategy._target_=measured_sharded.MeasuredModelParallel"],
-    "`pipeline`, 1F1B": PIPELINE,
+    "`model_parallel`": MODEL_PARALLEL,
+    "`pipeline`, 1F1B": [*PIPELINE, "strategy.schedule=1F1B"],
     "`pipeline`, GPipe": [*PIPELINE, "strategy.schedule=GPipe"],
-    "`fsdp`": FSDP,
-    "`fsdp`, `reshard_after_forward=false`": [*FSDP, "strategy.reshard_after_forward=false"],
+    "`fsdp`": MEASURED_FSDP,
+    "`fsdp`, `reshard_after_forward=false`": [*MEASURED_FSDP, "strategy.reshard_after_forward=false"],
 }
 BATCH_NORM = {
     "`ddp`, `sync_bn=off`": [*DDP, "sync_bn=off"],
     "`ddp`, `sync_bn=on`": [*DDP, "sync_bn=on"],
-    "`virtual_ranks`, 4 of them": ["strategy=virtual_ranks", "strategy._target_=measured_sharded.MeasuredVirtualRanks"],
+    "`virtual_ranks`, 4 of them": VIRTUAL_RANKS,
 }
 
 

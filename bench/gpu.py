@@ -29,16 +29,16 @@ from harness import TRAIN, table
 COMPILE = ("false", "true", "reduce-overhead")  # trainer.compile; the last one records CUDA graphs
 MATMUL_SECONDS = 0.3  # that a matmul rate is measured for
 # A step that logs waits for the device, so runs log once an epoch.
-QUIET = [*harness.MEASURED, "logging.every=1000000", "snapshot.keep_last=1"]
+QUIET = [*harness.WHOLE, harness.RECORDER, "logging.every=1000000", "snapshot.keep_last=1"]
 MINUTES = 9  # of --all
 ENDS = [float("inf")]  # time.time() when the last run of this part must have ended
 
 
-def run(*overrides: str) -> dict[str, Any] | None:
+def run(*overrides: str, strategy: Sequence[str] = harness.MEASURED_DDP) -> dict[str, Any] | None:
     """The record of one command, see bench/measured.py, with "began"; None if it failed."""
     with tempfile.TemporaryDirectory() as name:
         folder, began = Path(name), time.time()
-        command = [sys.executable, TRAIN, f"hydra.run.dir={folder}/run", *QUIET, *overrides]
+        command = [sys.executable, TRAIN, f"hydra.run.dir={folder}/run", *QUIET, *strategy, *overrides]
         left = min(600, ENDS[0] - began)
         code = harness.run_on_terminal(command, folder, left) if left > 0 else 124
         for record in harness.records(folder) if code == 0 else []:
@@ -209,11 +209,11 @@ def to_accuracy(quick: bool, compiles: Sequence[str]) -> Iterator[str]:
 def sharded_snapshots(quick: bool) -> Iterator[str]:
     """Samples/s of a perceptron of 6 layers under fsdp, without snapshots and with one in every 10 steps."""
     samples, width = (640, 64) if quick else (6400, 4096)
-    run_of = ["strategy._target_=measured_sharded.MeasuredFSDP", "snapshot.format=sharded", "dataset=random"]
+    run_of = ["snapshot.format=sharded", "dataset=random", "trainer.batch_size=64", "trainer.epochs=3"]
     run_of += [f"dataset.samples={samples}", "model=mlp", "model.depth=6", f"model.width={width}", "optimizer=adamw"]
 
     def row(every: str) -> list[object]:
-        record = run("strategy=fsdp", *run_of, "trainer.batch_size=64", "trainer.epochs=3", f"snapshot.every={every}")
+        record = run(*run_of, f"snapshot.every={every}", strategy=harness.MEASURED_FSDP)
         return [every, f"{speed(record):,.0f}" if record else "failed"]
 
     return growing(

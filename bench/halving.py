@@ -42,7 +42,7 @@ class Search:
 def train(folder: Path, seeds: int, epochs: int) -> None:
     """The whole grid for each seed, two jobs at once, each on one core."""
     fixed = [
-        "dataset.validation=null",
+        *harness.WHOLE,
         "model=mlp",
         f"trainer.epochs={epochs}",
         f"snapshot.every={epochs}epochs",

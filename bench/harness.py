@@ -27,14 +27,21 @@ ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "src" / "train.py")
 MARK = "BENCH_COMMAND"  # in the environment of all processes of a command
 CONTENDERS = ROOT / "bench" / "contenders"
-DDP = [
-    "strategy._target_=measured.MeasuredDDP",
-    "dataset.validation=null",
-]  # with the data of those it is compared with
-MEASURED = [*DDP, "+logger.measured._target_=measured.EpochRecorder"]
+DDP_OPTIONS = ["strategy.gradient_as_bucket_view=true", "strategy.static_graph=false", "strategy.bucket_cap_mb=25",
+               "strategy.find_unused_parameters=false"]  # fmt: skip
+# The classes that measure, with the arguments of the options whose place they take.
+MEASURED_DDP = ["strategy._target_=measured.MeasuredDDP", *DDP_OPTIONS]
+MEASURED_FSDP = ["strategy=fsdp", "strategy._target_=measured_sharded.MeasuredFSDP", "strategy.replicas=1",
+                 "strategy.reshard_after_forward=true", "strategy.wrap_classes=[]", "strategy.wrap_min_parameters=1000",
+                 "strategy.find_unused_parameters=false"]  # fmt: skip
+WHOLE = ["dataset.validation=null", "evaluation.test=every"]  # the data of those it is compared with
+DDP = [*MEASURED_DDP, *WHOLE]
+RECORDER = "+logger.measured._target_=measured.EpochRecorder"
+MEASURED = [*DDP, RECORDER]
 # After MEASURED: a run takes turns with its floors. They have one group of parameters, so the run has one, too.
 BESIDE_FLOORS = ["strategy._target_=lockstep_floors.DDPAndFloors", "+strategy.optimizer=${optimizer}",
-                 "+strategy.precision=${trainer.precision}", "~parameters.no_decay", "~parameters.groups"]  # fmt: skip
+                 "+optimizer._partial_=true", "+strategy.precision=${trainer.precision}", "parameters.no_decay=[]",
+                 "parameters.groups=[]"]  # fmt: skip
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "bench")]
 
 
@@ -119,28 +126,29 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def noise_images(samples: int, test_samples: int) -> list[str]:
     """The overrides that put random images into the place of CIFAR-10's."""
-    found = ["dataset=cifar10", "dataset.prepare=null", "~dataset.train.data_dir", "~dataset.test.data_dir"]
+    found = ["dataset=cifar10", "dataset.prepare=null"]
     for part, count in (("train", samples), ("test", test_samples)):
         found += [f"dataset.{part}._target_=measured.noise", f"+dataset.{part}.samples={count}"]
+        found += [f"dataset.{part}.train={str(part == 'train').lower()}"]
     return found
 
 
 def training_flops(*overrides: str) -> float:
     """Floating-point operations of a training step on one sample, as torch counts them. Computes none of them."""
     import torch
-    from lockstep.config.targets import instantiate
     from torch.utils.flop_counter import FlopCounterMode
 
+    from lockstep.config.nodes import instantiate
     from support.configs import composed
 
-    cfg = composed(*overrides)
+    config = composed(*overrides)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        instantiate(cfg.model)(torch.empty(8, *cfg.dataset.shape)).sum().backward()
+        instantiate(config.model)(torch.empty(8, *config.dataset.shape)).sum().backward()
     return counter.get_total_flops() / 8
 
 
 def in_ranks(size: int, function: Callable[..., Any], *overrides: str) -> list[Any]:
-    """[function(cfg) of each rank] in a fresh gloo world of `size`, with the config that `overrides` compose."""
+    """[function(config) of each rank] in a fresh gloo world of `size`, with the config that `overrides` compose."""
     from support.configs import composed
     from support.worlds import in_world
 

@@ -73,6 +73,7 @@ def overrides(settings: Settings, *own: str) -> list[str]:
     """What src/train.py is told: the contenders' data, batch size and batch norm, and to measure itself."""
     data = [f"dataset.{split}._target_=measured.first_of_mnist" for split in ("train", "test")]
     data += [f"+dataset.train.samples={settings.samples}", f"+dataset.test.samples={settings.test_samples}"]
+    data += ["dataset.train.train=true", "dataset.test.train=false"]
     same = [f"trainer.batch_size_per_rank={settings.batch}", f"trainer.epochs={settings.epochs}", "sync_bn=off"]
     return ["dataset=mnist", f"data_dir={settings.data}", *data, *same, *harness.MEASURED, "hydra.run.dir=run", *own]
 

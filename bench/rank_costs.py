@@ -2,11 +2,13 @@
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def train_costs(cfg: Any) -> dict[str, Any]:
+def train_costs(config: Any) -> dict[str, Any]:
     """A whole training, with a strategy of bench/measured.py.
 
     walls, cpus: seconds of each step after the second, by the clock and of CPU. first: seconds to the end of the first
@@ -22,7 +24,7 @@ def train_costs(cfg: Any) -> dict[str, Any]:
     optimizers: list[Any] = []
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: optimizers or optimizers.append(optimizer))
     began = time.time()
-    loss = train(cfg)
+    loss = train(config)
     pairs = list(itertools.pairwise(RECORD.steps[2:]))
     return {
         "walls": [late[0] - early[0] for early, late in pairs],
@@ -36,12 +38,12 @@ def train_costs(cfg: Any) -> dict[str, Any]:
     }
 
 
-def pinned_train_costs(cfg: Any) -> dict[str, Any]:
+def pinned_train_costs(config: Any) -> dict[str, Any]:
     """`train_costs` on a core of this rank's own, as far as there are enough."""
     from harness import pin_to_core
 
     pin_to_core()
-    return train_costs(cfg)
+    return train_costs(config)
 
 
 def state_bytes(optimizer: Any) -> int:
@@ -51,32 +53,40 @@ def state_bytes(optimizer: Any) -> int:
     return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in held)
 
 
-def snapshot_costs(cfg: Any) -> dict[str, float]:
-    """Of the cheapest of three snapshots: CPU seconds in the training thread, seconds until it is written, and MB."""
-    from harness import pin_to_core
-    from lockstep.config.targets import instantiate
-
+@contextmanager
+def built(config: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """(world, state, loaders, snapshots) of a run, without loggers."""
     from lockstep import build, build_state
-    from lockstep.config.record import ConfigRecord
     from lockstep.distributed.world import init_distributed
     from lockstep.loggers.base import LoggerList
+    from lockstep.training.weight_check import WeightCheck
+    from support.configs import parts_of, record_of
+
+    parts, record = parts_of(config), record_of(config)
+    with init_distributed(**vars(config.backend)) as world:
+        config, loaders = build.model_and_data(config, world, parts)
+        state = build_state.train_state(config, parts.strategy, loaders.train)
+        check = WeightCheck(state, config.watch.every, config.watch.weights)
+        with build_state.snapshots(config, record, state, loaders, LoggerList([]), check) as snapshots:
+            yield world, state, loaders, snapshots
+
+
+def snapshot_costs(config: Any) -> dict[str, float]:
+    """Of the cheapest of three snapshots: CPU seconds in the training thread, seconds until it is written, and MB."""
+    from harness import pin_to_core
+
     from lockstep.training.loop import train_epoch
 
     pin_to_core()
-    with init_distributed(**cfg.backend) as world:
-        strategy = instantiate(cfg.strategy)
-        cfg, loaders = build.model_and_data(cfg, world, strategy)
-        state = build_state.train_state(cfg, strategy, loaders.train)
+    copying, writing = [], []
+    with built(config) as (_, state, loaders, snapshots):
         train_epoch(state, loaders.train)
-        copying, writing = [], []
-        record = ConfigRecord({}, {}, {}, {}, {})
-        with build.snapshots(cfg, record, state, loaders, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
-            for _ in range(4):
-                began, busy = time.perf_counter(), time.thread_time()
-                snapshots.save()
-                copying.append(time.thread_time() - busy)
-                snapshots.saver.writer.drain()
-                writing.append(time.perf_counter() - began)
-    size = max(path.stat().st_size for path in Path(cfg.run_dir).glob("snapshots/*.pt"))
+        for _ in range(4):
+            began, busy = time.perf_counter(), time.thread_time()
+            snapshots.save()
+            copying.append(time.thread_time() - busy)
+            snapshots.saver.writer.drain()
+            writing.append(time.perf_counter() - began)
+    size = max(path.stat().st_size for path in Path(config.run_dir).glob("snapshots/*.pt"))
     # Not the first one: what new memory costs, which no process has used before, depends on the machine.
     return {"copying": min(copying[1:]), "writing": min(writing[1:]), "MB": size / 1e6}

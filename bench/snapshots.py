@@ -67,26 +67,17 @@ class Watch(Watcher):
         self.start()
 
 
-def costs(cfg: Any) -> dict[str, Any]:
+def costs(config: Any) -> dict[str, Any]:
     """Run on each rank: what `Watch` found, in seconds and MB, and the MB of the rank's shard."""
-    from lockstep.config.targets import instantiate
+    from rank_costs import built
 
-    from lockstep import build, build_state
-    from lockstep.config.record import ConfigRecord
-    from lockstep.distributed.world import init_distributed
-    from lockstep.loggers.base import LoggerList
     from lockstep.training.loop import train_epoch
 
     harness.pin_to_core()
-    with init_distributed(**cfg.backend) as world:
-        strategy = instantiate(cfg.strategy)
-        cfg, loaders = build.model_and_data(cfg, world, strategy)
-        state = build_state.train_state(cfg, strategy, loaders.train)
-        record = ConfigRecord({}, {}, {}, {}, {})
-        with build.snapshots(cfg, record, state, loaders, LoggerList([]), build.weight_check(cfg, state)) as snapshots:
-            watch = Watch(snapshots)
-            train_epoch(state, loaders.train, watchers=[watch])
-        own = Path(cfg.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
+    with built(config) as (world, state, loaders, snapshots):
+        watch = Watch(snapshots)
+        train_epoch(state, loaders.train, watchers=[watch])
+        own = Path(config.run_dir).glob(f"snapshots/*.parts.*/rank_{world.rank}.bin")
         return {**watch.found, "shard": max(path.stat().st_size for path in own) / 1e6}
 
 

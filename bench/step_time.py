@@ -1,4 +1,4 @@
-"""How long a training step takes on W ranks, as formulas; bench/SCALING.md explains them. Seconds, bytes and samples."""
+"""How long a training step takes on W ranks, as formulas; SCALING.md explains them. Seconds, bytes and samples."""
 
 import math
 from collections.abc import Callable, Sequence

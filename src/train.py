@@ -22,14 +22,15 @@ from lockstep import cli
 from lockstep.compat import hydra_version_base
 from lockstep.config.check import check
 from lockstep.config.nodes import with_own_arguments
-from lockstep.config.record import record_config
+from lockstep.config.record import record_config, typed_overrides
+from lockstep.errors import exits_are_failures
 
 
 @hydra.main(**hydra_version_base(), config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> Any:
     """Check the config, then train in every rank, or do what `mode` says. Returns the objective, for a sweeper."""
-    with cli.exit_codes():
-        cfg = with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task)
+    with cli.exit_codes(), exits_are_failures("the command left before the training"):
+        cfg = with_own_arguments(cli.with_values_of_run(cfg), typed_overrides(HydraConfig.get()))
         config = check(cfg)
         record = record_config(cfg, config, HydraConfig.get(), sys.argv)
         record.require_same_run(Path(config.run_dir))

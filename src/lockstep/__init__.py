@@ -1,7 +1,7 @@
 """Lockstep: distributed PyTorch training in which every rank agrees.
 
-`train` trains from a notebook or a script, `check` tests the promises for a net of yours, `load` gives what was
-trained, `table` the runs of a folder, and `compose` the config of a command. Each is imported when it is asked for.
+From Python `train` trains, `check` tests the promises for a net of yours, `load` gives what was trained, `table` the
+runs of a folder, and `compose` the config of a command. Each is imported when it is asked for.
 """
 
 from importlib import import_module

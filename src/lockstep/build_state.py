@@ -2,6 +2,7 @@
 """Builds what trains, evaluates, saves and logs in a rank, as the packages that are not written anew yet take it."""
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -232,7 +233,7 @@ def run_info(config: RunConfig, record: ConfigRecord, snapshots: SnapshotManager
         objective=config.objective,
         is_final=config.trainer.final is not None,
         facts=facts,
-        script=Path(record.script),
+        script=Path(shlex.split(record.command)[1]),
         flags=record.flags,
     )
 

@@ -15,6 +15,7 @@ from lockstep.errors import path_value
 from lockstep.source_code import ROOT
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import Generator, Tensor
     from torch.distributed.tensor import DTensor
     from torch.optim.lr_scheduler import LRScheduler
@@ -46,10 +47,10 @@ def hydra_version_base() -> dict[str, str]:
 
 
 @contextmanager
-def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterator[Any]:
-    """The config that Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
+def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> "Iterator[DictConfig]":
+    """What Hydra composes of the overrides among the words, as `main` gets it. folders: of other configs.
 
-    In the block HydraConfig is of it. After it Hydra knows what it knew, such as of a `hydra.main` around.
+    In the block HydraConfig is of it. Then Hydra knows again what it knew, such as of a `hydra.main` around this.
     """
     import copy
 
@@ -59,11 +60,11 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterat
     from hydra.version import VersionBase
     from omegaconf import open_dict
 
-    of_caller, base, known = GlobalHydra.instance(), VersionBase.instance(), HydraConfig.instance().cfg
-    GlobalHydra.set_instance(copy.copy(of_caller))
+    before, base, known = GlobalHydra.instance(), VersionBase.instance(), HydraConfig.instance().cfg
+    GlobalHydra.set_instance(copy.copy(before))
     GlobalHydra.instance().clear()
     VersionBase.set_instance(copy.copy(base))
-    overrides = ["hydra.runtime.output_dir=${hydra:run.dir}", *[word for word in words if not word.startswith("-")]]
+    overrides = ["hydra.runtime.output_dir=${hydra:run.dir}", *[one for one in words if not one.startswith("-")]]
     if searched := ",".join(path_value(f"file://{folder.resolve()}") for folder in folders):
         overrides.append(f"hydra.searchpath=[{searched}]")
     try:
@@ -74,9 +75,14 @@ def hydra_composed(words: Sequence[str], folders: Iterable[Path] = ()) -> Iterat
             del cfg["hydra"]
         yield cfg
     finally:
-        GlobalHydra.set_instance(of_caller)
+        GlobalHydra.set_instance(before)
         VersionBase.set_instance(base)
         HydraConfig.instance().cfg = known
+
+
+def root_of(error: Any) -> Any:
+    """The whole config of the node that an error of OmegaConf is about."""
+    return error.parent_node._get_root()
 
 
 def hydra_may_call_all() -> dict[str, object]:

@@ -18,6 +18,7 @@ from lockstep import cli
 from lockstep.compat import hydra_composed
 from lockstep.config import check as checks
 from lockstep.config.nodes import with_own_arguments
+from lockstep.config.record import typed_overrides
 from lockstep.config.schema import RunConfig
 from lockstep.distributed.environment import read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT
@@ -59,7 +60,8 @@ def compose(overrides: str | Sequence[str] = ()) -> RunConfig:
     cli.register_resolvers()
     try:
         with hydra_composed(cli.with_overrides_of_run(words), cli.config_dirs(words)) as cfg:
-            return checks.check(with_own_arguments(cli.with_values_of_run(cfg), HydraConfig.get().overrides.task))
+            typed = typed_overrides(HydraConfig.get())
+            return checks.check(with_own_arguments(cli.with_values_of_run(cfg), typed))
     except Exception as error:
         raise cli.as_config_error(error, words) or error from None
 

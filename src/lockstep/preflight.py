@@ -5,15 +5,14 @@ Functions import torch, and what needs it, inside: the fork server imports the s
 
 import gc
 import importlib.util
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.check import default_of, word
-from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate
+from lockstep.config.check import default_of, show, word
+from lockstep.config.nodes import check_nodes, instantiate, instantiate_as, locate, parameters_of
 from lockstep.config.schema import RunConfig
+from lockstep.distributed.run_folder import check_run_folder
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import CalledHere, Launcher
 from lockstep.modes.base import Mode
@@ -35,18 +34,23 @@ class Parts:
     gradient_sync: "GradientSync"
 
 
-def preflight(config: RunConfig) -> Parts:
-    """The parts of a job. Raises ConfigError for whatever can be known to fail."""
+def preflight(config: RunConfig, starts: bool = True) -> Parts:
+    """The parts of a job. Raises ConfigError for whatever can be known to fail.
+
+    starts: False for a job of a sweep that starts later. Nothing is begun or written, and no data is prepared.
+    """
     for group in ("launch", "mode"):
         check_nodes(group, getattr(config, group))
-    launcher = instantiate_as(Launcher, config.launch, "launch")
-    launcher.prepare("lockstep.launchers.rank_imports")
-    mode = instantiate_as(Mode, config.mode, "mode")
-    if mode.starts_ranks:
-        parts = build_parts(config, CalledHere(launcher), mode)
-    else:
-        parts = build_parts(config, launcher, mode)
-        check_place(config, launcher)
+    launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
+    if not starts and not mode.trains:
+        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; leave mode={mode.name} out of it")
+    if starts:
+        launcher.prepare("lockstep.launchers.rank_imports")
+    parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)
+    if starts and not (mode.starts_ranks or launcher.runs_elsewhere):
+        check_run_folder(config.run_dir)
+        if launcher.starts_processes:
+            prepare_data(config)
     gc.freeze()  # what has been imported stays
     gc.enable()
     return parts
@@ -69,6 +73,7 @@ def build_parts(config: RunConfig, launcher: Launcher, mode: Mode) -> Parts:
     return Parts(launcher, mode, strategy, gradient_sync)
 
 
+# until issue 45
 def check_loggers(config: RunConfig) -> None:
     """Raise ConfigError for a logger whose packages are not installed."""
     for name, node in config.logger.items():
@@ -82,42 +87,28 @@ def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for hyperparameters that an optimizer of torch refuses: it is asked with one small weight."""
     import torch
 
-    node = config.optimizer
-    if not node["_target_"].startswith("torch.optim."):
-        return
+    node, groups = config.optimizer, config.parameters.groups
 
-    def refusal(changed: dict[str, Any]) -> Exception | None:
+    def refusal(changes: dict[str, Any]) -> str:
         try:
-            instantiate(changed, [torch.nn.Parameter(torch.zeros(2, 2))])
+            instantiate(node | changes, [torch.nn.Parameter(torch.zeros(2, 2))])
         except Exception as error:
-            return error
-        return None
+            return " ".join(str(error).split())
+        return ""
 
-    error = refusal(node)
-    if error is not None:
+    is_torchs = node["_target_"].startswith("torch.optim.")
+    if is_torchs and (reason := refusal({})):
         defaults = {name: default_of(f"optimizer.{name}", node["_target_"]) for name in node if name != "_target_"}
-        fitting = [name for name, value in defaults.items() if refusal(node | {name: value}) is None]
-        advice = (
-            word(f"optimizer.{fitting[0]}", defaults[fitting[0]]) if fitting else "optimizer=sgd or optimizer=adamw"
-        )
-        raise ConfigError(f"{node['_target_']} refuses its arguments ({' '.join(str(error).split())}); type {advice}")
-
-
-def check_place(config: RunConfig, launcher: Launcher) -> None:
-    """Raise ConfigError for a run folder that cannot be written to, and prepare the data where ranks start here."""
-    from lockstep.distributed.run_folder import check_run_folder
-
-    if launcher.runs_elsewhere:
-        return
-    check_run_folder(config.run_dir)
-    has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
-    if config.trainer.compile and not has_compiler:
-        raise ConfigError(
-            "trainer.compile needs a C++ compiler, and this machine has none; type apt install g++, or "
-            "trainer.compile=false"
-        )
-    if launcher.starts_processes:
-        prepare_data(config)
+        fitting = [word(f"optimizer.{name}", value) for name, value in defaults.items() if not refusal({name: value})]
+        raise ConfigError(f"{node['_target_']} refuses its arguments ({reason}); type {[*fitting, 'optimizer=sgd'][0]}")
+    taken = parameters_of(locate("optimizer", node["_target_"])) or ()
+    for group in groups:
+        reason = refusal({name: value for name, value in group.items() if name in taken}) if is_torchs else ""
+        if reason or not group.get("match"):
+            reason, example = reason or "it has no match, the names of parameters", "[{match:fc,lr:0.1}]"
+            raise ConfigError(
+                f"parameters.groups: {show(group)} is refused: {reason}; type parameters.groups={example}"
+            )
 
 
 def prepare_data(config: RunConfig) -> None:
@@ -135,15 +126,3 @@ def prepare_data(config: RunConfig) -> None:
         said = f"{failed['type']}: {failed['message']}".partition("\n")[0]
         advice = "correct that, or type dataset.prepare=null if the data is ready"
         raise ConfigError(f"dataset.prepare failed{place} ({said}); {advice}") from error
-
-
-def preflight_job(config: RunConfig) -> None:  # for a job of a sweep, which starts later: without the data
-    """Raise ConfigError for a job that would be refused. Nothing is started or written."""
-    for group in ("launch", "mode"):
-        check_nodes(group, getattr(config, group))
-    mode = instantiate_as(Mode, config.mode, "mode")
-    if not mode.trains:
-        raise ConfigError(
-            f"mode={mode.name} is no training, and a sweep trains; leave mode={mode.name} out of the sweep"
-        )
-    build_parts(config, instantiate_as(Launcher, config.launch, "launch"), mode)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import EXIT_FAILED, EXIT_HANG
-from support.commands import PYTHON_TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, Command, own_data, wait_for
 
 Start = Callable[..., Command]
 BAD = """
@@ -121,8 +121,14 @@ def test_advice_that_is_followed_is_not_given_again(start: Start, tmp_path: Path
 def test_data_that_differs_and_a_model_of_float32_get_a_table(start: Start, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OTHERS)
     words = [*PYTHON_TRAIN, "mode=check"]
-    data = [f"dataset.{half}._target_=nets.OtherData" for half in ("train", "test")]
-    data += ["model=linear", "dataset.mean=null", "dataset.std=null", "dataset.shape=[64]", "dataset.classes=10"]
+    data = [
+        *own_data("nets.OtherData"),
+        "model=linear",
+        "dataset.mean=null",
+        "dataset.std=null",
+        "dataset.shape=[64]",
+        "dataset.classes=10",
+    ]
     other = start(*words, *data, PYTHONPATH=tmp_path).finish(code=EXIT_FAILED).output
     assert "no     not checked: there is no first step\n" in other
     assert "no     the test data is another one at each start: draw it from a seed of its own\n" in other

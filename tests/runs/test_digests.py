@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.training.step_records import StepDigests, StepTable, in_memory_order, read_digests
 from lockstep.training.weight_check import digest
+from support.commands import own_data
 from support.configs import composed
 from support.worlds import in_world, train, train_all
 
@@ -137,8 +138,13 @@ def test_gradients_are_averaged_before_they_are_digested(tmp_path: Path) -> None
 
 
 def test_after_a_rollback_each_step_has_one_row(tmp_path: Path) -> None:
-    halves = [f"dataset.{half}._target_=support.damage.FloatDigits" for half in ("train", "test")]
-    data = [*halves, "+dataset.train.broken=[100]", "+dataset.test.broken=[]", "dataset.mean=null", "dataset.std=null"]
+    data = [
+        *own_data("support.damage.FloatDigits"),
+        "+dataset.train.broken=[100]",
+        "+dataset.test.broken=[]",
+        "dataset.mean=null",
+        "dataset.std=null",
+    ]
     options = ["watch.nan=rollback", "snapshot.every=4steps", "trainer.batch_size=64", "dataset.train.train=true"]
     in_world(1, train, composed(f"run_dir={tmp_path}", *SMALL, *data, *options))
     table = table_of(tmp_path)

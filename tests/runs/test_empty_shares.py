@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.data.builtin import digits
 from lockstep.data.dataset import InMemoryDataset
+from support.commands import own_data
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 
@@ -38,8 +39,7 @@ def few_digits(train: bool) -> InMemoryDataset:
 
 
 def config(folder: Path, name: str, *overrides: str) -> Any:
-    own = [f"dataset.{half}._target_={__name__}.few_digits" for half in ("train", "test")]
-    own += ["model=linear", f"model._target_={__name__}.Viewing"]
+    own = [*own_data(f"{__name__}.few_digits"), "model=linear", f"model._target_={__name__}.Viewing"]
     options = ["trainer.batch_size=12", "evaluation.batch_size=2", "trainer.epochs=2", "trainer.precision=fp64"]
     options += ["trainer.channels_last=false", "optimizer.fused=false", "logger=[]"]
     return composed(f"run_dir={folder / name}", *own, *options, *overrides)

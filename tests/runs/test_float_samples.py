@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.data.loader import Converter
+from support.commands import own_data
 from support.configs import composed, with_values
 from support.worlds import distance, in_world, train_all, weights
 
@@ -47,7 +48,7 @@ def test_a_data_set_is_not_changed_by_its_normalisation() -> None:
     assert torch.equal(stored, before)
 
 
-FLOATS = ["dataset.train._target_=support.models.float_digits", "dataset.test._target_=support.models.float_digits"]
+FLOATS = own_data("support.models.float_digits")
 SHORT = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]", "evaluation.batch_size=360"]
 RUNS = {
     "bytes": ["dataset.mean=null", "dataset.std=null"],

@@ -12,7 +12,8 @@ from lockstep.errors import ConfigError
 from lockstep.models.convnet import convnet
 from lockstep.strategies.fsdp import FSDP, blocks_to_wrap
 from lockstep.training.weight_check import odd_weights
-from support.configs import composed, with_values
+from support.commands import own_data
+from support.configs import composed, parts_of, with_values
 from support.models import WATCHED, Block, TinyGPT
 from support.worlds import distance, in_world, train, train_all, weights
 
@@ -115,12 +116,11 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     with init_distributed("gloo", 60) as world:
         gc.collect()
         before = live_bytes()
-        strategy = instantiate(cfg.strategy)
         cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()
-        whole = sum(parameter.numel() * 8 for parameter in build.instantiate(cfg.model).parameters())
+        whole = sum(parameter.numel() * 8 for parameter in instantiate(cfg.model).parameters())
         WATCHED.clear()
         gc.collect()
         return live_bytes() - before - data, whole
@@ -137,7 +137,7 @@ def live_bytes() -> int:
 
 
 WATCHED_MODEL = [
-    "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4",
+    "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4", "model.dropout=0.0",
     "trainer.precision=fp64",    "dataset=random", "dataset.samples=10",
 ]  # fmt: skip
 
@@ -150,11 +150,12 @@ def test_nothing_keeps_the_whole_model_after_setup(strategy: str) -> None:
 
 GPT = [
     "model=linear", "model._target_=support.models.TinyGPT", "~model.shape", "~model.classes", "+model.vocabulary=11",
-    "+model.width=16", "+model.depth=2", "+model.length=6", "dataset.train._target_=support.models.tokens",
-    "dataset.test._target_=support.models.tokens", "+dataset.train={samples:64,vocabulary:11,length:6}",
+    "+model.width=16", "+model.depth=2", "+model.length=6",
+    *own_data("support.models.tokens"), "+dataset.train={samples:64,vocabulary:11,length:6}",
     "+dataset.test={samples:21,vocabulary:11,length:6}", "dataset.classes=11", "trainer.precision=fp64",
     "trainer.batch_size=16", "trainer.epochs=1", "optimizer=adamw", "optimizer.fused=false",
     "trainer.max_grad_norm=0.5",    "trainer.gradient_accumulation_steps=2", "logger=[]",
+    "dataset.validation=16",
 ]  # fmt: skip
 
 

@@ -8,15 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from lockstep.runs.compare import read_digests
 
 from lockstep.loggers.csv_logger import read_rows
+from lockstep.training.step_records import read_digests
 from support.commands import (
     PYTHON_TRAIN,
     ROOT,
     TORCHRUN,
     TRAIN,
     Command,
+    own_data,
     ranks_of_torchrun,
     ranks_under,
     wait_for,
@@ -70,7 +71,8 @@ if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not o
 
 def test_slurms_warning_before_the_ranks_start_stops_them_after_their_first_step(start, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_IMPORT)
-    run = start(*LONG, "launch=torchrun", "model._target_=slow.mlp", PYTHONPATH=tmp_path)
+    net = ["model._target_=slow.mlp", "model.depth=2", "model.dropout=0"]
+    run = start(*LONG, "launch=torchrun", *net, PYTHONPATH=tmp_path)
     wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
     run.send(signal.SIGUSR1)
     run.finish(75)
@@ -157,8 +159,9 @@ def test_two_runs_begun_in_the_same_second_have_two_folders(start, tmp_path):
 
 
 def test_ctrl_c_stops_a_run_with_loader_workers_at_a_saved_step(start, tmp_path):
-    samples = [f"dataset.{split}._target_=support.slow.SlowDigits" for split in ("train", "test")]
-    run = start(*LONG, *samples, "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests")
+    run = start(
+        *LONG, *own_data("support.slow.SlowDigits"), "dataset.workers=2", "launch=fork", PYTHONPATH=ROOT / "tests"
+    )
     wait_for(lambda: position(tmp_path / "run")[0] >= 5, "snapshot")
     os.killpg(run.process.pid, signal.SIGINT)
     run.finish(75)

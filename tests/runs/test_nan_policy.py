@@ -10,6 +10,7 @@ import torch
 from lockstep.data.partition import generator
 from lockstep.errors import TrainingDiverged
 from lockstep.training.nan import are_finite
+from support.commands import ON_TEST
 from support.configs import composed, with_values
 from support.event_files import read, scalars
 from support.worlds import in_world, same_bits, train
@@ -171,7 +172,7 @@ def test_rollback_ends_with_the_same_bits_as_a_run_that_skips(tmp_path: Path) ->
     ]
     # A schedule that an evaluation moves, and a snapshot before it: the rollback goes back behind an epoch's end.
     behind = [*SMALL, "dataset.train.broken=[70]", "snapshot.every=20steps", "logging.every=1"]
-    behind += ["scheduler=plateau", "scheduler.patience=0", "monitor=test/loss"]
+    behind += ["scheduler=plateau", "scheduler.patience=0", "monitor=val/loss", ON_TEST]
     behind += ["logger.tensorboard.histograms=true"]
     configs += [
         composed(f"run_dir={tmp_path / f'{nan}_behind'}", *behind, f"watch.nan={nan}") for nan in ("skip", "rollback")

@@ -11,14 +11,13 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.runs.record import read_run
 from lockstep.snapshots.state import resumed_group
+from support.commands import ON_TEST
 from support.configs import composed
 from support.run_folders import newest_snapshot, read_log
 from support.worlds import distance, in_world, same_bits, train, train_all, weights
 
-pytestmark = pytest.mark.whole
-
 # 360 training samples in batches of 64: 6 steps an epoch.
-SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "evaluation.batch_size=360"]
+SMALL = ["model=mlp", "logger=[]", "model.width=16", "dataset.train.train=false", "evaluation.batch_size=360", ON_TEST]
 
 
 def runs(folder: Path, *overrides: str) -> Any:
@@ -68,7 +67,7 @@ def test_a_run_that_paused_goes_on_with_the_bits_and_the_schedule_of_an_unbroken
 
 
 def test_an_evaluation_at_max_steps_between_two_others_does_not_count(tmp_path):
-    plateau = ["scheduler=plateau", "scheduler.patience=0", "monitor=test/loss", "optimizer.lr=0.4"]
+    plateau = ["scheduler=plateau", "scheduler.patience=0", "monitor=val/loss", "optimizer.lr=0.4"]
     plateau += ["evaluation.every=2", "evaluation.patience=3", "trainer.epochs=8"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     steps = [(whole, 48), (cut, 18), (cut, 48)]  # 18 steps are 3 epochs
@@ -132,15 +131,16 @@ def last_rate(folder: Path) -> float:
 
 
 PLATEAU, LARGE = "scheduler=plateau", "trainer.batch_size=180"  # 2 steps an epoch, and 6 with the batch size of SMALL
+TORCH = ["scheduler=torch", "scheduler.schedule={_target_:torch.optim.lr_scheduler.ExponentialLR,gamma:0.9}"]
 CHANGED_SCHEDULES = [
     ([PLATEAU, LARGE], [PLATEAU]),
     ([PLATEAU, "scheduler.warmup_epochs=0"], [PLATEAU]),
     (["scheduler=cosine"], [PLATEAU]),
     ([PLATEAU], ["scheduler=cosine"]),
-    (["scheduler=one_cycle"], ["scheduler=torch"]),
+    (["scheduler=one_cycle"], TORCH),
     ([LARGE, "scheduler=cosine"], ["scheduler=cosine"]),
     ([LARGE, "scheduler=one_cycle"], ["scheduler=one_cycle"]),
-    ([LARGE, "scheduler=torch"], ["scheduler=torch"]),
+    ([LARGE, *TORCH], TORCH),
 ]
 
 
@@ -159,7 +159,7 @@ def test_another_schedule_or_batch_size_goes_on_at_the_runs_place(tmp_path):
 
 
 def test_a_best_evaluation_counts_only_where_the_same_is_measured_again(tmp_path):
-    judged = ["scheduler=plateau", "scheduler.patience=0", "monitor=test/loss"]
+    judged = ["scheduler=plateau", "scheduler.patience=0", "monitor=val/loss"]
     ema, metric = tmp_path / "ema", tmp_path / "metric"
     configs = [
         runs(metric, *judged, "trainer.epochs=1", "optimizer.lr=1e-4"),

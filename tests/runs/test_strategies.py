@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from lockstep.errors import StoppedEarly
-from support.commands import Command, wait_for
+from support.commands import ON_TEST, Command, wait_for
 from support.configs import composed
 from support.worlds import distance, in_world, train, train_all, weights
 
-pytestmark = pytest.mark.whole
-
 # 61 test samples by 20: with three ranks one of them evaluates one more batch than the others.
 SMALL = ["dataset=random", "dataset.samples=61", "model=mlp", "trainer.batch_size=16", "evaluation.batch_size=20"]
-DOUBLE = ["trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
-AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=test/loss"]
+DOUBLE = [ON_TEST, "trainer.precision=fp64", "trainer.epochs=2", "optimizer.fused=false", "logger=[]"]
+AVERAGED = [*SMALL, *DOUBLE, "optimizer=adamw", "trainer.max_grad_norm=0.3", "trainer.ema=0.8", "monitor=val/loss"]
 IMAGES = [
     *DOUBLE, "model=convnet", "sync_bn=on", "trainer.batch_size=200", "trainer.gradient_accumulation_steps=2",
     "dataset.augment.pad=1", "trainer.max_grad_norm=1.0", "trainer.ema=0.8",
@@ -95,7 +93,7 @@ def test_a_snapshot_moves_between_strategies_and_world_sizes(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_half_precision_and_sync_bn_stay_near_ddps_numbers(tmp_path: Path, strategy: str) -> None:
-    few = ["trainer.max_steps=3", "logger=[]", "model=mlp" if strategy == "pipeline" else "sync_bn=on"]
+    few = [ON_TEST, "trainer.max_steps=3", "logger=[]", "model=mlp" if strategy == "pipeline" else "sync_bn=on"]
     runs = [["trainer.precision=bf16"], ["trainer.precision=fp32", "optimizer=adamw", "trainer.batch_size=61"]]
     if strategy == "fsdp":
         # fp32 for the large net: a processor without bf16 takes minutes for it.

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.nodes import instantiate
 from lockstep.data.builtin import digits
 from lockstep.errors import EXIT_RESUMABLE
 from support.commands import ROOT, TRAIN
-from support.configs import composed, record_of
+from support.configs import composed, parts_of, record_of
 from support.event_files import scalars
 from support.worlds import in_world, same_bits, train_all
 
@@ -71,8 +70,7 @@ def test_the_default_run_chooses_on_validation_and_reads_the_test_set_once(train
     [
         (["evaluation.test=every"], [6, 12], [6, 12], 6),
         (["evaluation.test=never"], [6, 12], [], None),
-        (["monitor=test/loss"], [6, 12], [6, 12], 6),
-        (["dataset.validation=null", "monitor=test/loss", "trainer.batch_size=240"], [], [6, 12], 6),
+        (["dataset.validation=null", "monitor=auto", "trainer.batch_size=240"], [], [12], 12),
         (["evaluation.every=2"], [12], [12], 12),
         (["trainer.pause_after=1"], [6], [], None),
     ],
@@ -83,19 +81,19 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     assert [step for step, _ in curves.get("val/loss", [])] == val
     assert [step for step, _ in curves.get("test/loss", [])] == test
     assert (run["test"] or {}).get("step") == tested
-    decides = "test" if "monitor=test/loss" in words else "val"
-    assert ("chosen on the test set" in output) == (decides == "test")
-    assert run["objective"]["name"] == f"{decides}/loss"
-    if tested == 6:  # also where the test set decides, its number is that of the weights that were chosen
-        assert run["test"]["metrics"]["loss"] == pytest.approx(dict(curves["test/loss"])[6], rel=1e-6)
-        assert f"with the weights of step 6, chosen on {'the test set' if decides == 'test' else 'val'}" in output
+    chooses = "dataset.validation=null" not in words
+    assert run["objective"]["name"] == ("val/loss" if chooses else "test/accuracy")
+    assert (run["objective"]["best"] is None) == (not chooses)
+    if tested is not None:
+        assert run["test"]["metrics"]["loss"] == pytest.approx(dict(curves["test/loss"])[tested], rel=1e-6)
+        assert f"with the weights of step {tested}, {'chosen on val' if chooses else 'the last ones'}" in output
 
 
 @pytest.mark.parametrize(
     ("number", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])]
 )
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping"]
+    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
     # Transforms, so that samples are read one by one.
     own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]", *more]
     typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
@@ -124,7 +122,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
 
 
 def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping"]
+    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
     own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]"]
     typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
     path = {"PYTHONPATH": ROOT / "tests"}
@@ -150,13 +148,14 @@ def test_a_run_that_is_cut_in_mid_epoch_goes_on_with_the_same_split_and_ends_wit
 def test_another_split_is_refused_when_a_run_goes_on(train, tmp_path):
     train(*SMALL, "hydra.run.dir=run", "trainer.max_steps=8")
     for word in ("dataset.split_seed=1", "dataset.validation=0.2", "dataset.validation=null"):
-        said = train(*SMALL, "hydra.run.dir=run", word, code=2).sentence
+        assert f"holds a run with {word.split('=')[0]}=" in train(*SMALL, "hydra.run.dir=run", word, code=2).sentence
+        said = train(*SMALL, "hydra.run.dir=other", "resume=run", word, code=2).sentence
         assert "does not fit this run: " in said
         assert "validation data (" in said
     for word, split in (("dataset.validation=null", "0.1"), ("dataset.validation=0.1", "null")):
-        folder = f"hydra.run.dir=of_{split}"
-        train(*SMALL, folder, f"dataset.validation={split}", "trainer.max_steps=8")
-        assert "does not fit this run" in train(*SMALL, folder, word, code=2).sentence
+        train(*SMALL, f"hydra.run.dir=of_{split}", f"dataset.validation={split}", "trainer.max_steps=8")
+        words = [*SMALL, f"hydra.run.dir=to_{split}", f"resume=of_{split}", word]
+        assert "does not fit this run" in train(*words, code=2).sentence
 
 
 def test_the_jobs_of_a_sweep_share_the_split_and_folds_validate_each_sample_once(start, tmp_path):
@@ -206,7 +205,8 @@ STRATEGIES = {
 def trained_and_evaluated(cfg: Any, evaluation: Any) -> dict[str, float]:
     """The test metrics of a training's best weights, by mode=evaluate."""
     train_all([cfg])
-    metrics: dict[str, float] = instantiate(evaluation.mode).work(evaluation, record_of(evaluation))
+    parts = parts_of(evaluation)
+    metrics: dict[str, float] = parts.mode.work(evaluation, record_of(evaluation), parts)
     return metrics
 
 

@@ -185,9 +185,9 @@ class FaultyBackward(torch.autograd.Function):
 class FaultyModel(torch.nn.Module):
     """An mlp that breaks while it is built, or in a forward or backward pass of training or of an evaluation."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, width: int = 128, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, width, depth, dropout)
         self.steps = 0
         if next(self.net.parameters()).device.type != "meta":
             _break_at("build", 1)

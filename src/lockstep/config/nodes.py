@@ -3,8 +3,8 @@
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar
@@ -15,10 +15,9 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_values, flatten, join, show
-from lockstep.config.schema import CONF, FROM_DATA, Node
+from lockstep.config.check import check_values, default_of, flatten, join, show
+from lockstep.config.schema import FROM_DATA, Node
 from lockstep.errors import ConfigError
-from lockstep.launchers.base import print_line
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 CHECKED_BY_TYPE = ("lockstep.", "torch.optim.")  # of another class only the names of its arguments are known
@@ -49,7 +48,7 @@ def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
 def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
     group, names, found = key.partition(".")[0], str(path).split("."), None
-    advice = f"{group}=<an option in conf/{group}>" if (CONF / group).is_dir() else f"{key}._target_=<module>.<class>"
+    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<module>.<class>"
     try:
         if len(names) < 2 or not all(names):
             raise ImportError("it names no module and class")
@@ -77,11 +76,16 @@ def locate(key: str, path: object) -> Callable[..., Any]:
 
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """None if any name may be passed, or if Python cannot tell."""
+    named = named_by(target)
+    return None if named is None or any(one.kind is one.VAR_KEYWORD for one in named.values()) else named
+
+
+def named_by(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters in a signature, None if Python cannot tell."""
     try:
-        parameters = inspect.signature(target).parameters
+        return inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None
-    return None if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) else parameters
 
 
 def check_nodes(group: str, value: object) -> None:
@@ -153,9 +157,10 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     if isinstance(made, kind):
         return made
     group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
+    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
     raise ConfigError(
         f"{key}._target_={node['_target_']} gives an object of {type(made).__name__}, and {wanted} is wanted; "
-        f"type {group}=<an option in conf/{group}>"
+        f"type {advice}"
     )
 
 
@@ -170,7 +175,7 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         typed |= {} if override.is_delete() else flatten(override.value(), override.key_or_group)
     for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
         node, target = OmegaConf.select(cfg, key), OmegaConf.select(cfg, f"{key}._target_")
-        parameters = parameters_of(locate(key, target)) or {}
+        parameters = named_by(locate(key, target)) or {}
         written: Any = OmegaConf.to_container(node, resolve=False)
         links = {name for name, value in written.items() if "${" in str(value)}
         own = {name for name in written if any(f"{one}.".startswith(f"{join(key, name)}.") for one in typed)}
@@ -180,5 +185,6 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 del node[name]
         if left_out - links and os.environ.get("RANK", "0") == "0":
             names = ", ".join(sorted(left_out - links))
-            print_line(f"{key}: {target} has its own {names}, not those of the option", sys.stdout)
+            with suppress(OSError):  # nobody reads it
+                print(f"{key}: {target} has its own {names}, not those of the option", flush=True)
     return cfg

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import flatten, show, word
+from lockstep.config.check import flatten, key_of, show, word
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.source_code import ROOT
@@ -19,21 +19,11 @@ from lockstep.text import differing
 
 RECORD = ".hydra"
 # Where and how a run computes, and what it writes: the numbers do not depend on it.
-NOT_COMPUTED: tuple[str, ...] = (
-    "resume",
-    "mode",
-    "launch",
-    "logger",
-    "sweep",
-    "hydra",
-    "run_dir",
-    "backend",
-    "strategy",
-)
-NOT_COMPUTED += ("gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
+NOT_COMPUTED: tuple[str, ...] = ("resume", "mode", "launch", "logger", "sweep", "hydra", "run_dir", "backend")
+NOT_COMPUTED += ("strategy", "gradient_sync", "sync_bn", "profiler", "snapshot", "watch", "logging")
 LIMITS = ("trainer.epochs", "trainer.max_steps", "trainer.max_time", "trainer.pause_after", "evaluation.patience")
-NOT_A_COLUMN = {"run_dir", "data_dir", "resume", "mode", "backend", "trainer.pause_after", "sync_bn.mode"}
-NOT_COLUMNS = ("launch", "logger", "mode.", "backend.", "sweep.", "hydra/")
+NOT_COLUMNS: tuple[str, ...] = ("run_dir", "data_dir", "resume", "mode", "backend", "launch", "logger", "sweep")
+NOT_COLUMNS += ("hydra", "sync_bn.mode", "trainer.pause_after")
 
 Column = bool | int | float | str
 
@@ -45,8 +35,7 @@ class ConfigRecord:
     flat: {key: value}, resolved. shown: the same, as files and messages may have it: in the place of a value that an
         environment variable decides stands its text, such as ${oc.env:KEY}.
     options: {config group: the option chosen, or the class if another one was typed}.
-    overrides: those typed. command: what gives the same run, in a shell; script: of it; flags: its words that name
-        config folders.
+    overrides: those typed. command: what gives the same run, in a shell; flags: its words that name config folders.
     files: {name: text} of the folder .hydra. Rank 0 writes them when it holds the run folder's lock: a refused command
         must not overwrite the record of a running one.
     """
@@ -56,7 +45,6 @@ class ConfigRecord:
     options: Mapping[str, str | None]
     overrides: Sequence[str]
     command: str
-    script: str
     flags: Sequence[str]
     files: Mapping[str, str]
 
@@ -87,14 +75,11 @@ class ConfigRecord:
     def columns(self, world_size: int) -> dict[str, Column]:
         """{key: value} by which runs are compared. Numbers stay numbers, lists become text; null is left out, since
         TensorBoard would show all values of the key as text."""
-        columns = dict(self.options) | dict(self.shown) | {"world_size": world_size}
+        columns = {**self.options, **self.shown, "world_size": world_size}
         return {
-            key: value if isinstance(value, bool | int | float | str) else show(value)
+            key: value if isinstance(value, Column) else show(value)
             for key, value in columns.items()
-            if value is not None
-            and key not in NOT_A_COLUMN
-            and not key.startswith(NOT_COLUMNS)
-            and not key.endswith(("._target_", "._partial_"))
+            if value is not None and not sets(key, NOT_COLUMNS) and not key.endswith(("._target_", "._partial_"))
         }
 
 
@@ -102,8 +87,7 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
     """The record of `cfg`, which has its interpolations, and of `config`, which was made of it. argv: the command."""
     flat = flatten(OmegaConf.to_container(cfg, resolve=True)) | {"run_dir": config.run_dir}
     written = flatten(OmegaConf.to_container(cfg, resolve=False))
-    # ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it.
-    overrides = [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
+    overrides = typed_overrides(hydra_cfg)
     options = {str(group): name for group, name in hydra_cfg.runtime.choices.items()}
     for group in options:
         typed = [one.partition("=")[2] for one in overrides if one.lstrip("+").startswith(f"{group}._target_=")]
@@ -114,7 +98,12 @@ def record_config(cfg: DictConfig, config: RunConfig, hydra_cfg: HydraConf, argv
         script, words = str(Path(os.path.relpath(ROOT / "src" / "train.py"))), [*overrides, *flags]
     command = shlex.join(["python", script, *words])
     files = {"config.yaml": OmegaConf.to_yaml(cfg), "overrides.yaml": OmegaConf.to_yaml(overrides)}
-    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, script, flags, files)
+    return ConfigRecord(flat, as_shown(flat, written), options, overrides, command, flags, files)
+
+
+def typed_overrides(hydra_cfg: HydraConf) -> list[str]:
+    """With ${oc.env:KEY} as it is: to read an item of Hydra's list would resolve it."""
+    return [str(one) for one in cast(list[str], OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False))]
 
 
 def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,14 +123,10 @@ def as_shown(flat: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
 def config_flags(words: Sequence[str]) -> list[str]:
     """Those of the words that say which folders of configs a config is composed from: they are no overrides."""
     names = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path"}
-    pairs = [(one.partition("="), after) for one, after in zip(words, [*words[1:], ""], strict=True)]
+    pairs = [(one.partition("="), after) for one, after in zip(words, [*words, ""][1:], strict=True)]
     named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
     found = [f"{name}={value}" for name, value in named if name in names.values()]
     return found + [one for one in words if one.startswith("hydra.searchpath=")]
-
-
-def key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def sets(word: str, names: Sequence[str]) -> bool:

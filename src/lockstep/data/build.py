@@ -187,7 +187,7 @@ def samples(config: RunConfig, dataset: Any, name: str) -> InMemoryDataset | Sam
     data = config.dataset
     with seeded(config.seed):
         transforms, plain = instantiate(data.transforms), instantiate(data.test_transforms)
-        collate = instantiate(data.collate_fn)
+        collate = instantiate(data.collate_fn and data.collate_fn | {"_partial_": True})
     if name != "training data":
         transforms = plain
     kind = _class_of_task(config)

@@ -309,11 +309,11 @@ def _preflight_in_child(checked: Checked, plan: Plan, writer: int) -> NoReturn:
 
 def _refusal(overrides: Sequence[str], config: RunConfig, fixed: Sequence[str]) -> str:
     """Why a job is refused, empty if it is not."""
-    from lockstep.preflight import preflight_job  # imports torch, which refusals of values need not wait for
+    from lockstep.preflight import preflight  # imports torch, which refusals of values need not wait for
 
     try:
         with _naming(overrides, fixed):
-            preflight_job(config)
+            preflight(config, starts=False)
     except ConfigError as error:
         return str(error)
     return ""
@@ -321,8 +321,11 @@ def _refusal(overrides: Sequence[str], config: RunConfig, fixed: Sequence[str]) 
 
 def run_sweep(context: HydraContext, master: DictConfig, task: TaskFunction, words: Sequence[str]) -> None:
     """Run the jobs that the words of a command ask for. master: see `HydraJobs`."""
-    if master.hydra.runtime.choices["hydra/launcher"] not in (None, "lockstep"):
-        raise ConfigError("hydra/launcher= cannot run these jobs; leave it out, and type sweep.slots=2 for two at once")
+    name = master.hydra.runtime.choices["hydra/launcher"]
+    if name not in (None, "lockstep"):
+        raise ConfigError(
+            f"hydra/launcher={name} cannot run these jobs; leave it out, and type sweep.slots=2 for two at once"
+        )
     parser = OverridesParser.create(config_loader=context.config_loader)
     overrides = parser.parse_overrides(list(words))
     rows = read_table(Path(str(master.hydra.sweep.dir)))
