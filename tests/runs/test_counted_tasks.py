@@ -26,6 +26,8 @@ from lockstep.tasks.multi_label import MultiLabel
 from lockstep.tasks.segmentation import Segmentation
 from lockstep.training.early_steps import find_no_sums
 from lockstep.training.meter import Meter
+from support.commands import WHOLE
+from support.models import OwnClassification
 from support.reference import saved_parameters, train_reference
 from support.refusals import accepted
 from support.worlds import in_world, same_bits, train_all
@@ -220,7 +222,7 @@ def test_a_task_that_returns_a_mean_is_refused_and_one_that_compares_samples_is_
     assert "loss of test_counted_tasks.Compares does not add up" in caplog.text
 
 
-class Weighed(Classification):
+class Weighed(OwnClassification):
     """Samples with weights, whose sum is no whole number, below 1 and a plain number of Python's."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -236,8 +238,8 @@ def weight_of(targets: Tensor) -> Tensor:
 
 
 def test_a_mean_is_over_the_weights_of_all_ranks_whatever_their_sum_is(tmp_path: Path) -> None:
-    words = ["model=linear", f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
-    words += ["trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
+    words = [*WHOLE, f"task._target_={__name__}.Weighed", "trainer.precision=fp64", "trainer.max_steps=4"]
+    words += ["model=linear", "trainer.batch_size=61", "scheduler=constant", "optimizer.weight_decay=0", "logger=[]"]
     torch.manual_seed(0)
     images, targets = digits(True).samples, digits(True).targets
     scaled = (images.double() / 255 - 0.287) / 0.353
@@ -268,9 +270,9 @@ def test_class_weights_are_those_of_torch_on_any_ranks_and_balanced_ones_those_o
         "balanced": torch.from_numpy(compute_class_weight("balanced", classes=np.arange(10), y=y.numpy())),
         "listed": torch.tensor([1, 2, 0, 4, 5, 6, 0.7, 8, 9, 10], dtype=torch.float64),
     }
-    words = ["model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]"]
+    words = [*WHOLE, "model=linear", "trainer.precision=fp64", "trainer.max_steps=4", "logger=[]"]
     words += ["trainer.batch_size=601", "scheduler=constant", "optimizer.weight_decay=0", "optimizer.lr=0.05"]
-    words += ["dataset.mean=null", "dataset.std=null", "task.label_smoothing=0.1"]
+    words += ["dataset.mean=null", "dataset.std=null", "task.label_smoothing=0.1", "task.monitor=loss"]
     kinds = {"parts": ["trainer.gradient_accumulation_steps=3"], "fsdp": ["strategy=fsdp"]}
     kinds |= {"virtual": ["strategy=virtual_ranks", "strategy.count=6"]}
     for size in (1, 2, 3):

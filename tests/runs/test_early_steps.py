@@ -17,10 +17,10 @@ from lockstep import build, build_state
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
 from lockstep.strategies.base import warn_of_gradient_hooks
-from lockstep.tasks.classification import Classification
 from lockstep.training.loop import train_epoch
 from lockstep.training.setup import set_determinism
 from support.configs import composed, parts_of
+from support.models import OwnClassification
 from support.worlds import in_world
 
 UNEQUAL = 61  # samples of a batch: the shares of two ranks are never of one size
@@ -140,7 +140,7 @@ class Listed(nn.Module):
         return out
 
 
-class Counts(Classification):
+class Counts(OwnClassification):
     """A class-weighted mean times the number of samples, which is no sum, and every hit counted twice."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -208,7 +208,7 @@ class Penalised(nn.Module):
         return self.head(images.flatten(1)), self.head.weight.square().mean()
 
 
-class OfPenalised(Classification):
+class OfPenalised(OwnClassification):
     def __call__(self, outputs: Any, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, sums = super().__call__(outputs[0], targets)
         return loss + outputs[1] * len(targets), sums
@@ -230,7 +230,7 @@ class RunningScale(nn.Module):
         return losses / self.scale
 
 
-class Annealed(Classification):
+class Annealed(OwnClassification):
     """Counts its calls."""
 
     calls = 0
@@ -371,7 +371,7 @@ def trained(configs: list[Any]) -> list[tuple[dict[str, Any], str, str]]:
             parts, sentence = parts_of(cfg), ""
             strategy = parts.strategy
             try:
-                cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
+                cfg, loaders = build.model_and_data(cfg, world, parts)
                 state = build_state.train_state(cfg, strategy, loaders.train)
                 train_epoch(state, loaders.train)
                 from lockstep.training.evaluation import Evaluator, Wanted

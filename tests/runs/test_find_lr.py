@@ -112,7 +112,7 @@ def test_all_rates_of_an_optimizer_are_scaled_by_the_same_factor(train: Train) -
     ]
     lr, adamw_lr, groups = suggestion(train(*FIND, "logger=[]", *words))
     rates = [float(word.rpartition("=")[2]) for word in (lr, adamw_lr)]
-    (of_group,) = re.findall(r"^optimizer\.groups=\[\{match:1,lr:([\d.e-]+)\}\]$", groups)
+    (of_group,) = re.findall(r"^parameters\.groups=\[\{match:1,lr:([\d.e-]+)\}\]$", groups)
     assert [rate / rates[0] for rate in (rates[1], float(of_group))] == pytest.approx([0.1, 2], rel=0.05)
 
 

@@ -15,7 +15,7 @@ from lockstep.models.base import matching_parameters
 from lockstep.runs.record import read_run
 from lockstep.snapshots.files import list_snapshots
 from lockstep.snapshots.initial_weights import load_initial_weights
-from support.commands import ROOT, TRAIN, Command
+from support.commands import ROOT, TRAIN, WHOLE, Command
 from support.configs import with_values
 from support.pages import environment
 from support.refusals import accepted, answer
@@ -53,7 +53,7 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def config(*words: str) -> Any:
-    return accepted(*BASE, *words)
+    return accepted(*WHOLE, *BASE, *words)
 
 
 def train(folder: Path, place: str, *words: str, **values: Any) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
         ),
         (
             "parameters.groups=[{match:'4',lr:-1}]",
-            "lr=-1 must be a number above 0; type parameters.groups=[{match:4,lr:",
+            "parameters.groups: {match:4,lr:-1} is refused (Invalid learning rate: -1); type parameters.groups=[]",
         ),
     ):
         assert said in str(answer(*start, words)), words

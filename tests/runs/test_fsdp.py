@@ -109,6 +109,7 @@ def test_each_replica_holds_the_model_once() -> None:
 def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     """(bytes of all tensors that this rank still holds, bytes of the whole model) once train.py has set it up."""
     from lockstep import build
+    from lockstep.config.nodes import instantiate
     from lockstep.distributed.world import init_distributed
 
     odd_weights(torch.device("cpu"), 1)  # a constant that this process keeps, for hashes
@@ -119,7 +120,7 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()
-        whole = sum(parameter.numel() * 8 for parameter in build.instantiate(cfg.model).parameters())
+        whole = sum(parameter.numel() * 8 for parameter in instantiate(cfg.model).parameters())
         WATCHED.clear()
         gc.collect()
         return live_bytes() - before - data, whole
@@ -137,7 +138,7 @@ def live_bytes() -> int:
 
 WATCHED_MODEL = [
     "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4",
-    "trainer.precision=fp64",    "dataset=random", "dataset.samples=10",
+    "model.dropout=0.0", "trainer.precision=fp64", "dataset=random", "dataset.samples=10",
 ]  # fmt: skip
 
 
@@ -154,6 +155,7 @@ GPT = [
     "+dataset.test={samples:21,vocabulary:11,length:6}", "dataset.classes=11", "trainer.precision=fp64",
     "trainer.batch_size=16", "trainer.epochs=1", "optimizer=adamw", "optimizer.fused=false",
     "trainer.max_grad_norm=0.5",    "trainer.gradient_accumulation_steps=2", "logger=[]",
+    "dataset.validation=16",
 ]  # fmt: skip
 
 

@@ -71,7 +71,8 @@ if sys.argv[0].endswith("train.py"):  # the process that starts the ranks, not o
 
 def test_slurms_warning_before_the_ranks_start_stops_them_after_their_first_step(start, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_IMPORT)
-    run = start(*LONG, "launch=torchrun", "model._target_=slow.mlp", PYTHONPATH=tmp_path)
+    net = ["model._target_=slow.mlp", "model.depth=2", "model.dropout=0"]
+    run = start(*LONG, "launch=torchrun", *net, PYTHONPATH=tmp_path)
     wait_for(lambda: (tmp_path / "importing").exists(), "import of the model")
     run.send(signal.SIGUSR1)
     run.finish(75)

@@ -23,9 +23,9 @@ class _Noting(torch.autograd.Function):
 
 
 class NotingNet(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, width=16, depth=1, dropout=0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = _Noting.apply(self.net(inputs))  # type: ignore[no-untyped-call]

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from lockstep.data.builtin import digits
 from lockstep.loggers.tensorboard import TensorBoardLogger
-from lockstep.models.mlp import mlp
+from lockstep.models import mlp as models
+
+
+def mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
+    """The option mlp: a class that is typed gets what is typed of it."""
+    return models.mlp(shape, classes, **({"width": 128, "depth": 2, "dropout": 0.0} | options))
 
 
 class SlowDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -42,9 +47,9 @@ class SlowBackward(torch.autograd.Function):
 class SlowModel(torch.nn.Module):
     """A forward pass of 15 ms or more."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, **options)
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(0.015)
@@ -59,9 +64,9 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def compiled_mlp(**options: Any) -> torch.nn.Module:
+def compiled_mlp(shape: list[int], classes: int, **options: Any) -> torch.nn.Module:
     """An mlp that dynamo has traced, without a compiler behind it."""
-    model = mlp(**options)
+    model = mlp(shape, classes, **options)
     model.compile(backend="eager")
     return model
 
@@ -69,9 +74,9 @@ def compiled_mlp(**options: Any) -> torch.nn.Module:
 class SlowOnOneRank(torch.nn.Module):
     """A backward pass that takes 90 ms longer on rank 1."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, **options)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = SlowBackward.apply(self.net(inputs))
@@ -104,9 +109,9 @@ class SlowLogger(TensorBoardLogger):
 class SlowAtFirst(torch.nn.Module):
     """The first forward pass takes 3 s."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, **options: Any) -> None:
         super().__init__()
-        self.net, self.seconds = mlp(**options), 3.0
+        self.net, self.seconds = mlp(shape, classes, **options), 3.0
 
     def forward(self, inputs: Tensor) -> Tensor:
         time.sleep(self.seconds)

@@ -35,7 +35,7 @@ COMMON = [
     "--config-dir", str(ROOT / "tests" / "zoo" / "conf"), "dataset=zoo", "model=linear",
     "model._target_=zoo.modules.net", f"trainer.batch_size={BATCH}",
     f"trainer.epochs={EPOCHS}", f"optimizer.lr={LR}", "scheduler=constant",
-    "monitor=test/loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
+    "task.monitor=loss", "logger=[]", "snapshot.keep_last=100", "watch.timeout=60",
 ]  # fmt: skip
 
 
