@@ -20,8 +20,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.compat import register_resolver
-from lockstep.config.check import OPTIONS, explain, flatten
-from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, key_of, sets, typed_overrides
+from lockstep.config.check import OPTIONS, explain, flatten, key_of
+from lockstep.config.record import NOT_COMPUTED, RECORD, config_flags, sets, typed_overrides
 from lockstep.config.schema import CONF
 from lockstep.distributed.environment import RankInfo, node_rank_info, read_rank_info
 from lockstep.distributed.host import ENDS_WITH_PARENT, end_with_parent, remove_temporary_folder
@@ -43,6 +43,7 @@ from lockstep.launchers.base import flush_output, print_line
 
 TEXT_FLAGS = {"--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 MULTIRUN_FLAGS = {"--multirun", "-m"}
+VALUED_FLAGS = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"}
 STARTERS = ("torchrun", "srun", "mpirun")  # programs that live as long as the ranks that they start
 OWN_CONFIG = (None, "train", "find_lr", "check")  # the modes whose config is that of the command alone
 NOT_TAKEN = (*NOT_COMPUTED, "trainer.compile", "trainer.digest")  # of a run that a mode uses
@@ -203,8 +204,9 @@ def asks_for_text(words: Sequence[str]) -> bool:
 
 def flags_first(words: Sequence[str]) -> list[str]:
     """argparse takes no flag between two overrides, and a message adds overrides to the end of a command."""
-    overrides = [word for word in words if word.startswith("~") or ("=" in word and not word.startswith("-"))]
-    return [*(word for word in words if word not in overrides), *overrides]
+    pairs = zip(["", *words], words, strict=False)
+    flags = [word.startswith("-") or before in VALUED_FLAGS for before, word in pairs]
+    return [word for first in (True, False) for word, is_flag in zip(words, flags, strict=True) if is_flag is first]
 
 
 # ---- The words and the config of a trained run
@@ -284,8 +286,9 @@ def config_dirs(words: Sequence[str]) -> list[Path]:
 
 def _read(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with path.open() as file:  # whose name is in an error of YAML
+            return yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({' '.join(str(error).split())}); type another one") from None
 
 

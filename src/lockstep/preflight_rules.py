@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hydra.utils import get_object
 
+from lockstep.config.nodes import instantiate_as
 from lockstep.config.schema import RunConfig
-from lockstep.data.partition import global_batch_size
+from lockstep.data.partition import global_batch_size, seeded
 from lockstep.distributed.backend import uses_mps, validate_backend
 from lockstep.errors import ConfigError
 from lockstep.launchers.base import Launcher
@@ -18,12 +19,18 @@ from lockstep.snapshots.mirror import validate_mirror
 from lockstep.snapshots.resume import find_snapshots, snapshots_to_try
 from lockstep.strategies.base import JobSpec, Strategy
 from lockstep.strategies.gradient_sync import Auto, GradientSync
+from lockstep.tasks.base import Task
 
 
 def check_options(
     config: RunConfig, launcher: Launcher, mode: Mode, strategy: Strategy, gradient_sync: GradientSync
 ) -> None:
     """Raise ConfigError for what options and machine contradict."""
+    if all(config.task.get(key, "given") is not None for key in ("shape", "classes")):  # else the data tells
+        with seeded(config.seed):
+            task = instantiate_as(Task, config.task, "task")
+        if config.objective is not None:
+            task.mode(config.objective)
     job = job_spec(config, launcher)
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
     if job.compile and not has_compiler and not launcher.runs_elsewhere:

@@ -98,8 +98,8 @@ def test_a_record_names_the_chosen_classes_and_only_what_they_take(tmp_path: Pat
     """
     net = "def net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     (tmp_path / "nets.py").write_text(f"from torch import nn\n{net}")
-    words = ["model._target_=nets.net", "optimizer._target_=torch.optim.Adagrad", "trainer.epochs=2"]
-    words += ["trainer.max_steps=30", "hydra.run.dir=run"]
+    words = ["model._target_=nets.net", "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.05"]
+    words += ["trainer.epochs=2", "trainer.max_steps=30", "hydra.run.dir=run"]
     Command([*PYTHON_TRAIN, *words], tmp_path, PYTHONPATH=".").finish()
     run = record(tmp_path / "run")
     assert (run["options"]["model"], run["options"]["optimizer"]) == ("nets.net", "torch.optim.Adagrad")
@@ -128,12 +128,13 @@ def test_how_an_interrupted_run_ended(start: Callable[..., Command], number: int
     wait_for(lambda: states(run.cwd) == [state], f"state {state}")  # the monitor's report comes after the kill
     assert run_exit_code(read_run(folder)) == code
     fewer = start(*PYTHON_TRAIN, *words, "trainer.ema=0.5").finish(2)  # the default would replace the learning rate
-    assert "holds a run of optimizer.lr=0.1; to train it on type optimizer.lr=0.1 in this" in fewer.sentence
+    told = "holds a run with optimizer.lr=0.1, and here it is 0.05; type optimizer.lr=0.1 to go on with it"
+    assert told in fewer.sentence
 
 
 def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     diverging = [*PYTHON_TRAIN, *SMALL, "optimizer.lr=1e30", "hydra.run.dir=run"]
-    Command(diverging, tmp_path).finish(3)
+    Command(diverging, tmp_path).finish(1)
     life = record(tmp_path / "run")["lives"][-1]
     assert (life["state"], life["exit_code"]) == ("diverged", 3)
     assert states(tmp_path) == ["diverged"]
@@ -144,9 +145,9 @@ def test_a_resumed_run_keeps_how_its_first_life_ended_and_what_was_changed(tmp_p
     words = [*SMALL, "model._target_=support.faults.FaultyModel", "launch=fork", "hydra.run.dir=run"]
     words += ["trainer.max_steps=30", "snapshot.every=5steps"]
     faulty = {"PYTHONPATH": ROOT / "tests", "FAULT": "forward/kill:1:14"}
-    Command([*PYTHON_TRAIN, *words], tmp_path, **faulty).finish(5)
+    Command([*PYTHON_TRAIN, *words], tmp_path, **faulty).finish(1)
     assert states(tmp_path) == ["killed"]
-    Command([*PYTHON_TRAIN, *words, "optimizer.lr=0.2"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
+    Command([*PYTHON_TRAIN, *words, "trainer.max_steps=40"], tmp_path, **faulty | {"FAULT": "none/none:0:0"}).finish()
     first, second = record(tmp_path / "run")["lives"]
-    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"optimizer.lr": 0.05})
+    assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)

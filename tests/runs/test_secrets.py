@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runs.record import read_run
 from support.commands import PYTHON_TRAIN, Command
 from support.ports import free_port
 
@@ -53,12 +52,9 @@ def test_no_file_of_a_run_has_a_value_of_the_environment(
 ) -> None:
     run = start(*PYTHON_TRAIN, *launch, *TYPED, "trainer.epochs=1", **own).finish()
     assert f"its token of {len(SECRET)} letters" in run.output
-    first = read_run(run.cwd / "run")
     again = start(*PYTHON_TRAIN, *launch, *TYPED, "trainer.epochs=2", **own | {"RUN_TOKEN": CHANGED}).finish()
     assert "resumed from" in (run.cwd / "run" / "train.log").read_text()
     assert_nowhere(run.cwd / "run", run.output + again.output)
-    digests = [found["environment"]["value of model.token"] for found in (first, read_run(run.cwd / "run"))]
-    assert [len(digest) for digest in set(digests)] == [4, 4]  # 16 bits of a hash: another value, and no secret
     assert "token: ${oc.env:RUN_TOKEN}" in (run.cwd / "run" / ".hydra" / "config.yaml").read_text()
 
 

@@ -93,7 +93,7 @@ def test_when_the_test_set_is_read(words, val, test, tested, train, tmp_path):
     ("number", "more"), [(signal.SIGTERM, []), (signal.SIGKILL, []), (signal.SIGTERM, ["evaluation.test=every"])]
 )
 def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(number, more, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping"]
+    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
     # Transforms, so that samples are read one by one.
     own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]", *more]
     typed = [sys.executable, TRAIN, *SMALL, *FIRST_IS_BEST, "hydra.run.dir=run", *own]
@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_in_its_test_is_tested_when_it_is_typed_again(numb
 
 
 def test_a_finished_run_does_not_read_its_test_set_again(train, start, tmp_path):
-    own = ["dataset.test._target_=support.own_data.stopping"]
+    own = ["dataset.test._target_=support.own_data.stopping", "dataset.test.train=false"]
     own += ["dataset.test_transforms=[{_target_:torch.nn.Identity}]"]
     typed = [sys.executable, TRAIN, *SMALL, "hydra.run.dir=run", *own]
     path = {"PYTHONPATH": ROOT / "tests"}

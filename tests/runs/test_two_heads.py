@@ -74,7 +74,8 @@ def test_metrics_and_predictions_of_two_heads_are_over_the_samples(
     right = sum(row["side"] == row["truth_side"] for row in rows)
     metrics = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
     assert metrics["accuracy"] == pytest.approx(right / len(rows))
-    plain = ["task._target_=heads.AsTheyAre", "mode=predict", "resume=run", "mode.file=plain.csv"]
+    plain = ["task._target_=heads.AsTheyAre", "task.metrics={loss:min,accuracy:max}", "task.monitor=accuracy"]
+    plain += ["mode=predict", "resume=run", "mode.file=plain.csv"]
     start(*PYTHON_TRAIN, *own, *plain, PYTHONPATH=python_path).finish()
     header = (tmp_path / "plain.csv").read_text().splitlines()[0]
     assert header == "index,output_side_0,output_side_1,output_sum,truth_side,truth_sum"

@@ -112,26 +112,27 @@ model._target_=own_net.Net | +model.widht=4 | widht
  | --config-dir=conf model=nothing | model.width
  | --config-dir=conf model=missing | model.width
  | --config-dir=conf experiment=no_package | experiment
- | --config-dir=conf experiment=no_override | model
+ | --config-dir=conf experiment=no_override | no_override
  | --config-dir=conf experiment=typo | trainer.epoch
  | --config-dir=conf experiment=tab | tab.yaml
  | --config-dir=conf experiment=twice | twice.yaml
  | --config-dir=conf experiment=no_option | nlp
  | monitor=test/accuracy | monitor
- | monitor=val/f1 | f1
 dataset.validation=null | evaluation.patience=3 | evaluation.patience
  | dataset.folds=5 | dataset.folds
  | dataset.validation=1.5 | dataset.validation
- | task._target_=torch.nn.Identity | task
 model=mlp | model.dropout=2 | model.dropout
  | scheduler=torch | scheduler.schedule
 """
+FILLED_IN = {"scheduler.schedule": "'{_target_:torch.optim.lr_scheduler.StepLR,step_size:3}'"}
 ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.strip("\n").splitlines()]
 
 
 def advice_in(sentence: str) -> list[str] | None:
     """The words of what a sentence says to type: the first of several. None if more than a value is left to fill in."""
-    text = re.split(r",? or |, for | for |, with ", sentence.rpartition("; type ")[2])[0].replace("<value>", "1")
+    text = re.split(r",? or |, for | for |, with ", sentence.rpartition("; type ")[2])[0].replace(
+        "<value>", FILLED_IN.get(sentence.split()[1], "1")
+    )
     return None if "<" in text else shlex.split(text)
 
 
@@ -148,6 +149,8 @@ def corrections(words: list[str], wrong: list[str], advice: list[str], folder: P
         text, (key, _, value) = file.read_text(), advice[0].partition("=")
         if advice[0] == "#":
             text = f"# @package _global_\n{text}"
+        elif advice[0] == "each":
+            text = "\n".join({line.partition(":")[0]: line for line in text.replace("\t", "  ").splitlines()}.values())
         elif advice[0] == "override":
             text = text.replace("- /", "- override /")
         else:
@@ -207,5 +210,5 @@ def test_what_a_refusal_says_to_type_is_right(
     with capsys.disabled():
         print("", *table, f"{helped} of {len(ROWS)} helped", sep="\n")
     assert not faults, "\n\n".join(faults)
-    assert not (project / "outputs").exists()  # no run folder
+    assert list(project.glob("outputs/[0-9]*")) == []  # no run folder
     assert helped >= len(ROWS) - 10

@@ -185,9 +185,9 @@ class FaultyBackward(torch.autograd.Function):
 class FaultyModel(torch.nn.Module):
     """An mlp that breaks while it is built, or in a forward or backward pass of training or of an evaluation."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, width: int = 128, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, width, depth, dropout)
         self.steps = 0
         if next(self.net.parameters()).device.type != "meta":
             _break_at("build", 1)
@@ -205,9 +205,9 @@ class FaultyModel(torch.nn.Module):
 class SweptModel(FaultyModel):
     """A FaultyModel that breaks on one rank, in its third forward pass, in the way that `model.kind` names."""
 
-    def __init__(self, kind: str, rank: int = 1, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, kind: str, rank: int = 1) -> None:
         os.environ["FAULT"] = f"forward/{kind}:{rank}:3"
-        super().__init__(**options)
+        super().__init__(shape, classes)
 
 
 class FaultyDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -26,12 +27,21 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.compat import hydra_composed
+from lockstep.compat import root_of
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
 FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
-SPELLED = {"yes": True, "on": True, "no": False, "off": False, "none": None, "nil": None, "never": None}
+SPELLED = {
+    "yes": True,
+    "on": True,
+    "true": True,
+    "no": False,
+    "off": False,
+    "false": False,
+    "none": None,
+    "never": None,
+}
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in CONF.iterdir()
@@ -99,7 +109,7 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
     value = OmegaConf.select(OmegaConf.create(values), place, default=MISSING)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if value is MISSING:
-        raise ConfigError(f"{key} is missing; type {word(f'+{key}', default_of(key))}")
+        raise ConfigError(f"{key} is missing; type the command without ~{key}")
     if types & UNKNOWN:
         raise ConfigError(unknown_key(key, show(value), flatten(values, section)))
 
@@ -113,7 +123,8 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
     said |= {"missing": "longer"} if "missing" in said else {}
     accepted = " or ".join(dict.fromkeys(text for kind, text in said.items() if kind != "needs_python_object"))
     meant = [candidate for candidate in _candidates(value, errors, default_of(key, target)) if accepts(candidate)]
-    advice = word(key, meant[0]) if meant else f"{key}=<value>"
+    inside = [word(one, inner) for one, inner in conf_values()[""].items() if one.startswith(f"{key}.")]
+    advice = word(key, meant[0]) if meant else (inside or [f"{key}=<value>"])[0]
     raise ConfigError(f"{key}={show(value)} should be {accepted}; type {advice}")
 
 
@@ -150,28 +161,40 @@ def _candidates(value: Any, errors: list[Any], default: object) -> list[Any]:
     """Values that may have been meant, the likeliest first."""
     text = show(value).lower()
     words = re.findall(r"'([^']*)'", " ".join(error["msg"] for error in errors))
-    number = re.match(r"-?\d+(\.\d+)?(e-?\d+)?", text)
-    numbers = [yaml.safe_load(number[0]), round(float(number[0]))] if number else []
+    number = re.fullmatch(r"(-?\d+(\.\d+)?(e-?\d+)?)[a-z]*", text)
+    numbers = [yaml.safe_load(number[1]), round(float(number[1]))] if number else []
     inner = value[:1] if isinstance(value, list) else [] if value is None else [[value]]
     limits = [limit for error in errors for name, limit in error.get("ctx", {}).items() if name in ("ge", "le")]
     near = [*get_close_matches(text, words, 1), *(name for name in words if name in text or text in name)]
-    found = [*near, SPELLED.get(text, default), *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
+    near += [SPELLED[text]] if text in SPELLED else []
+    found = [*near, *numbers, *inner, default, *limits, *words, None, True, 1, 0.5]
     return [one for one in found if not isinstance(one, dict) or "_target_" in one]
 
 
 def default_of(key: str, target: object = None) -> object:
     """The value of a key in conf/, of the option with this `_target_`; None if there is none, or an interpolation."""
-    section, _, rest = key.partition(".")
-    files = [(CONF / "config.yaml", key), *((path, rest) for path in sorted((CONF / section).glob("*.yaml")))]
-    for path, place in files:
-        option = OmegaConf.create(yaml.safe_load(path.read_text()) or {})
-        value = OmegaConf.select(option, place, throw_on_resolution_failure=False) if place else None
-        if value is not None and "${" not in str(value) and target in (None, option.get("_target_")):
-            return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    section = key.partition(".")[0]
+    for values in conf_values().values():
+        value, of = values.get(key), values.get(f"{section}._target_")
+        if value is not None and target in (None, of) and not re.search(r"\$\{|\?{3}", str(value)):
+            return value
     return None
 
 
 # ---- Keys, options and words
+
+
+@cache
+def conf_values() -> dict[str, dict[str, Any]]:
+    """{"model=mlp": {"model.width": 64, ...}, ...} of each option in conf/; "" are the values of config.yaml, and the
+    options that it chooses."""
+    base = yaml.safe_load((CONF / "config.yaml").read_text())
+    chosen = {group: name for one in base.pop("defaults") if isinstance(one, dict) for group, name in one.items()}
+    found = {"": flatten({key: value for key, value in base.items() if key != "hydra"}) | chosen}
+    for group, names in OPTIONS.items():
+        texts = {name: (CONF / group / f"{name}.yaml").read_text() for name in names}
+        found |= {f"{group}={name}": flatten(yaml.safe_load(text) or {}, group) for name, text in texts.items()}
+    return found
 
 
 def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
@@ -179,14 +202,19 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
     section, last = key.partition(".")[0], key.rpartition(".")[2]
     if section in ("experiment", "local"):
         return f"a file below conf/{section} is not for the whole config; type # @package _global_ in its first line"
+    options = [option for option, values in conf_values().items() if option and key in values]
+    if options:
+        return f"{key} is a key of {' and '.join(options)}; type {options[0]} {shlex.quote(f'{key}={value}')}"
     keys = [one for one in known if one != key and not one.rpartition(".")[2].startswith("_")]
     keys = keys if "." in key else [*OPTIONS, *keys]
     ends = {one: one.rpartition(".")[2] for one in keys}
-    near = get_close_matches(last, ends.values(), 1, 0.75)
+    groups = [group for group, names in OPTIONS.items() if value in names]
+    near = get_close_matches(key, groups, 1) or get_close_matches(last, ends.values(), 1, 0.75)
     alike = [one for one in keys if ends[one] == last] or [one for one in keys if near and ends[one] == near[0]]
     alike.sort(key=lambda one: (one.partition(".")[0] != section, len(one)))
-    meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.85)][:1]]
-    own = [] if "." in key else [shlex.quote(f"+vars.{key}={value}") + " for a key of your own"]
+    meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.65)][:1]]
+    name = key.removeprefix("vars.")
+    own = [] if "." in name else [shlex.quote(f"+vars.{name}={value}") + " for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
 
@@ -196,7 +224,9 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
     words: the command's.
     """
     causes = list(_causes(error))
-    if not any(isinstance(cause, HydraException | OmegaConfBaseException | yaml.YAMLError) for cause in causes):
+    raised_in = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    known = any(isinstance(cause, HydraException | OmegaConfBaseException | yaml.YAMLError) for cause in causes)
+    if not known and raised_in[-1:] not in (["hydra"], ["omegaconf"]):
         return None
     overrides = [one for one in words if not one.startswith("-")]
     for cause in causes:
@@ -204,12 +234,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
         if sentence is not None:
             break
     else:
-        cause, sentence = error, "the config cannot be composed; type --info to see how"
-        for one in overrides:
-            if composed([other for other in overrides if other != one]) is not None:
-                is_sweep = OverridesParser.create().parse_override(one).is_sweep_override()
-                advice = f"-m {shlex.quote(one)} for a sweep" if is_sweep else "--cfg job to see the keys"
-                sentence = f"{one} cannot be used here; type {advice}"
+        cause, sentence = error, _about(str(error), overrides)
     more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
     return f"{sentence}\n    {more}" if more else sentence
 
@@ -219,76 +244,109 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or error.__context__
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
     """What an error says by its type and its attributes."""
-    key = getattr(cause, "full_key", None)
+    key: Any = getattr(cause, "full_key", None)
     if isinstance(cause, yaml.YAMLError):
-        mark = getattr(cause, "problem_mark", None)
+        mark, problem = getattr(cause, "problem_mark", None), getattr(cause, "problem", None)
         where = f"{mark.name}, line {mark.line + 1}," if mark else "a config file"
-        return f"{where} is no YAML; type one `key: value` a line, with spaces, and every bracket and quote closed"
+        advice = "each key once, as `key: value`, with spaces for tabs, and every bracket and quote closed"
+        return f"{where} cannot be read ({problem or cause}); type {advice}"
     if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
         group, _, option = str(cause.missing_cfg_file).rpartition("/")
-        options = sorted(cause.options or OPTIONS.get(group, []))
-        meant = (get_close_matches(option, options, 1) or ["<one of them>"])[0]
-        other = f"--config-dir=<the folder that holds {cause.missing_cfg_file}.yaml>"
-        known = f"{group} has the options {', '.join(options)}; type {group}={meant}, or {other}"
-        return f"{cause.missing_cfg_file} is no config: {known if options else f'type {other}'}"
+        return _no_option(group, option, cause.options or OPTIONS.get(group, []))
     if isinstance(cause, OverrideParseException):
         return _unreadable(str(cause.override), words)
     if isinstance(cause, MissingMandatoryValue):
-        return f"{key} has no value; type {key}=<value>"
+        return f"{key} has no value; type {_with_default(key)}"
     if isinstance(cause, InterpolationResolutionError):
         key = key or next((one.partition("=")[0] for one in words if "${" in one), "a key")
-        return f"{key} has no usable value; type {key}=<value>"
+        return f"{key} has no usable value; type {_with_default(key)}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError | ConfigTypeError) and key:
-        return _unknown_override(key, words)
+        return _unknown_override(key, root_of(cause), words)
     return None
 
 
-def _unknown_override(key: str, words: list[str]) -> str:
+def _about(said: str, words: list[str]) -> str:
+    """For an error that has no key: the word that it is probably about. said: its text."""
+    for one in words:
+        override = OverridesParser.create().parse_override(one)
+        key, value = override.key_or_group, override.value()
+        known = key in conf_values()[""] or key in OPTIONS
+        if override.is_sweep_override():
+            return f"{one} has several values; type -m {shlex.quote(one)} for a sweep"
+        if key in OPTIONS and not override.is_delete() and not isinstance(value, str | list):
+            return _no_option(key, show(value), OPTIONS[key])
+        if one.startswith("+") and known and key in said:
+            return f"{key} has a value, which + cannot add; type {word(key, value)}"
+        if one.startswith("~") and key in said:
+            return f"{one} is about what is not there; type the command without {one}"
+    preset = [one for one in words if key_of(one) in ("experiment", "local")]
+    if preset:
+        return f"{preset[0]} chooses an option again; type override before each option in its defaults list"
+    named = [one for one in words if key_of(one) in said] or words[-1:]
+    return f"{' and '.join(named) or 'the config'} cannot be composed; type the command without {' '.join(named)}"
+
+
+def key_of(typed: str) -> str:
+    return typed.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _no_option(group: str, option: str, options: Sequence[str]) -> str:
+    folder = f"--config-dir=<the folder that holds {join(group, option).replace('.', '/')}.yaml>"
+    if not options:
+        return f"{option} is no config; type {folder}"
+    text = option.lower()
+    same = [one for one in options if SPELLED.get(one, one) == SPELLED.get(text, text)]
+    meant = [*same, *get_close_matches(text, options, 1), default_of(group)]
+    known = f"{group} has the options {', '.join(sorted(options))}"
+    return f"{group}={option} is no option, and {known}; type {group}={meant[0]}, or {folder}"
+
+
+def _with_default(key: str) -> str:
+    value = default_of(key)
+    return f"{key}=<value>" if value is None else word(key, value)
+
+
+def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
+    """For a key that a word sets and `cfg`, which Hydra has composed so far, does not have."""
     from lockstep.config.nodes import locate, parameters_of
 
-    typed = next((one for one in words if f"{one.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.")), key)
-    key, _, value = typed.lstrip("+~").partition("=")
-    cfg = composed([one for one in words if one.lstrip("+").partition("=")[0] in OPTIONS])
-    if typed.startswith("~") or cfg is None:
-        return f"{typed} is about a key that is not there; type --cfg job to see the keys"
+    typed = next((one for one in words if f"{key_of(one)}.".startswith(f"{key}.")), key)
+    key, value = key_of(typed), typed.partition("=")[2]
+    if typed.startswith("~"):
+        return f"{typed} is about a key that is not there; type the command without {typed}"
     parent, _, name = key.rpartition(".")
     node: Any = OmegaConf.select(cfg, parent) if parent else None
     if OmegaConf.is_dict(node) and "_target_" in node:
         parameters = parameters_of(locate(parent, node["_target_"]))
         if parameters is None or name in parameters:
             return f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value)}"
-    return unknown_key(key, value or "<value>", flatten(OmegaConf.to_container(cfg, resolve=False)))
+    values: Any = OmegaConf.to_container(cfg, resolve=False)
+    known = flatten({one: values[one] for one in values if one != "hydra"})
+    return unknown_key(key, value or "<value>", known)
 
 
 def _unreadable(typed: str, words: list[str]) -> str:
-    """For a word that Hydra cannot parse: a word near to it that it can."""
+    """For a word that Hydra cannot parse: one near to it that it can, also with the words beside it."""
+    place = words.index(typed) if typed in words else len(words)
+    before, after = words[:place][-1:], words[place + 1 :]
+    known = {key for values in conf_values().values() for key in values} | OPTIONS.keys()
+    joined = ["".join([*before, typed]), "".join([typed, *after[:2]]), "".join([typed, *after[:1]])]
+    joined += [typed.replace(":", "=", 1), f"{typed}={''.join(after[:1])}"]
+    near = [one for one in joined if one.partition("=")[0] in known and re.fullmatch("[^=]+=[^=]+", one)]
     key, equals, value = typed.partition("=")
-    if not equals:
-        key, colon, value = typed.partition(":")
-        cfg = composed([one for one in words if one.partition("=")[0] in OPTIONS])
-        known = flatten(OmegaConf.to_container(cfg, resolve=False)) if cfg is not None else {}
-        after = [one for one in words[words.index(typed) + 1 :] if "=" not in one] if typed in words else []
-        if key not in known and key not in OPTIONS:
-            return unknown_key(key, value or "<value>", known)
-        value = value if colon else after[0] if after else show(default_of(key))
-        return f"{typed} has no =; type {key}={value}"
+    if not equals and not near:
+        return f"{key} has no value; type {_with_default(key)}" if key in known else unknown_key(key, "<value>", known)
     inner = value.strip("[](){} ,'\"")
-    for meant in (f"{key.strip()}={value.strip()}", f"{key}=[{inner}]", f"{key}={inner}", f'{key}="{inner}"'):
+    of_list = f"{key}=[{inner}]"
+    near += [of_list] * ("," in inner) + [f"{key.strip()}={value.strip()}", f"{key}={inner}", of_list]
+    for meant in near:
         with suppress(HydraException):
             OverridesParser.create().parse_override(meant)
             return f"{typed} cannot be read; type {shlex.quote(meant)}"
-    return f"{typed} cannot be read; type {key}=<value>, with every bracket and quote closed"
-
-
-def composed(words: Sequence[str]) -> DictConfig | None:
-    """The config of these words, None if Hydra cannot compose them."""
-    try:
-        with hydra_composed(["run_dir=.", *words]) as cfg:
-            return cfg
-    except Exception:
-        return None
+    quoted = value.replace('"', "")
+    return f"{typed} cannot be read; type " + shlex.quote(f'{key}="{quoted}"')

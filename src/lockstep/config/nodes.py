@@ -15,8 +15,8 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.compat import hydra_may_call_all
-from lockstep.config.check import check_values, flatten, join, show
-from lockstep.config.schema import CONF, FROM_DATA, Node
+from lockstep.config.check import check_values, default_of, flatten, join, show
+from lockstep.config.schema import FROM_DATA, Node
 from lockstep.errors import ConfigError
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
@@ -48,7 +48,7 @@ def nodes_in(value: object, key: str) -> Iterator[tuple[str, Node]]:
 def locate(key: str, path: object) -> Callable[..., Any]:
     """What the dotted `path` names. Raises ConfigError with the error of the import."""
     group, names, found = key.partition(".")[0], str(path).split("."), None
-    advice = f"{group}=<an option in conf/{group}>" if (CONF / group).is_dir() else f"{key}._target_=<module>.<class>"
+    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<module>.<class>"
     try:
         if len(names) < 2 or not all(names):
             raise ImportError("it names no module and class")
@@ -157,9 +157,10 @@ def instantiate_as(kind: type[Kind], node: Node, key: str, *first: Any, **later:
     if isinstance(made, kind):
         return made
     group, wanted = key.partition(".")[0], f"{kind.__module__}.{kind.__qualname__}"
+    advice = f"{group}={default_of(group)}" if key == group else f"{key}._target_=<a class below {wanted}>"
     raise ConfigError(
         f"{key}._target_={node['_target_']} gives an object of {type(made).__name__}, and {wanted} is wanted; "
-        f"type {group}=<an option in conf/{group}>"
+        f"type {advice}"
     )
 
 

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.check import flatten, show, word
+from lockstep.config.check import flatten, key_of, show, word
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.source_code import ROOT
@@ -127,10 +127,6 @@ def config_flags(words: Sequence[str]) -> list[str]:
     named = [(names.get(name, name), value if equals else after) for (name, equals, value), after in pairs]
     found = [f"{name}={value}" for name, value in named if name in names.values()]
     return found + [one for one in words if one.startswith("hydra.searchpath=")]
-
-
-def key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def sets(word: str, names: Sequence[str]) -> bool:
