@@ -115,7 +115,7 @@ def check_nodes(group: str, value: object) -> None:
             raise ConfigError(f"{node['_target_']} needs {' and '.join(missing)}; type {' '.join(words)}")
         if str(node["_target_"]).startswith(CHECKED_BY_TYPE):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
-            nodes = {name for name, value in given.items() if isinstance(value, dict) and "_target_" in value}
+            nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
             names = tuple(name for name in given if name not in null | nodes)
             check_values(key, {name: node[name] for name in names}, _model_of(target, names), node["_target_"])
 
