@@ -244,7 +244,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
