@@ -37,7 +37,7 @@ def output_of(cell: Any) -> str:
 def test_the_page_runs_in_a_notebook(notebook: Any, tmp_path: Path) -> None:
     client = notebook(python_blocks(ROOT / "docs" / "notebooks.md"))
     client.execute()
-    trained, losses, stopped, predicted, composed = map(output_of, client.nb.cells)
+    trained, losses, stopped, predicted, checked, composed = map(output_of, client.nb.cells)
     assert "rank 0 of 2" in trained
     assert "epoch 3/3" in trained
     folder, accuracy = trained.splitlines()[-1].split()
@@ -47,7 +47,8 @@ def test_the_page_runs_in_a_notebook(notebook: Any, tmp_path: Path) -> None:
     assert stopped.splitlines()[-1] == "True"
     assert stopped.count("epoch 3/4") == 1
     assert len(eval(predicted)) == 2
-    assert composed.splitlines()[0] == "128 0.05"
+    assert checked.splitlines()[-1].startswith("your own work fits")
+    assert composed.splitlines()[0] == "5 128 0.05"
     assert composed.count("outputs/") == 2
     assert folder in composed
 
@@ -92,6 +93,7 @@ def test_what_cannot_work_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="ranks=2 and a typed launch both .*leave ranks= out"):
         lockstep.train(["launch=fork"], ranks=2)
     (tmp_path / "broken_nets.py").write_text("def net():\n    from torch import nn\n    return nn.Linear(3, 10)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     words = ["model=linear", "model._target_=broken_nets.net", "~model.shape", "~model.classes", "logger=[]"]
     with pytest.raises(RankFailed, match="rank 0 of 1 failed first") as failed:
         lockstep.train(words)
@@ -104,7 +106,7 @@ def test_compose_gives_what_the_command_would_train_with(tmp_path: Path) -> None
     config = lockstep.compose([f"--config-dir={tmp_path}/conf", "model=wide", "trainer.epochs=7", "run_dir=runs/a"])
     assert (config.model["width"], config.trainer.epochs, config.run_dir) == (512, 7, "runs/a")
     assert config.model["classes"] == config.dataset.classes  # interpolations are resolved
-    assert lockstep.compose("model=mlp 'vars={a: 1}'").vars == {"a": 1}
+    assert lockstep.compose("model=mlp '+vars.sizes=[1, 2]'").vars == {"sizes": [1, 2]}
 
 
 OWN_PROGRAM = """
@@ -160,7 +162,7 @@ import lockstep
 sys.path.insert(0, "nets")
 overrides = ["model._target_=far.Net", "optimizer._target_=beside.Descent", "trainer.epochs=1"]
 for held_out in ("0.1", "null"):
-    result = lockstep.train([*overrides, f"dataset.validation={held_out}", f"hydra.run.dir={held_out}"], ranks=2)
+    result = lockstep.train([*overrides, f"dataset.validation={held_out}", f"hydra.run.dir=runs/{held_out}"], ranks=2)
     net = result.net()
     print("net", type(net.net).__module__, len(net.predict(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))))
 """
@@ -174,7 +176,7 @@ def test_ranks_import_what_the_caller_can_and_a_net_of_ones_own_is_loaded(tmp_pa
     said = python(tmp_path, "script.py").stdout
     assert said.count("rank 0 of 2") == 2
     assert said.count("net far 2") == 2  # the best one, and where nothing chooses the last one
-    (tmp_path / "later.py").write_text("import lockstep\nprint(type(lockstep.load('0.1', 'best').net))\n")
+    (tmp_path / "later.py").write_text("import lockstep\nprint(type(lockstep.load('runs/0.1', 'best').net))\n")
     later = python(tmp_path, "later.py", PYTHONPATH=f"{ROOT / 'src'}:{tmp_path / 'nets'}")
     assert later.stdout == "<class 'far.Net'>\n"
 

@@ -214,7 +214,8 @@ def unknown_key(key: str, value: str, known: Iterable[str]) -> str:
     alike = [one for one in keys if ends[one] == last] or [one for one in keys if near and ends[one] == near[0]]
     alike.sort(key=lambda one: (one.partition(".")[0] != section, len(one)))
     meant = [shlex.quote(f"{one}={value}") for one in [*alike, *get_close_matches(key, keys, 1, 0.65)][:1]]
-    own = [] if "." in key else [shlex.quote(f"+vars.{key}={value}") + " for a key of your own"]
+    name = key.removeprefix("vars.")
+    own = [] if "." in name else [shlex.quote(f"+vars.{name}={value}") + " for a key of your own"]
     return f"{key} is no key of this config; type {', or '.join([*meant, *own]) or '--cfg job to see the keys'}"
 
 
@@ -244,7 +245,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _told(cause: BaseException, words: list[str]) -> str | None:
