@@ -172,7 +172,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     cfg, typed = cfg.copy(), dict[str, Any]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        typed |= {} if override.is_delete() else flatten(override.value(), override.key_or_group)
+        value, key = override.value(), override.key_or_group
+        typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
     for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
         node, target = OmegaConf.select(cfg, key), OmegaConf.select(cfg, f"{key}._target_")
         parameters = named_by(locate(key, target)) or {}
