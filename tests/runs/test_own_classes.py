@@ -112,14 +112,23 @@ def test_options_of_an_own_model_are_not_checked_against_ours() -> None:
     ("typed", "said"),
     [
         ("model._target_=own_nets.Net", "own_nets.Net needs activation; type +model.activation=<value>"),
-        ("model._target_=own_nets.Net +model.activation=gelu +model.weight=x", "no weight, but weights; type ~model.weight +model.weights=x"),
-        ("model._target_=own_nets.Nett", "No module named 'own_nets.Nett'; 'own_nets' is not a package); type model._target_=own_nets.Net"),
+        (
+            "model._target_=own_nets.Net +model.activation=gelu +model.weight=x",
+            "no weight, but weights; type ~model.weight +model.weights=x",
+        ),
+        (
+            "model._target_=own_nets.Nett",
+            "No module named 'own_nets.Nett'; 'own_nets' is not a package); type model._target_=own_nets.Net",
+        ),
         ("model._target_=own_nets.NUMBER", "it is neither a class nor a function); type model="),
         (
             "model._target_=kornia.models.VisionTransformer",
             "No module named 'kornia'); type --config-dir=<a folder beside kornia.py>, or PYTHONPATH=<its folder> before",
         ),
-        ("model._target_=nowhere.Net", "No module named 'nowhere'); type --config-dir=<a folder beside nowhere.py>, or PYTHONPATH="),
+        (
+            "model._target_=nowhere.Net",
+            "No module named 'nowhere'); type --config-dir=<a folder beside nowhere.py>, or PYTHONPATH=",
+        ),
         ("model._target_=own_failing.Net", "'a_package_that_nobody_has'); type pip install a_package_that_nobody_has"),
         (
             "model._target_=own_dividing.Net",

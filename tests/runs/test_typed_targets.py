@@ -37,7 +37,11 @@ KEPT: list[tuple[str, str, dict[str, Any]]] = [
     ("dataset.shape=[2] model=mlp model._target_=own.Wide", "model", {"shape": [2], "classes": 10}),
     (RADAM, "optimizer", {}),
     (f"{RADAM} optimizer.lr=0.1", "optimizer", {"lr": 0.1}),
-    ("optimizer.lr=0.1", "optimizer", {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None}),
+    (
+        "optimizer.lr=0.1",
+        "optimizer",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None},
+    ),
     ("scheduler._target_=lockstep.training.schedulers.step +scheduler.gamma=0.5", "scheduler", {"gamma": 0.5}),
 ]
 # What is typed, and what the sentence says.
@@ -96,9 +100,7 @@ def test_a_sweep_and_a_check_of_a_typed_class(start: Start, path: dict[str, Path
     start(*PYTHON_TRAIN, "mode=check", "model._target_=own.Net", **path).finish()
 
 
-def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(
-    start: Start, path: dict[str, Path], option: str
-) -> None:
+def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start: Start, path: dict[str, Path], option: str) -> None:
     for number, words in enumerate((["model._target_=own.Net"], [option, "model=linear_net"])):
         run = start(*PYTHON_TRAIN, *words, "trainer.max_steps=2", f"hydra.run.dir=run{number}", **path).finish()
         _, typed = next(line for line in run.output.splitlines() if line.startswith("evaluate:")).split(maxsplit=1)
