@@ -57,7 +57,7 @@ class Watch(Watcher):
         if self.count == WARM_UP:
             reset_peak()
         elif self.count > WARM_UP and place == 0:
-            self.snapshots.saver.drain()
+            self.snapshots.saver.writer.drain()
             self.found["peak"].append(memory()["rss"])
             reset_peak()
             self.snapshots.world.barrier()

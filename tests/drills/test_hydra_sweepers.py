@@ -40,14 +40,14 @@ def test_jobs_that_fail_end_a_sweep_of_optuna_with_its_summary(start):
     """
     words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
     words += ["model=mlp", "trainer.epochs=1", "optimizer.lr=interval(1e10,2e10)"]
-    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(1)
     assert "sweep: 1 failed" in run.output
     assert "Traceback" not in run.output
     words += ["hydra.sweeper.max_failure_rate=1", "sweep.max_failures=2", "hydra.sweep.dir=t"]
-    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(1)
     assert states(run.cwd / "t") == ["failed"] * 2
     words += ["hydra.sweeper.n_trials=1", "hydra.sweep.dir=u"]
-    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(6)
+    run = start(*PYTHON_TRAIN, "-m", *words, PYTHONPATH=SWEEPER).finish(1)
     assert "sweep: 1 failed" in run.output
     assert "No trials are completed yet" in run.output
     assert "Traceback" not in run.output

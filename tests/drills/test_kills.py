@@ -97,25 +97,6 @@ def test_a_crash_and_a_restart_cost_no_bit(start, start_faulty, tmp_path, launch
     assert_one_curve(tmp_path / "run")
 
 
-def test_a_kill_in_a_job_of_a_sweep_under_torchrun_costs_that_job_no_bit_and_the_others_nothing(
-    start, start_faulty, tmp_path
-):
-    words = [*SLOW, "trainer.epochs=4", "snapshot.every=15steps", "-m", "seed=1,2,3"]
-    start(*PYTHON_TRAIN, "launch=fork", *words, "hydra.sweep.dir=undisturbed").finish()
-    run = start_faulty(*STANDALONE, "--max-restarts=1", TRAIN, *words, "hydra.sweep.dir=sweep")
-    wait_for(lambda: position(tmp_path / "sweep/1_seed=2")[0] >= 5, "first snapshot of the second job")
-    first = (tmp_path / "sweep/0_seed=1/model.pt").stat().st_mtime_ns
-    run.broken_at = time.time()
-    os.kill(ranks_of_torchrun(run.process.pid)[1], signal.SIGKILL)
-    run.finish()
-    jobs = ("0_seed=1", "1_seed=2", "2_seed=3")
-    for job in jobs:
-        assert same_bits(tmp_path / "undisturbed" / job, tmp_path / "sweep" / job)
-        assert_one_curve(tmp_path / "sweep" / job)
-    assert [count_resumptions(tmp_path / "sweep" / job) for job in jobs] == [0, 1, 0]
-    assert (tmp_path / "sweep/0_seed=1/model.pt").stat().st_mtime_ns == first  # a finished job is not trained again
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_to_torchrun_costs_no_step_and_leaves_no_orphan(start_faulty, tmp_path, number):
     folder = tmp_path / "run"

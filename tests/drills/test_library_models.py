@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lockstep.config.targets import instantiate
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from lockstep.config.nodes import instantiate
 from support.commands import ROOT
 from support.configs import composed
 from support.pages import copy_examples

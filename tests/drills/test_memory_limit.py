@@ -16,7 +16,7 @@ FOUR = ["launch=fork", "launch.nproc_per_node=4", f"+model.limit={LIMIT}"]
 LAYERS = 28  # of 38 MB: 1057 MB of weights, and as much of gradients; a rank takes 500 to 600 MB
 NET = [
     *PYTHON_TRAIN, "dataset=random", "dataset.features=3072", "dataset.samples=16",
-    "model=mlp", "model._target_=support.models.layers_within", "~model.width", "~model.dropout",
+    "model=mlp", "model._target_=support.models.layers_within",
     f"model.depth={LAYERS}", "trainer.batch_size=8", "optimizer.momentum=0", "optimizer.nesterov=false",
     "scheduler=constant", "logger=[]", "evaluation.batch_size=16", "snapshot.keep_last=1",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.sweeps.table import Row, read_table
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, Command, own_data, wait_for
 
 pytestmark = pytest.mark.drill
 
@@ -34,7 +34,7 @@ def results(folder: Path) -> list[Row]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """A sweep of one job at a time."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = Command([*PYTHON_TRAIN, *JOBS, *HALVING], folder).finish(6)
+    run = Command([*PYTHON_TRAIN, *JOBS, *HALVING], folder).finish(1)
     assert "trained:    11 epochs, 0.39 of the 28 of all jobs" in run.output
     return results(folder / "s")
 
@@ -64,7 +64,7 @@ def test_a_killed_search_in_two_slots_ends_with_the_same_table(start, undisturbe
         with suppress(ProcessLookupError):  # on a fast machine the sweep may have ended
             run.send(signal.SIGKILL)
         run.process.wait()
-    run = start(*command).finish(6)
+    run = start(*command).finish(1)
     assert results(run.cwd / "s") == undisturbed
     other = start(*command, "sweep.eta=3").finish(2)
     assert "sweep.eta (2 then, 3 now)" in other.sentence
@@ -73,7 +73,7 @@ def test_a_killed_search_in_two_slots_ends_with_the_same_table(start, undisturbe
 def test_ranks_pause_at_the_same_step_and_go_on_with_the_same_bits(start):
     """The job that is promoted ends with the objective that it has in a sweep without a search."""
     sweep = ["-m", "model=mlp", "trainer.epochs=2", "optimizer.lr=0.001,0.1"]
-    search = start(*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN, *sweep, *HALVING).finish()
+    search = start(*PYTHON_TRAIN, "launch=torchrun", *sweep, *HALVING).finish()
     start(*PYTHON_TRAIN, "launch=fork", *sweep, "hydra.sweep.dir=list").finish()
     searched, listed = results(search.cwd / "s"), results(search.cwd / "list")
     assert [row.state for row in searched] == ["pruned", "finished"]
@@ -133,10 +133,10 @@ RACE = ["-m", "model=linear", "trainer.epochs=1", "snapshot.every=5steps", "opti
 RACE += ["sweep.search=race", "sweep.trials=40", "hydra.sweep.dir=s"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_race_that_is_killed_twice_ends_with_the_same_table_and_verdict(start, ranks):
-    """kill -9 of the parent alone, or of torchrun, which takes its ranks along."""
-    launcher = PYTHON_TRAIN if ranks == 1 else [*TORCHRUN, "--standalone", f"--nproc_per_node={ranks}", TRAIN]
+@pytest.mark.parametrize("launch", ["env", "torchrun"])
+def test_a_race_that_is_killed_twice_ends_with_the_same_table_and_verdict(start, launch):
+    """kill -9 of the parent alone."""
+    launcher = [*PYTHON_TRAIN, f"launch={launch}"]
     whole = start(*launcher, *RACE, "hydra.sweep.dir=whole").finish()
     (verdict,) = re.findall("^race: .*", whole.output, re.MULTILINE)
     assert "optimizer.lr=0.1 is best (confidence 0.99 at every look)" in verdict
@@ -154,7 +154,7 @@ def test_random_draws_are_a_list_that_halving_can_use(start):
     """More trials go on with the same jobs. Without Optuna."""
     run = start(*PYTHON_TRAIN, *DRAWN, "sweep.search=random", "sweep.trials=2").finish()
     first = results(run.cwd / "s")
-    run = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", "sweep.trials=4").finish()
+    run = start(*PYTHON_TRAIN, *DRAWN, "sweep.search=random", "sweep.trials=4").finish()
     more = results(run.cwd / "s")
     assert more[:2] == first
     assert len({row.overrides for row in more}) == 4
@@ -166,8 +166,13 @@ def test_random_draws_are_a_list_that_halving_can_use(start):
 
 def test_the_test_number_of_the_best_of_16_settings_covers_chance_where_labels_are_random(start):
     """The number that chose is above chance. In the long run one such interval of 20 does not cover it."""
-    words = [f"dataset.{half}._target_=support.own_data.random_labels" for half in ("train", "test")]
-    words += ["model=linear", "trainer.epochs=1", "logger=[]", "hydra.sweep.dir=s"]
+    words = [
+        *own_data("support.own_data.random_labels"),
+        "model=linear",
+        "trainer.epochs=1",
+        "logger=[]",
+        "hydra.sweep.dir=s",
+    ]
     lists = ["optimizer.lr=0.01,0.03,0.1,0.3", "trainer.batch_size=32,64,128,256"]
     run = start(*PYTHON_TRAIN, "-m", *words, *lists, PYTHONPATH=ROOT / "tests").finish()
     ((chosen, test, low, high),) = re.findall(

@@ -185,10 +185,10 @@ def test_a_sweep_that_goes_on_knows_what_became_of_its_jobs(start, slurm, tmp_pa
     assert states(sweep) == ["running"] * 3
     jobs = [(sweep / row["folder"] / "slurm_job").read_text().strip() for row in rows_of(sweep)]
     slurm.run("scancel", jobs[2])
-    early = start(*PYTHON_TRAIN, "-m", "sweep.resume=s", **slurm.env).finish(6)  # the others still wait or run
+    early = start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish(1)  # the others still wait or run
     assert states(sweep) == ["running", "running", "failed"], early.output
     wait_for(lambda: not slurm.run("squeue", "--noheader"), "end of all jobs", 90)
-    start(*PYTHON_TRAIN, "-m", "sweep.resume=s", **slurm.env).finish(6)
+    start(*SUBMIT, *words, "hydra.sweep.dir=s", **slurm.env).finish(1)
     finished, diverged, cancelled = rows_of(sweep)
     assert states(sweep) == ["finished", "failed", "failed"]
     log = read_log(sweep / finished["folder"])

@@ -7,6 +7,7 @@ import torch
 
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.models.airbench import Whitening
+from support.commands import own_data
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import distance, in_world, same_bits, train_all, weights
@@ -24,7 +25,7 @@ def images(data_dir: str, train: bool) -> InMemoryDataset:
 
 
 def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
-    readers = [f"dataset.{half}._target_={__name__}.images" for half in ("train", "test")]
+    readers = own_data(f"{__name__}.images")
     # SGD's learning rates are for 2000 samples a step, and these are 20.
     groups = "parameters.groups=[{match:head,use_muon:false,lr:13}]"
     options = ["trainer.precision=fp64", "trainer.batch_size=20", "optimizer.sgd_lr=1", groups, "trainer.epochs=3"]
@@ -38,7 +39,9 @@ def test_cifar10_speed_learns_and_is_the_same_on_two_ranks_and_after_a_resume(tm
     losses = [loss for _, loss in scalars(tmp_path / "alone")["train/loss"]]
     assert losses[-1] < losses[0] - 0.1
 
-    mean, std = (torch.tensor(list(cfg.dataset[name]), dtype=torch.float64)[:, None, None] for name in ("mean", "std"))
+    mean, std = (
+        torch.tensor(getattr(cfg.dataset, name), dtype=torch.float64)[:, None, None] for name in ("mean", "std")
+    )
     expected = Whitening(3).double()
     expected.set_weights_from((images("", train=True).samples / 255 - mean) / std)
     saved = torch.load(tmp_path / "two" / "model.pt", weights_only=True)

@@ -51,7 +51,6 @@ def weights(model: str, ranks: int, folder: Path) -> dict[str, Tensor]:
     for half in ("train", "test"):
         target = "drills.test_torchvision_models.Noise"
         words += [f"dataset.{half}._target_={target}", f"+dataset.{half}.samples=24"]
-        words += [f"~dataset.{half}.data_dir", f"~dataset.{half}.train"]
     words += [f"model.name={model}", "trainer.precision=fp64", "trainer.batch_size=8"]
     in_world(
         ranks,

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, ranks_of_torchrun, wait_for
+from support.commands import PYTHON_TRAIN, ROOT, TORCHRUN, TRAIN, children, own_data, ranks_of_torchrun, wait_for
 from support.run_folders import SLOW, position, stopped_at
 from support.worlds import same_bits
 
 pytestmark = pytest.mark.drill
 
 READ_BY_WORKERS = [
-    *SLOW, "trainer.epochs=24", "dataset.train._target_=support.slow.SlowDigits", "dataset.workers=2",
-    "dataset.test._target_=support.slow.SlowDigits", "trainer.batch_size=8", "snapshot.every=1steps",
+    *SLOW, "trainer.epochs=24", *own_data("support.slow.SlowDigits"), "dataset.workers=2", "trainer.batch_size=8",
+    "snapshot.every=1steps",
 ]  # fmt: skip
 
 

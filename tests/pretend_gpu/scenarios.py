@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretend_gpu import device
-from support.configs import composed, record_of
+from support.configs import composed, parts_of, record_of
 from support.worlds import train
 
 GPUS = 8
@@ -145,11 +145,8 @@ def trained_on_gpus(cfg: Any, gpus: int = GPUS, of: str = "cuda") -> dict[str, A
 
 def worked(cfg: Any, gpus: int, of: str = "cuda") -> None:
     """What the mode of a command does, on pretended GPUs, or on the CPU if there are none."""
-    from lockstep.config.targets import instantiate_as
-
-    from lockstep.modes.base import Mode
-
     if gpus:
         device.pretend(gpus, "gloo" if of == "mps" else cfg.backend.name, of)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    instantiate_as(Mode, cfg.mode, "mode").work(cfg, record_of(cfg))
+    parts = parts_of(cfg)
+    parts.mode.work(cfg, record_of(cfg), parts)

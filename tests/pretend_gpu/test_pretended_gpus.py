@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lockstep.config.targets import instantiate_as
 
+from lockstep.config.nodes import instantiate_as
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
-from lockstep.launchers.env import EnvLauncher
-from lockstep.preflight import check_options
+from lockstep.preflight import preflight
 from lockstep.strategies.base import Strategy
 from lockstep.strategies.data_parallel import UnevenDataParallel
 from lockstep.tasks.base import Task
@@ -176,7 +175,7 @@ def test_data_parallel_cuts_several_inputs() -> None:
 def refusal_beside_a_gpu() -> str:
     device.pretend(1, "gloo")
     try:
-        check_options(composed("gradient_sync=powersgd", "backend=gloo"), EnvLauncher())
+        preflight(composed("gradient_sync=powersgd", "backend=gloo"))
     except ConfigError as error:
         return str(error)
     return ""

@@ -8,8 +8,7 @@ import pytest
 
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError
-from lockstep.launchers.env import EnvLauncher
-from lockstep.preflight import check_options
+from lockstep.preflight import preflight
 from pretend_gpu import device
 from pretend_gpu.scenarios import trained_on_gpus, worked
 from support.configs import composed
@@ -76,7 +75,7 @@ def test_it_is_for_one_process(ranks: int, places: list[str]) -> None:
 def refusal(*words: str) -> str:
     device.pretend(1, "gloo", "mps")
     try:
-        check_options(composed("trainer.precision=fp64", *words), EnvLauncher())
+        preflight(composed("trainer.precision=fp64", *words))
     except ConfigError as error:
         return str(error)
     return ""

@@ -116,7 +116,8 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     with init_distributed("gloo", 60) as world:
         gc.collect()
         before = live_bytes()
-        cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
+        parts = parts_of(cfg)  # its strategy holds the model
+        cfg, loaders = build.model_and_data(cfg, world, parts)
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()
@@ -137,8 +138,8 @@ def live_bytes() -> int:
 
 
 WATCHED_MODEL = [
-    "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4", "model.dropout=0.0",
-    "trainer.precision=fp64",    "dataset=random", "dataset.samples=10",
+    "model=mlp", "model._target_=support.models.watched_layers", "model.width=200", "model.depth=4",
+    "model.dropout=0.0", "trainer.precision=fp64", "dataset=random", "dataset.samples=10",
 ]  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def test_what_an_optimizer_keeps_is_saved_and_what_it_averages_is_evaluated(tmp_
 
 @pytest.mark.parametrize(("words", "said"), REFUSED)
 def test_state_that_no_snapshot_has_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
-    answer = answer_of(["model=linear", "optimizer=sgd", "backend=gloo", *words], tmp_path)
+    answer = answer_of(["model=linear", "optimizer=sgd", "optimizer.lr=0.05", "backend=gloo", *words], tmp_path)
     assert answer.code == 2, answer
     assert said in answer.sentences[0]
 

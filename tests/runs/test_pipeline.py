@@ -141,8 +141,15 @@ def test_a_rank_keeps_the_parameters_of_its_own_stage_only() -> None:
     assert second == [False] * 4 + [True] * 4
 
 
+def refusal(cfg: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(cfg)
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(("model", "said"), [("resnet18", "type model=convnet"), ("linear", "type model=mlp")])
-def test_a_model_that_cannot_be_cut_into_stages_is_refused_before_a_rank_starts(model: str, said: str) -> None:
-    cfg = composed("strategy=pipeline", f"model={model}", "launch=spawn", "launch.nproc_per_node=2")
-    with pytest.raises(ConfigError, match=said):
-        preflight(cfg)
+def test_a_model_that_cannot_be_cut_into_stages_is_refused_by_all_ranks(tmp_path: Path, model: str, said: str) -> None:
+    cfg = composed("strategy=pipeline", f"model={model}", "logger=[]", f"run_dir={tmp_path}")
+    sentences = in_world(2, refusal, cfg)
+    assert len(set(sentences)) == 1
+    assert said in sentences[0]

@@ -18,6 +18,7 @@ from lockstep.runs.record import code_facts, read_run, run_exit_code, versions
 from support.commands import PYTHON_TRAIN, ROOT, Command, wait_for
 from support.event_files import Backend
 from support.run_folders import SLOW, position
+from support.worlds import same_bits
 
 SMALL = ["model=mlp", "model.width=16", "logger=[]", "dataset.train.train=false", "trainer.batch_size=16"]
 
@@ -151,3 +152,12 @@ def test_a_resumed_run_keeps_how_its_first_life_ended_and_what_was_changed(tmp_p
     first, second = record(tmp_path / "run")["lives"]
     assert (first["state"], first["exit_code"], first["config"]) == ("killed", 5, {"trainer.max_steps": 30})
     assert (second["state"], second["exit_code"]) == ("finished", 0)
+
+
+def test_a_run_is_repeated_from_its_record(tmp_path: Path) -> None:
+    first = [*PYTHON_TRAIN, *SMALL, "trainer.max_steps=3", "hydra.run.dir=one"]
+    Command(first, tmp_path).finish()
+    again = [*PYTHON_TRAIN, f"--config-path={tmp_path}/one/.hydra", "hydra.run.dir=two"]
+    Command(again, tmp_path).finish()
+    assert record(tmp_path / "two")["config_hash"] == record(tmp_path / "one")["config_hash"]
+    assert same_bits(tmp_path / "one", tmp_path / "two")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
+from support.commands import ON_TEST
 from support.configs import composed, with_values
 from support.event_files import scalars
 from support.worlds import distance, in_world, train, train_all, weights
 
-BASE = ["trainer.epochs=2", "trainer.batch_size=61", "trainer.precision=fp64", "logger=[]"]
+BASE = [ON_TEST, "trainer.epochs=2", "trainer.batch_size=61", "trainer.precision=fp64", "logger=[]"]
 RUNS = {
     "sync_bn": ["sync_bn=on", "dataset.augment.pad=1", "dataset.augment.flip=true"],
     "accumulation": ["sync_bn=on", "trainer.gradient_accumulation_steps=3", "optimizer=adamw"],

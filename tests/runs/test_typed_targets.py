@@ -1,80 +1,125 @@
-"""`_target_` typed on the command line: what the option said for another class is left out, and the run can be used."""
+"""Arguments do not outlive their class: what a typed `_target_` keeps of an option, and what such a run can be used for."""
 
 import re
 import shlex
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.commands import PYTHON_TRAIN
+from support.commands import PYTHON_TRAIN, Command
+from support.configs import composed
+from support.refusals import answer
 
+Start = Callable[..., Command]
 NET = """
 from torch import nn
 
 class Net(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+class Wide(nn.Sequential):
+    def __init__(self, shape, classes, width=3):
+        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, classes))
 """
-RADAM, STEP = "optimizer._target_=torch.optim.RAdam", "scheduler._target_=torch.optim.lr_scheduler.StepLR"
+RADAM = "optimizer._target_=torch.optim.RAdam"
+# What is typed, the node, and its arguments then.
+KEPT: list[tuple[str, str, dict[str, Any]]] = [
+    ("model=mlp model._target_=own.Net", "model", {}),
+    ("model=mlp model._target_=own.Wide", "model", {"shape": [1, 8, 8], "classes": 10}),
+    ("model=mlp model._target_=own.Wide model.width=5", "model", {"shape": [1, 8, 8], "classes": 10, "width": 5}),
+    ("model=linear model._target_=own.Wide +model.width=5", "model", {"shape": [1, 8, 8], "classes": 10, "width": 5}),
+    ("model=mlp model._target_=own.Wide model.classes=7", "model", {"shape": [1, 8, 8], "classes": 7}),
+    ("model=mlp +model.head=1 model._target_=own.Net ~model.head", "model", {}),
+    ("dataset.shape=[2] model=mlp model._target_=own.Wide", "model", {"shape": [2], "classes": 10}),
+    (RADAM, "optimizer", {}),
+    (f"{RADAM} optimizer.lr=0.1", "optimizer", {"lr": 0.1}),
+    (
+        "optimizer.lr=0.1",
+        "optimizer",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0, "fused": None},
+    ),
+    ("scheduler._target_=lockstep.training.schedulers.step +scheduler.gamma=0.5", "scheduler", {"gamma": 0.5}),
+]
+# What is typed, and what the sentence says.
+REFUSED = [
+    ("model._target_=own.Net model.shape=[1,8,8]", "own.Net takes no shape; type ~model.shape"),
+    (f"{RADAM} optimizer.momentum=0.5", "torch.optim.RAdam takes no momentum, but "),
+    ("model._target_=own.Wide +model.widht=5", "own.Wide takes no widht, but width; type ~model.widht +model.width=5"),
+]  # fmt: skip
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     (tmp_path / "own.py").write_text(NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     return {"PYTHONPATH": tmp_path}
 
 
+@pytest.fixture
+def option(tmp_path: Path) -> str:
+    """A config folder of the user's own, with the model linear_net."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "linear_net.yaml").write_text("_target_: own.Net\n")
+    return "--config-dir=mine"
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("typed", "key", "arguments"), KEPT, ids=[row[0] for row in KEPT])
+def test_what_a_typed_class_keeps_of_the_option(typed: str, key: str, arguments: dict[str, Any]) -> None:
+    node = getattr(composed(*typed.split()), key)
+    assert {name: value for name, value in node.items() if name != "_target_"} == arguments
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("typed", "said"), REFUSED)
+def test_a_typed_key_that_nothing_takes_is_refused(typed: str, said: str) -> None:
+    assert said in str(answer(*typed.split()))
+
+
 @pytest.mark.parametrize("launch", ["env", "fork"])
-def test_typed_classes_need_no_words_that_remove_keys(start, path, launch):
-    words = ["model._target_=own.Net", RADAM, STEP, "+scheduler.step_size=2", f"launch={launch}", "trainer.max_steps=3"]
-    run = start(*PYTHON_TRAIN, *words, **path).finish()
-    assert "model: own.Net takes no classes or shape; left out\n" in run.output
-    assert "optimizer: torch.optim.RAdam takes no fused, momentum or nesterov; left out\n" in run.output
-    assert len(re.findall("left out$", run.output, re.MULTILINE)) == 3
+def test_typed_classes_need_no_words_that_remove_keys(start: Start, path: dict[str, Path], launch: str) -> None:
+    step = "scheduler.schedule={_target_:torch.optim.lr_scheduler.StepLR,step_size:2}"
+    words = ["model=mlp", "model._target_=own.Net", RADAM, "scheduler=torch", step, f"launch={launch}"]
+    run = start(*PYTHON_TRAIN, *words, "trainer.max_steps=3", **path).finish()
+    said = [line for line in run.output.splitlines() if line.endswith("not those of the option")]
+    assert said == [
+        "model: own.Net has its own depth, dropout, width, not those of the option",
+        "optimizer: torch.optim.RAdam has its own fused, lr, momentum, nesterov, weight_decay, not those of the option",
+    ]
     assert "finished: " in run.output
 
 
-def test_a_sweep_and_a_check_of_a_typed_class(start, path):
+def test_a_sweep_and_a_check_of_a_typed_class(start: Start, path: dict[str, Path]) -> None:
     swept = start(*PYTHON_TRAIN, "-m", "model._target_=own.Net", "seed=1,2", "trainer.max_steps=2", **path).finish()
     assert "sweep: 2 finished" in swept.output
-    checked = start(*PYTHON_TRAIN, "mode=check", "model._target_=own.Net", **path).finish()
-    assert "own.Net takes no classes or shape" in checked.output
+    start(*PYTHON_TRAIN, "mode=check", "model._target_=own.Net", **path).finish()
 
 
-def test_a_typed_key_that_nothing_takes_is_refused(start, path):
-    run = start(*PYTHON_TRAIN, "model._target_=own.Net", "model.shape=[1,8,8]", **path).finish(2)
-    assert (
-        run.sentence
-        == "lockstep: own.Net takes no shape; leave model.shape out, or type model=<an option in conf/model>"
-    )
-
-
-def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start, path, tmp_path):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "linear_net.yaml").write_text("_target_: own.Net\n")
-    for number, words in enumerate((["model._target_=own.Net"], ["--config-dir=mine", "model=linear_net"])):
+def test_the_line_that_evaluates_a_run_can_be_typed_as_it_is(start: Start, path: dict[str, Path], option: str) -> None:
+    for number, words in enumerate((["model._target_=own.Net"], [option, "model=linear_net"])):
         run = start(*PYTHON_TRAIN, *words, "trainer.max_steps=2", f"hydra.run.dir=run{number}", **path).finish()
         _, typed = next(line for line in run.output.splitlines() if line.startswith("evaluate:")).split(maxsplit=1)
         again = start(sys.executable, *shlex.split(typed)[1:], **path).finish()
         assert "evaluated: test loss" in again.output
 
 
-def test_the_best_job_of_a_sweep_can_be_run_again_as_the_summary_says(start, path, tmp_path):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "linear_net.yaml").write_text("_target_: own.Net\n")
-    words = ["-m", "--config-dir=mine", "model=linear_net", "seed=1,2", "trainer.max_steps=2"]
+def test_the_best_job_of_a_sweep_can_be_run_again_as_the_summary_says(
+    start: Start, path: dict[str, Path], option: str
+) -> None:
+    words = ["-m", option, "model=linear_net", "seed=1,2", "trainer.max_steps=2"]
     run = start(*PYTHON_TRAIN, *words, **path).finish()
     (typed,) = re.findall(r"^run it again: (.*)$", run.output, re.MULTILINE)
     start(sys.executable, *shlex.split(typed)[1:], **path).finish()
 
 
-def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(start):
-    words = [
-        "dataset=random",
-        "model=mlp",
-        "trainer.max_steps=20",
-        "task.loss={_target_: torch.nn.HuberLoss, delta: 0.1}",
-    ]
+def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(start: Start) -> None:
+    words = ["dataset=random", "model=mlp", "trainer.max_steps=20"]
+    words += ["task.loss={_target_: torch.nn.HuberLoss, delta: 0.1}"]
     words += ["+task.measures.mae={_target_: torch.nn.L1Loss}", "+task.metrics.mae=min"]
     found = []
     for launch in ("env", "fork"):
@@ -85,21 +130,16 @@ def test_a_loss_and_a_metric_of_ones_own_have_the_same_numbers_on_two_ranks(star
     assert 0 < found[0][0] < 0.1 * found[0][1]  # Huber's loss with delta 0.1 is below a tenth of the distance
 
 
-def test_a_yaml_file_that_builds_on_an_option_and_names_another_class_needs_no_arguments_of_it(start, tmp_path):
-    for group, text in {
-        "scheduler": "defaults: [torch]\nschedule: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, T_max: 5}\n",
-        "optimizer": "defaults: [sgd]\n_target_: torch.optim.RAdam\n",
-    }.items():
-        (tmp_path / "mine" / group).mkdir(parents=True)
-        (tmp_path / "mine" / group / "own.yaml").write_text(text)
-    words = ["--config-dir=mine", "scheduler=own", "optimizer=own", "trainer.max_steps=2"]
-    run = start(*PYTHON_TRAIN, *words).finish()
-    assert "scheduler.schedule: torch.optim.lr_scheduler.CosineAnnealingLR takes no gamma; left out\n" in run.output
-    assert "optimizer: torch.optim.RAdam takes no fused, momentum or nesterov; left out\n" in run.output
-    run = start(*PYTHON_TRAIN, *words, "scheduler.schedule.gamma=0.5").finish(2)
-    assert "CosineAnnealingLR takes no gamma; leave scheduler.schedule.gamma out" in run.sentence
+def test_a_yaml_file_with_keys_that_its_class_does_not_take_is_refused(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "scheduler").mkdir(parents=True)
+    text = "defaults: [cosine]\n_target_: lockstep.training.schedulers.step\nstep_epochs: 2\ngamma: 0.1\n"
+    (tmp_path / "mine" / "scheduler" / "own.yaml").write_text(text)
+    words = [*PYTHON_TRAIN, "--config-dir=mine", "scheduler=own", "trainer.max_steps=2"]
+    sentence = start(*words).finish(2).sentence
+    assert "lockstep.training.schedulers.step takes no warmup_epochs or final_lr_ratio" in sentence
+    start(*words, *shlex.split(sentence.rpartition("; type ")[2])).finish()
 
 
-def test_python_without_unsafe_paths_finds_the_project(start):
+def test_python_without_unsafe_paths_finds_the_project(start: Start) -> None:
     run = start(sys.executable, "-P", *PYTHON_TRAIN[1:], "launch=fork", "trainer.max_steps=2").finish()
     assert "finished: " in run.output

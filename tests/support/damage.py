@@ -85,9 +85,9 @@ class BrokenGradient(torch.autograd.Function):
 class MarkedMLP(torch.nn.Module):
     """An mlp with a gradient that is NaN for samples whose first pixel is negative."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes, width=128, depth=2, dropout=0.0)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = BrokenGradient.apply(self.net(inputs), inputs.flatten(1)[:, 0] < 0)

@@ -205,9 +205,9 @@ class FaultyModel(torch.nn.Module):
 class SweptModel(FaultyModel):
     """A FaultyModel that breaks on one rank, in its third forward pass, in the way that `model.kind` names."""
 
-    def __init__(self, kind: str, rank: int = 1, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int, kind: str, rank: int = 1) -> None:
         os.environ["FAULT"] = f"forward/{kind}:{rank}:3"
-        super().__init__(**options)
+        super().__init__(shape, classes)
 
 
 class FaultyDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

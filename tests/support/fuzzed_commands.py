@@ -1,18 +1,21 @@
 """Commands to type behind `python src/train.py`, drawn from the schema and conf/: a new key or option is in them."""
 
-from typing import Any
+import inspect
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
+import yaml
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from lockstep.config.schema import GROUPS, SECTIONS, Dataset, Rule, Run, flatten, rules, rules_in_conf
-from support.commands import ROOT
+from lockstep.config.check import flatten
+from lockstep.config.nodes import CHECKED_BY_TYPE, locate
+from lockstep.config.schema import CONF, RunConfig
 from support.configs import composed_with_hydra
 from support.fuzzed_values import inside, targets, typed, wild
 
 Words = st.SearchStrategy[list[str]]
 
-CONF = ROOT / "conf"
 OPTIONS = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in sorted(CONF.iterdir())
@@ -31,6 +34,7 @@ FLAGS += [
     ["--nothing"],
     ["--"],
 ]
+OF_HYDRA = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.")
 KEY_FORMS = [
     "{0}",
     "{0}.",
@@ -49,27 +53,40 @@ KEY_FORMS = [
 KEY_FORMS += ["{0} ", " {0}", "{0}:x", "{0}=x", "é{0}", "'{0}'", "${{{0}}}", "{0}\n"]
 
 
-def _ruled_keys() -> list[tuple[str, str, Rule]]:
-    """(option that has the key, key, rule) of each field of the schema. The option is empty for a key of every run."""
-    found = []
-    for section, schema in {"": Run, "dataset": Dataset, **SECTIONS}.items():
-        found += [("", f"{section}.{name}".lstrip("."), rule) for name, rule in rules(schema).items()]
-    for group, options in GROUPS.items():
+def _typed_keys() -> list[tuple[str, str, Any, Any]]:
+    """(option that has the key, key, type, value in conf/) of each key with a type. The option is empty for a key of
+    every run."""
+    found, flat = [], flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
+    hints = get_type_hints(RunConfig, include_extras=True)
+    for section, kind in [(field.name, hints[field.name]) for field in fields(RunConfig)]:
+        inner = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
+        names = {field.name for field in fields(kind)} if is_dataclass(kind) else set()
+        keys = {f"{section}.{name}": inner[name] for name in sorted(names)} or {section: kind}
+        found += [("", key, kind, flat.get(key)) for key, kind in keys.items()]
+    for group, options in OPTIONS.items():
         for option in options:
-            prefix = f"logger.{option}" if group == "logger" else group
-            known = rules_in_conf(group, option).items()
-            found += [(f"{group}={option}", f"{prefix}.{name}", rule) for name, rule in known]
+            node: Any = yaml.safe_load((CONF / group / f"{option}.yaml").read_text()) or {}
+            node, prefix = (node[option], f"logger.{option}") if group == "logger" else (node.get(group, node), group)
+            if str(node.get("_target_")).startswith(CHECKED_BY_TYPE):
+                target: Any = locate(group, node["_target_"])
+                kinds = inspect.get_annotations(target.__init__ if isinstance(target, type) else target, eval_str=True)
+                values = {name: value for name, value in node.items() if name in kinds}
+                found += [
+                    (f"{group}={option}", f"{prefix}.{name}", kinds[name], value) for name, value in values.items()
+                ]
     return found
 
 
 def _all_keys() -> list[str]:
-    """Every key of the composed config, Hydra's own included, the sections, and some that do not exist."""
+    """Every key of the composed config, those of Hydra's own that say where and what runs, the sections, and some that
+    do not exist."""
     flat = flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
+    flat = {key: value for key, value in flat.items() if not key.startswith("hydra.") or key.startswith(OF_HYDRA)}
     sections = {key.rpartition(".")[0] for key in flat} - {""}
     return sorted({*flat, *sections, *OPTIONS, "x", "trainer.x", "model.x", "hydra.x", "_target_", "hydra/launcher"})
 
 
-RULED = _ruled_keys()
+TYPED = _typed_keys()
 ALL_KEYS = _all_keys()
 
 
@@ -81,10 +98,11 @@ def option_words() -> st.SearchStrategy[str]:
 
 
 @st.composite
-def ruled_words(draw: st.DrawFn) -> list[str]:
-    """A value for a key of the schema, behind the option that has this key."""
-    option, key, rule = draw(st.sampled_from(RULED))
-    value = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" and draw(st.booleans()) else typed(rule))
+def typed_words(draw: st.DrawFn) -> list[str]:
+    """A value for a key with a type, behind the option that has this key."""
+    option, key, kind, value = draw(st.sampled_from(TYPED))
+    is_ranks = key == "launch.nproc_per_node" and draw(st.booleans())
+    value = draw(st.sampled_from(RANKS) if is_ranks else typed(kind, value))
     return [word for word in (option, f"{draw(prefixes)}{key}={value}") if word]
 
 
@@ -117,7 +135,7 @@ def wild_options(draw: st.DrawFn) -> list[str]:
 def commands(draw: st.DrawFn) -> list[str]:
     """A whole command: options of groups, and one to three changes of any kind."""
     words = draw(st.lists(option_words(), max_size=3))
-    changes: Any = st.one_of(ruled_words(), ruled_words(), any_words(), wild_options())
+    changes: Any = st.one_of(typed_words(), typed_words(), any_words(), wild_options())
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
         words += draw(changes)
     if draw(st.integers(0, 11)) == 0:
@@ -127,14 +145,14 @@ def commands(draw: st.DrawFn) -> list[str]:
 
 @st.composite
 def accepted_commands(draw: st.DrawFn) -> list[str]:
-    """Options of several groups, and values that the rules of some keys accept. Half of them on two ranks."""
+    """Options of several groups, and values that the types of some keys accept. Half of them on two ranks."""
     words = [draw(option_words()) for _ in range(draw(st.integers(1, 5)))]
     if draw(st.booleans()):
         words.append("launch=fork")
-    chosen = [(key, rule) for option, key, rule in RULED if option in ("", *words)]
+    chosen = [(key, kind, value) for option, key, kind, value in TYPED if option in ("", *words)]
     for _ in range(draw(st.integers(0, 4))):
-        key, rule = draw(st.sampled_from(chosen))
-        value = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" else inside(rule))
+        key, kind, value = draw(st.sampled_from(chosen))
+        value = draw(st.sampled_from(RANKS) if key == "launch.nproc_per_node" else inside(kind, value))
         words.append(f"{key}={value}")
     return limited(words)
 

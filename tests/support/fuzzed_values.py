@@ -1,11 +1,14 @@
-"""Values to type behind `key=`: those that a rule of the schema accepts, those just outside of it, and wild ones."""
+"""Values to type behind `key=`: those that a type of the schema accepts, any others, and wild ones."""
 
+import json
 import math
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lockstep.config.schema import Rule, show
+from lockstep.config.check import show
 
 Text = st.SearchStrategy[str]
 
@@ -58,41 +61,54 @@ wild: Text = st.sampled_from(WILD) | st.text(st.characters(exclude_characters="\
 targets: Text = st.sampled_from(TARGETS.split())
 
 
-def typed(rule: Rule) -> Text:
-    """A text for a key with this rule. Half of them are values that the rule accepts."""
-    return st.one_of(inside(rule), inside(rule), outside(rule), wild)
+# Small, so that a run with them is, too.
+POOL: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 5, 8, 0.5, 0.01, 0.9, 1.0, 1e-6, -0.5, 1e5, math.nan, math.inf]
+POOL += [
+    10**6,
+    10**12,
+    2**64,
+    "text",
+    "auto",
+    "90s",
+    "2steps",
+    "1epochs",
+    "null",
+    [],
+    [1],
+    [0.1],
+    [1, 8, 8],
+    [1, 2, 3, 4],
+]
+POOL += [["norm"], ["0"], [0.9, 0.999], {"a": 1}]
 
 
-def inside(rule: Rule) -> Text:
-    """Values that the rule accepts. Numbers are small, so that a run with them is, too."""
-    item = _item(rule)
-    if rule.is_list:
-        length = rule.limits.length
-        item = st.lists(item, min_size=length or 0, max_size=length or 4)
-    values = st.one_of(item, st.just(None)) if rule.nullable else item
-    return values.filter(rule.accepts).map(show)
+def typed(kind: Any, default: Any) -> Text:
+    """A text for a key of this type. Two thirds of them are values that the type accepts."""
+    return st.one_of(inside(kind, default), inside(kind, default), st.sampled_from(POOL).map(show), wild)
 
 
-def _item(rule: Rule) -> st.SearchStrategy[Any]:
-    """One value of the kind that the rule asks for. Some are outside of its range."""
-    limits = rule.limits
-    example = rule.example()
-    known = [*rule.words, *(example if isinstance(example, list) else [example])]
-    low = next((edge for edge in (limits.min, limits.above) if edge is not None), -3)
-    if int in rule.kinds:
-        return st.sampled_from([*known, int(low), int(low) + 1]) | st.integers(int(low), int(low) + 9)
-    if float in rule.kinds:
-        edges = [edge for edge in (limits.min, limits.max, limits.above, limits.below) if edge is not None]
-        near = [edge + step for edge in edges for step in (-1e-6, 1e-6)]
-        return st.sampled_from([*known, *edges, *near]) | st.floats(float(low), float(low) + 2)
-    if bool in rule.kinds:
-        return st.booleans()
-    return st.sampled_from(known)
+def inside(kind: Any, default: Any) -> Text:
+    """Values that the type accepts."""
+    found = [value for value in (*words_of(kind), default, *POOL) if accepts(kind, value)]
+    return st.sampled_from(found or [default]).map(show)
 
 
-def outside(rule: Rule) -> Text:
-    """Numbers just beyond the edges of a rule, far beyond them, and of the other type."""
-    limits = rule.limits
-    edges = [edge for edge in (limits.min, limits.max, limits.above, limits.below) if edge is not None]
-    numbers = [edge + step for edge in edges for step in (-1, -1e-6, 0, 1e-6, 1)] + [1.5, -1, 0, 10**6, 10**12, 2**64]
-    return st.sampled_from([*numbers, math.nan, math.inf, True, None, "text", [], [1], {"a": 1}]).map(show)
+def words_of(kind: Any) -> list[Any]:
+    """The words that a type names."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [word for member in get_args(kind) for word in words_of(member)]
+
+
+def accepts(kind: Any, value: Any) -> bool:
+    try:
+        _model(kind).model_validate_json(json.dumps({"value": value}), strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _model(kind: Any) -> type[BaseModel]:
+    config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    return create_model("Model", __config__=config, value=(kind, ...))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.data.builtin import digits
-from lockstep.models.mlp import mlp
+from support.slow import mlp
 
 FIRST_BATCH, FIRST_SAMPLE = 12, 150  # where rank 1 hangs: a forward pass in training, a sample
 FIRST_EVALUATED = 2
@@ -91,9 +91,9 @@ def _is_here(*kinds: str) -> bool:
 class HangingModel(torch.nn.Module):
     """An mlp that sums a vector over the ranks in each forward pass."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
-        self.net, self.passes = mlp(**options), {True: 0, False: 0}
+        self.net, self.passes = mlp(shape, classes), {True: 0, False: 0}
 
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.device.type == "meta":
@@ -149,9 +149,9 @@ class UnevenDigits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 class UnevenModel(torch.nn.Module):
     """An mlp whose first forward pass, and each of an evaluation, takes long, and also to read its weights."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
-        self.net, self.is_first = mlp(**options), True
+        self.net, self.is_first = mlp(shape, classes), True
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         if not self.is_first:

@@ -182,7 +182,7 @@ class Langevin(torch.optim.SGD):
                 parameter.add_(torch.randn_like(parameter), alpha=0.001)
 
 
-def watched_layers(shape: list[int], classes: int, width: int, depth: int, dropout: float) -> nn.Sequential:
+def watched_layers(shape: list[int], classes: int, width: int = 128, depth: int = 2) -> nn.Sequential:
     """`depth` equal linear layers, a first and a last one. WATCHED refers to their parameters."""
     middle = [nn.Linear(width, width) for _ in range(depth)]
     model = nn.Sequential(nn.Linear(shape[0], width), *middle, nn.Linear(width, classes))

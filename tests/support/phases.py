@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,9 @@ from torch import Tensor
 from lockstep.data.builtin import digits
 from lockstep.distributed.environment import read_rank_info
 from lockstep.loggers.base import Logger
-from lockstep.models.mlp import mlp
 from lockstep.strategies.ddp import DDP
+from support.commands import own_data
+from support.slow import mlp
 
 
 def linger(phase: str) -> None:
@@ -61,11 +61,11 @@ class Digits(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 class Net(torch.nn.Module):
     """An mlp. It lingers in "build", in "step" when it computes with gradients, and in "evaluation" without."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, shape: list[int], classes: int) -> None:
         super().__init__()
         linger("build")
         self.passes = 0
-        self.net = mlp(**options)
+        self.net = mlp(shape, classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -81,8 +81,10 @@ class Net(torch.nn.Module):
 class LateDDP(DDP):
     """Lingers in "meeting" on rank 1, which the other ranks then wait for."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__(
+            gradient_as_bucket_view=True, static_graph=False, bucket_cap_mb=25, find_unused_parameters=False
+        )
         if read_rank_info().rank:
             linger("meeting")
 
@@ -102,8 +104,7 @@ class SlowLogger(Logger):
 
 PARTS = [
     "dataset.prepare={_target_:support.phases.prepare}",
-    "dataset.train._target_=support.phases.Digits",
-    "dataset.test._target_=support.phases.Digits",
+    *own_data("support.phases.Digits"),
     "model=mlp",
     "model._target_=support.phases.Net",
     "strategy._target_=support.phases.LateDDP",

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from lockstep.data import builtin
-from lockstep.errors import EXIT_JOBS_FAILED, EXIT_PROMISES
 from support.commands import ROOT, TRAIN, without_ranks
 from support.forked import ForkedProcess
 
@@ -56,12 +55,12 @@ class Answer:
             return "a traceback"
         if self.code == 0:
             return None
-        if self.code == EXIT_PROMISES:  # mode=check ran, and its table says which promise does not hold
-            return None if re.search(r"^promise .*^.+ no  +\S", self.output, re.DOTALL | re.MULTILINE) else "no table"
-        if self.code == EXIT_JOBS_FAILED:  # a sweep: each of its jobs that failed has a sentence
+        if self.code == 1 and re.search(r"^promise .*^.+ no  +\S", self.output, re.DOTALL | re.MULTILINE):
+            return None  # mode=check ran, and its table says which promise does not hold
+        if self.code == 1 and re.search(r"^sweep: .*failed", self.output, re.MULTILINE):
             told = [line for line in self.sentences if re.search(r"\btype \S", line)]
             return None if self.sentences and told == self.sentences else "a job without a sentence"
-        if self.code != 2 and not (self.code in (1, 3) and "not finite" in self.output):
+        if self.code != 2 and not (self.code == 1 and "not finite" in self.output):
             return f"exit code {self.code}"
         if len(self.sentences) != 1:
             return f"{len(self.sentences)} sentences"

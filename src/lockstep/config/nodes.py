@@ -115,7 +115,7 @@ def check_nodes(group: str, value: object) -> None:
             raise ConfigError(f"{node['_target_']} needs {' and '.join(missing)}; type {' '.join(words)}")
         if str(node["_target_"]).startswith(CHECKED_BY_TYPE):
             null = {name for name in FROM_DATA if given.get(name) is None}  # the data will tell
-            nodes = {name for name, value in given.items() if isinstance(value, dict) and "_target_" in value}
+            nodes = {name for name, value in given.items() if any(nodes_in(value, name))}  # objects later
             names = tuple(name for name in given if name not in null | nodes)
             check_values(key, {name: node[name] for name in names}, _model_of(target, names), node["_target_"])
 
@@ -172,7 +172,8 @@ def with_own_arguments(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     cfg, typed = cfg.copy(), dict[str, Any]()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        typed |= {} if override.is_delete() else flatten(override.value(), override.key_or_group)
+        value, key = override.value(), override.key_or_group
+        typed |= {} if override.is_delete() else {key: value} | flatten(value, key)  # an empty dict has no keys
     for key in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
         node, target = OmegaConf.select(cfg, key), OmegaConf.select(cfg, f"{key}._target_")
         parameters = named_by(locate(key, target)) or {}
