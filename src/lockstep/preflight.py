@@ -43,7 +43,7 @@ def preflight(config: RunConfig, starts: bool = True) -> Parts:
         check_nodes(group, getattr(config, group))
     launcher, mode = instantiate_as(Launcher, config.launch, "launch"), instantiate_as(Mode, config.mode, "mode")
     if not starts and not mode.trains:
-        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; leave mode={mode.name} out of it")
+        raise ConfigError(f"mode={mode.name} is no training, and a sweep trains; type mode=train")
     if starts:
         launcher.prepare("lockstep.launchers.rank_imports")
     parts = build_parts(config, CalledHere(launcher) if mode.starts_ranks else launcher, mode)

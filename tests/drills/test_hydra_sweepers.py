@@ -21,7 +21,7 @@ needs_sweeper = pytest.mark.skipif(
 @needs_sweeper
 def test_optuna_looks_for_the_best_accuracy(start):
     trials = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweep.dir=s"]
-    trials += ["hydra.sweeper.sampler.seed=1"]
+    trials += ["hydra.sweeper.sampler.seed=1", "hydra.sweeper.direction=maximize"]
     words = ["optimizer.lr=interval(0.0001,0.1)", "model=linear", "trainer.max_steps=20"]
     run = start(*PYTHON_TRAIN, "-m", *trials, *words, PYTHONPATH=SWEEPER).finish()
     accuracies = [float(value) for value in column(run.cwd / "s", "objective")]

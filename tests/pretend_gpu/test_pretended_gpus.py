@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lockstep.config.nodes import instantiate_as
 
+from lockstep.config.nodes import instantiate_as
 from lockstep.data.dataset import InMemoryDataset
 from lockstep.distributed.world import init_distributed
 from lockstep.errors import ConfigError

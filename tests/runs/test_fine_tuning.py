@@ -125,64 +125,68 @@ def test_a_run_begins_with_the_weights_of_another_and_a_new_head(tmp_path: Path)
     assert "freeze: 1072 of 1276 weights are not trained: 1.bias, 1.weight, 2.bias, 2.weight" in log
 
 
-def test_what_does_not_fit_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_groups_that_cannot_work_are_refused_before_ranks_start() -> None:
+    for word, said in (
+        (
+            "parameters.groups=[{lr:0.1}]",
+            "is refused: it has no match, the names of parameters; type parameters.groups=[{match:fc,lr:0.1}]",
+        ),
+        (
+            "parameters.groups=[{match:'4',lr:-1}]",
+            "parameters.groups: {match:4,lr:-1} is refused: Invalid learning rate: -1; type",
+        ),
+    ):
+        assert said in str(answer(*BASE, word)), word
+
+
+def refusals(configs: list[Any]) -> list[str]:
+    sentences = []
+    for cfg in configs:
+        with pytest.raises(ConfigError) as refused:
+            train_all([cfg])
+        sentences.append(str(refused.value))
+    return sentences
+
+
+def test_what_does_not_fit_the_model_is_refused_on_all_ranks_with_what_to_type(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Identity(), torch.nn.ReLU())
     torch.save({f"module.{name}": value for name, value in net.state_dict().items()}, tmp_path / "body.pt")
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     (tmp_path / "text.pt").write_text("no weights")
-    start = ["launch=fork", *BASE]
-    for words, said in (
+    cases = [
         (
-            f"parameters.init={tmp_path}/none.pt",
-            "none.pt does not exist; type parameters.init=<a file of weights, a snapshot or",
+            "init",
+            f"{tmp_path}/none.pt",
+            "none.pt does not exist; type parameters.init=<a file of weights, a snaps",
         ),
-        (f"parameters.init={tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
-        (f"parameters.init={tmp_path}/text.pt", "text.pt cannot be read ("),
-        (f"parameters.init={tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
+        ("init", f"{tmp_path}", "holds neither model.pt nor a snapshot; type parameters.init="),
+        ("init", f"{tmp_path}/text.pt", "text.pt cannot be read ("),
+        ("init", f"{tmp_path}/tensor.pt", "tensor.pt holds no state dict; type parameters.init="),
         (
-            f"parameters.init={tmp_path}/body.pt",
-            "2.bias is [16] here and missing there, 2.weight is [16] here and missing there",
+            "init",
+            f"{tmp_path}/body.pt",
+            "2.bias is [16] here and missing there, 2.weight is [16] here and missing",
         ),
-        (f"parameters.init={tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
+        ("init", f"{tmp_path}/body.pt", "to train them from random weights type parameters.new_layers=[2,4]"),
+        ("freeze", "[head]", "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one"),
         (
-            "parameters.freeze=[head]",
-            "freeze: the model has no head; the nearest names are 1, 1.weight, 1.bias; type one",
+            "freeze",
+            "['*']",
+            "parameters.freeze=[*] leaves no parameter to train; type parameters.freeze=[<f",
         ),
-        (
-            "parameters.freeze=['*']",
-            "parameters.freeze=[*] leaves no parameter to train; type parameters.freeze=[<fewer names>]",
-        ),
-        (
-            "parameters.groups=[{lr:0.1}]",
-            "no match, the parameters' name; type parameters.groups=[{match:fc,lr:0.1}]",
-        ),
-        (
-            "parameters.groups=[{match:'4',lr:-1}]",
-            "parameters.groups: {match:4,lr:-1} is refused (Invalid learning rate: -1); type parameters.groups=[]",
-        ),
-    ):
-        assert said in str(answer(*start, words)), words
+        ("no_decay", "[layer9]", "parameters.no_decay: the model has no layer9; the nearest names are"),
+        ("groups", "[{match:'4',momentum:0.5}]", "parameters.groups: AdamW has no momentum, but lr, betas, eps"),
+    ]
+    configs = [
+        with_values(config(f"parameters.{key}={value}", "strategy=pipeline"), f"run_dir={tmp_path / str(number)}")
+        for number, (key, value, _) in enumerate(cases)
+    ]
+    for found in in_world(2, refusals, configs):
+        for (key, value, said), sentence in zip(cases, found, strict=True):
+            assert said in sentence, (key, value)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16))
     load_initial_weights(model, str(tmp_path / "body.pt"), [])
     assert torch.equal(model[1].weight, net[1].weight)
-
-
-def refusal(cfg: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        train_all([cfg])
-    return str(refused.value)
-
-
-def test_a_rule_for_nothing_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for words, said in (
-        ("parameters.no_decay=[layer9]", "parameters.no_decay: the model has no layer9; the nearest names are"),
-        (
-            "parameters.groups=[{match:'4',momentum:0.5}]",
-            "parameters.groups: AdamW has no momentum, but lr, betas, eps",
-        ),
-    ):
-        cfg = with_values(config(words, "strategy=pipeline"), f"run_dir={tmp_path / 'refused'}")
-        assert all(said in found for found in in_world(2, refusal, cfg)), words
 
 
 def test_patterns_name_parameters_by_kind_module_and_wildcard() -> None:

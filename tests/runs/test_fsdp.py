@@ -116,7 +116,8 @@ def bytes_after_setup(cfg: Any) -> tuple[int, int]:
     with init_distributed("gloo", 60) as world:
         gc.collect()
         before = live_bytes()
-        cfg, loaders = build.model_and_data(cfg, world, parts_of(cfg))
+        parts = parts_of(cfg)  # its strategy holds the model
+        cfg, loaders = build.model_and_data(cfg, world, parts)
         both = loaders.train, loaders.test
         data = sum(tensor.nbytes for loader in both for tensor in (loader.dataset.samples, loader.dataset.targets))
         gc.collect()

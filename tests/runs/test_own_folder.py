@@ -13,7 +13,7 @@ import torch
 
 import lockstep
 from lockstep.data.builtin import digits
-from support.commands import PYTHON_TRAIN, Command, wait_for
+from support.commands import PYTHON_TRAIN, STARTERS, Command, wait_for
 
 Start = Callable[..., Command]
 
@@ -57,11 +57,16 @@ class Stream(torch.utils.data.IterableDataset):
             yield sample
 
 
-class SlowNet(nn.Module):
+class Net(nn.Module):
     def __init__(self, shape, classes):
         super().__init__()
         self.head = nn.Linear(5, classes)
 
+    def forward(self, inputs):
+        return self.head(inputs)
+
+
+class SlowNet(Net):
     def forward(self, inputs):
         if self.training:
             Path("in_step").touch()
@@ -73,44 +78,63 @@ OWN = [*PYTHON_TRAIN, "--config-dir=conf", "dataset=own", "logger=[]", "trainer.
 NET = ["model=mlp", "model.width=8"]
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> dict[str, str]:
-    """Makes the folder. What a command needs in its environment."""
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path) -> None:
+    """Makes the folder. --config-dir=conf alone finds the module beside conf."""
     (tmp_path / "own_parts.py").write_text(PARTS)
     folder = tmp_path / "conf" / "dataset"
     folder.mkdir(parents=True)
     halves = [POINTS.format(half=half, train=str(half == "train").lower()) for half in ("train", "test")]
     (folder / "own.yaml").write_text("".join(halves))
     (folder / "own_stream.yaml").write_text("train: {_target_: own_parts.Stream}\n" + halves[1])
-    return {"PYTHONPATH": str(tmp_path)}
+    (tmp_path / "conf" / "task").mkdir()
+    weighted = "defaults: [classification]\n_target_: own_parts.Weighted\nclasses: ${dataset.classes}\n"
+    (tmp_path / "conf" / "task" / "weighted.yaml").write_text(weighted)
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["task._target_=own_parts.Failing"], 2, "task._target_=own_parts.Failing failed at {place}:14 (KeyError:"),
+        (["task._target_=own_parts.Failing"], 1, "KeyError: 'weights.txt'\n  at own_parts.py:14 in __init__"),
         (["task._target_=own_parts.Weighted"], 2, "needs classes and limit; type +task.classes=<value> +task.limit="),
-        (["task._target_=own_parts.Weighted", "+task.limit=1", "+task.classes=null"], 1, "no weights for 2 classes"),
-        (["task._target_=own_parts.Weighted", "+task.limit=2", "+task.classes=null"], 0, "rank 0 of 1"),
+        (["task=weighted"], 2, "own_parts.Weighted needs limit; type +task.limit=<value>"),
+        (["task=weighted", "+task.limit=1"], 1, "ValueError: no weights for 2 classes"),
+        (["task=weighted", "+task.limit=2"], 0, "rank 0 of 1"),
     ],
-    ids=["fails", "needs the classes", "fails with the classes of the data", "has the classes of the data"],
+    ids=["fails", "needs the classes", "needs a limit", "fails with the classes of the data", "has the classes"],
 )
 def test_an_error_of_a_tasks_constructor_is_told_without_a_traceback(
-    start: Start, own: dict[str, str], tmp_path: Path, words: list[str], code: int, said: str
+    start: Start, words: list[str], code: int, said: str
 ) -> None:
-    output = start(*OWN, *NET, *words, **own).finish(code).output
-    assert said.format(place=tmp_path / "own_parts.py") in output
+    output = start(*OWN, *NET, *words).finish(code).output
+    assert said in output
     assert "Traceback" not in output
 
 
-def test_each_evaluation_has_a_file_that_says_what_was_evaluated_and_a_resumed_run_a_hash(
-    start: Start, own: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("starter", STARTERS.values(), ids=STARTERS)
+def test_a_config_folder_alone_makes_what_is_beside_it_importable(
+    start: Start, tmp_path: Path, starter: list[str]
 ) -> None:
-    start(*OWN, *NET, "hydra.run.dir=run", **own).finish()
+    """In ranks, in the other processes that read data, and again where the run is used."""
+    (tmp_path / "elsewhere").mkdir()
+    words = ["--config-dir=../conf", "logger=[]"]
+    own = ["dataset=own", "dataset.workers=1", "model=mlp", "model._target_=own_parts.Net", "trainer.max_steps=2"]
+    start(*starter, *words, *own, "hydra.run.dir=run", cwd=tmp_path / "elsewhere").finish()
+    if starter == PYTHON_TRAIN:
+        evaluate = [*PYTHON_TRAIN, "mode=evaluate", "resume=run"]
+        start(*evaluate, "--config-dir", "../conf", cwd=tmp_path / "elsewhere").finish()
+        refused = start(*evaluate, cwd=tmp_path / "elsewhere").finish(2).sentence
+        assert "or --config-dir=<the folder that holds dataset/own.yaml>" in refused
+
+
+def test_each_evaluation_has_a_file_that_says_what_was_evaluated_and_a_resumed_run_a_hash(
+    start: Start, tmp_path: Path
+) -> None:
+    start(*OWN, *NET, "hydra.run.dir=run").finish()
     evaluate = [*OWN[:3], "mode=evaluate", "resume=run"]
     for words in ([], ["dataset.test.scale=2.0"], ["mode.split=train"], []):
-        start(*evaluate, *words, **own).finish()
-    start(*OWN, *NET, "resume=run", "trainer.epochs=2", "hydra.run.dir=more", **own).finish()
+        start(*evaluate, *words).finish()
+    start(*OWN, *NET, "resume=run", "trainer.epochs=2", "hydra.run.dir=more").finish()
     (snapshot,) = (tmp_path / "run" / "snapshots").glob("step_*.pt")
     began_with = json.loads((tmp_path / "more" / "run.json").read_text())["data"]["resume"]
     assert began_with == hashlib.sha256(snapshot.read_bytes()).hexdigest()[:16]
@@ -161,9 +185,7 @@ def test_a_trained_run_is_used_as_it_was_trained_whatever_its_files_say_today(st
     torch.testing.assert_close(net(images).double(), outputs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(
-    start: Start, own: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(start: Start, tmp_path: Path) -> None:
     words = [
         *OWN,
         *NET,
@@ -173,17 +195,15 @@ def test_a_stream_that_is_read_again_for_longer_than_the_timeout_is_no_hang(
         "snapshot.every=3steps",
         "hydra.run.dir=run",
     ]
-    start(*words, "trainer.max_steps=3", **own).finish()
-    start(*words, SECONDS_A_SAMPLE=0.12, **own).finish()  # 45 samples in 5.4 s, and the first step may take 5 s
+    start(*words, "trainer.max_steps=3").finish()
+    start(*words, SECONDS_A_SAMPLE=0.12).finish()  # 45 samples in 5.4 s, and the first step may take 5 s
     assert "resumed from" in (tmp_path / "run" / "train.log").read_text()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["steps"] == 4
     assert not (tmp_path / "run" / "hang.txt").exists()
 
 
-def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once(
-    start: Start, own: dict[str, str], tmp_path: Path
-) -> None:
-    run = start(*OWN, "model._target_=own_parts.SlowNet", "hydra.run.dir=run", SECONDS_A_STEP=60, **own)
+def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once(start: Start, tmp_path: Path) -> None:
+    run = start(*OWN, "model._target_=own_parts.SlowNet", "hydra.run.dir=run", SECONDS_A_STEP=60)
     wait_for((tmp_path / "in_step").exists, "first step")
     run.send(signal.SIGTERM)
     time.sleep(3)  # the line comes after 2 s, and a signal within 2 s is the same one
@@ -193,9 +213,9 @@ def test_a_stop_that_a_long_step_delays_says_so_and_a_second_signal_ends_at_once
     assert "ended at once by a second SIGTERM; no snapshot was saved" in output
 
 
-def test_a_first_step_that_takes_long_says_where_it_is(start: Start, own: dict[str, str], tmp_path: Path) -> None:
+def test_a_first_step_that_takes_long_says_where_it_is(start: Start, tmp_path: Path) -> None:
     """After watch.timeout. It ends ten times later."""
     words = ["model._target_=own_parts.SlowNet", "watch.timeout=1", "trainer.max_steps=1"]
-    output = start(*OWN, *words, SECONDS_A_STEP=4, **own).finish().output
-    said = rf"progress for [1-4] s, and the run goes on: rank 0 is in user code.*{tmp_path}/own_parts.py:49 in forward"
+    output = start(*OWN, *words, SECONDS_A_STEP=4).finish().output
+    said = rf"progress for [1-4] s, and the run goes on: rank 0 is in user code.*{tmp_path}/own_parts.py:54 in forward"
     assert len(re.findall(said, output)) == 1

@@ -34,6 +34,7 @@ FLAGS += [
     ["--nothing"],
     ["--"],
 ]
+OF_HYDRA = ("hydra.run.", "hydra.sweep.", "hydra.sweeper.", "hydra.launcher.", "hydra.job.")
 KEY_FORMS = [
     "{0}",
     "{0}.",
@@ -77,8 +78,10 @@ def _typed_keys() -> list[tuple[str, str, Any, Any]]:
 
 
 def _all_keys() -> list[str]:
-    """Every key of the composed config, Hydra's own included, the sections, and some that do not exist."""
+    """Every key of the composed config, those of Hydra's own that say where and what runs, the sections, and some that
+    do not exist."""
     flat = flatten(OmegaConf.to_container(composed_with_hydra(), resolve=False))
+    flat = {key: value for key, value in flat.items() if not key.startswith("hydra.") or key.startswith(OF_HYDRA)}
     sections = {key.rpartition(".")[0] for key in flat} - {""}
     return sorted({*flat, *sections, *OPTIONS, "x", "trainer.x", "model.x", "hydra.x", "_target_", "hydra/launcher"})
 

@@ -49,6 +49,7 @@ OPTIONS = {
 }
 UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
 MISSING = {"missing", "missing_argument"}
+LENGTHS = {"missing": "longer", "too_short": "longer", "too_long": "shorter"}  # of a list
 SAYS_NO_MORE = (ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, MissingConfigException)
 
 
@@ -120,7 +121,7 @@ def check_values(section: str, values: Node, kind: Any, target: object = None) -
         return all(not f"{_place(container, error)}.".startswith(f"{place}.") for error in _errors(container, kind))
 
     said = {error["type"]: error["msg"].removeprefix("Input should be ") for error in errors}
-    said |= {"missing": "longer"} if "missing" in said else {}
+    said |= {kind: text for kind, text in LENGTHS.items() if kind in said}
     accepted = " or ".join(dict.fromkeys(text for kind, text in said.items() if kind != "needs_python_object"))
     meant = [candidate for candidate in _candidates(value, errors, default_of(key, target)) if accepts(candidate)]
     inside = [word(one, inner) for one, inner in conf_values()[""].items() if one.startswith(f"{key}.")]
@@ -275,12 +276,11 @@ def _about(said: str, words: list[str]) -> str:
     for one in words:
         override = OverridesParser.create().parse_override(one)
         key, value = override.key_or_group, override.value()
-        known = key in conf_values()[""] or key in OPTIONS
         if override.is_sweep_override():
             return f"{one} has several values; type -m {shlex.quote(one)} for a sweep"
         if key in OPTIONS and not override.is_delete() and not isinstance(value, str | list):
             return _no_option(key, show(value), OPTIONS[key])
-        if one.startswith("+") and known and key in said:
+        if one.startswith("+") and key in said:
             return f"{key} has a value, which + cannot add; type {word(key, value)}"
         if one.startswith("~") and key in said:
             return f"{one} is about what is not there; type the command without {one}"
@@ -324,7 +324,9 @@ def _unknown_override(key: str, cfg: Any, words: list[str]) -> str:
     if OmegaConf.is_dict(node) and "_target_" in node:
         parameters = parameters_of(locate(parent, node["_target_"]))
         if parameters is None or name in parameters:
-            return f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value)}"
+            return (
+                f"{key} is not in the YAML of this option, and its class takes it; type {word(f'+{key}', value or 1)}"
+            )
     values: Any = OmegaConf.to_container(cfg, resolve=False)
     known = flatten({one: values[one] for one in values if one != "hydra"})
     return unknown_key(key, value or "<value>", known)

@@ -93,7 +93,7 @@ def check_nodes(group: str, value: object) -> None:
     or needs others."""
     for key, node in nodes_in(value, group):
         target = locate(key, node["_target_"])
-        parameters = parameters_of(target)
+        parameters = named_by(target)
         if parameters is None:
             continue
         count, later = LATER.get(key, (0, frozenset[str]()))
@@ -102,7 +102,7 @@ def check_nodes(group: str, value: object) -> None:
         filled = {*positional[: count + len(node.get("_args_") or ())], *later}
         free = [name for name in parameters if name not in given and name not in filled]
         unknown = [name for name in given if name not in parameters or name in filled]
-        if unknown:
+        if unknown and parameters_of(target) is not None:
             meant = get_close_matches(unknown[0], free, 1)
             words = [f"~{join(key, name)}" for name in unknown]
             words += [f"+{join(key, name)}={show(given[unknown[0]])}" for name in meant]

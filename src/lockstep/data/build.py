@@ -267,7 +267,8 @@ def completed(config: RunConfig, dataset: Any) -> RunConfig:
     data = replace(data, batch_transforms=complete(data.batch_transforms))
     config = replace(config, dataset=data, model=complete(config.model), task=complete(config.task))
     if isinstance(dataset, InMemoryDataset):
-        check_shape(dataset, inputs, config.model.get("shape"))
+        shape = config.model.get("shape")
+        check_shape(dataset, inputs, shape, "dataset.shape" if shape == data.shape else "model.shape")
     check_class_weights(config)
     if class_weights(config) == "balanced":
         assert config.dataset.classes is not None

@@ -278,20 +278,20 @@ def sample_shape(inputs: Any) -> list[int]:
     )
 
 
-def check_shape(dataset: InMemoryDataset, inputs: object, shape: Sequence[int] | None) -> None:
+def check_shape(
+    dataset: InMemoryDataset, inputs: object, shape: Sequence[int] | None, key: str = "dataset.shape"
+) -> None:
     """Raise ConfigError if the samples have another shape than the config says.
 
     inputs: some of them as a batch, after the transforms of training. They may have the shape, or those of the data,
-    which tests may be about: many nets take images of any size.
+    which tests may be about: many nets take images of any size. key: that says `shape`.
     """
     if shape is None or not isinstance(inputs, Tensor):
         return
     real = list(inputs.shape[1:])
     if list(shape) not in (real, list(dataset.samples.shape[1:])):
         configured, right = (",".join(map(str, numbers)) for numbers in (shape, real))
-        raise ConfigError(
-            f"dataset.shape=[{configured}] but the samples have the shape [{right}]; type dataset.shape=[{right}]"
-        )
+        raise ConfigError(f"{key}=[{configured}] but the samples have the shape [{right}]; type {key}=[{right}]")
 
 
 def class_names(dataset: object) -> list[str]:
