@@ -14,9 +14,10 @@ BENCH := $(VENV)/.ready-bench
 # busy. The longest files come first.
 WHOLE := -n 4 --dist loadfile --no-loadscope-reorder
 DRILLS := -n 5 --dist loadfile --no-loadscope-reorder
+MINE := src/mine.py conf/model/mine.yaml tests/test_mine.py
 
 .DEFAULT_GOAL := help
-.PHONY: help train ddp sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise zoo screenshots coverage clean
+.PHONY: help train ddp mine sweep runs bench gpu gpu-wheels compare growth scaling size board lint test-fast test drill matrices faults fuzz promise zoo screenshots coverage clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +44,11 @@ train: $(READY) ## train the convnet on the digits, N ranks over gloo
 
 ddp: $(READY) ## the same training, started by torchrun
 	$(VENV)/bin/torchrun --standalone --nproc_per_node=$(N) src/train.py backend=gloo $(ARGS)
+
+mine: ## a net of your own to begin with: src/mine.py, conf/model/mine.yaml and a test of them
+	@for file in $(MINE); do ! test -e $$file || { echo "$$file is there already; move it, then type make mine" >&2; exit 1; }; done
+	@for file in $(MINE); do cp deploy/mine/$$(basename $$file) $$file; done
+	@echo 'To train it, type python src/train.py model=mine'
 
 sweep: $(READY) ## a sweep over learning rates, N ranks a job
 	$(PYTHON) src/train.py -m launch=torchrun launch.nproc_per_node=$(N) optimizer.lr=0.1,0.05,0.01 $(ARGS)
