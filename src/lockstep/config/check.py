@@ -31,13 +31,8 @@ OPTIONS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for 
 UNKNOWN = {"extra_forbidden", "unexpected_keyword_argument"}  # pydantic's types of errors
 MISSING = {"missing", "missing_argument"}
 LENGTHS = {"missing": "longer", "too_short": "longer", "too_long": "shorter"}  # of a list
-SAYS_NO_MORE: tuple[type[Exception], ...] = (errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
-SAYS_NO_MORE += (MissingConfigException,)
-    errors.ConfigAttributeError,
-    errors.ConfigKeyError,
-    errors.MissingMandatoryValue,
-    MissingConfigException,
-)
+# Their text says no more than the sentence.
+TOLD = (MissingConfigException, errors.ConfigAttributeError, errors.ConfigKeyError, errors.MissingMandatoryValue)
 
 
 def check(cfg: DictConfig) -> RunConfig:
@@ -223,7 +218,7 @@ def explain(error: BaseException, words: Sequence[str]) -> str | None:
             break
     else:
         cause, sentence = error, _about(str(error), overrides)
-    more = "" if isinstance(cause, (ConfigError, *SAYS_NO_MORE)) else str(cause).strip().replace("\n", "\n    ")
+    more = "" if isinstance(cause, (ConfigError, *TOLD)) else str(cause).strip().replace("\n", "\n    ")
     return f"{sentence}\n    {more}" if more else sentence
 
 
