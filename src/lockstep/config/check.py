@@ -23,7 +23,6 @@ from lockstep.compat import root_of
 from lockstep.config.schema import CALLED_LATER, CONF, Node, RunConfig, build
 from lockstep.errors import ConfigError
 
-FOLDERS = ("data_dir", "run_dir", "resume")  # in which ~ is the home folder
 SPELLED: dict[str, bool | None] = dict.fromkeys(("yes", "on", "true"), True)
 SPELLED |= dict.fromkeys(("no", "off", "false"), False) | dict.fromkeys(("none", "never"), None)
 GROUPS = [one for one in CONF.iterdir() if one.is_dir() and one.name not in ("hydra", "local")]
@@ -39,7 +38,7 @@ def check(cfg: DictConfig) -> RunConfig:
     """The typed values of a composed config. Raises ConfigError for what cannot work, and what OmegaConf raises."""
     values = cast(Node, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     values.setdefault("logger", {})  # logger=[] leaves no section
-    values |= {key: os.path.expanduser(values[key]) for key in FOLDERS if isinstance(values.get(key), str)}
+    values = in_home(values)
     check_values("", values, RunConfig)
     for section, name in CALLED_LATER:
         node = values[section].get(name)
@@ -48,6 +47,15 @@ def check(cfg: DictConfig) -> RunConfig:
     config = build(RunConfig, values)
     config.refuse_contradictions()
     return config
+
+
+def in_home(value: Any) -> Any:
+    """A value with the home folder for the ~ of its paths, which no shell has seen where they stand in YAML."""
+    if isinstance(value, dict):
+        return {name: in_home(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [in_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
